@@ -148,6 +148,22 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
 
 
 @at_all_sizes
+def test_all_to_all_into_an_array_moves_rows(size: int, lanes: str) -> None:
+    def body(group: Group) -> None:
+        for seed, count in enumerate((0, 1, 1001, 80_001)):
+            sent = values(group.rank, (size, 2, count), np.int32, seed)
+            before, out = sent.copy(), np.full_like(sent, -1)
+            received = np.stack([values(rank, (size, 2, count), np.int32, seed)[group.rank] for rank in range(size)])
+            assert group.all_to_all(sent, out=out) is out
+            same(out, received)
+            same(sent, before)
+            assert group.all_to_all(sent, out=sent) is sent
+            same(sent, received)
+
+    run_threads(size, body, lanes=lanes)
+
+
+@at_all_sizes
 def test_blocks_of_all_to_all_and_scatter_may_have_dtypes_of_their_own(size: int, lanes: str) -> None:
     kinds = ["uint8", "float32", "complex128", "bool", "int16"]
 
@@ -176,11 +192,15 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
                 before = x.copy()
                 expected = np.array_split(total(op, size, shape, np.float64, seed), size)
                 same(group.reduce_scatter(x, op), expected[me])
+                out = np.full_like(expected[me], -1)
+                assert group.reduce_scatter(x, op, out=out) is out
+                same(out, expected[me])
                 same(x, before)
         counts = [(3 * rank) % 4 for rank in range(size)]
         x = values(me, (sum(counts), 2), np.int32)
         rows = np.split(total("sum", size, x.shape, np.int32), np.cumsum(counts)[:-1])
         same(group.reduce_scatter(x, counts=counts), rows[me])
+        same(group.reduce_scatter(x, counts=counts, out=np.full_like(rows[me], -1)), rows[me])
         same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])  # type: ignore[arg-type]
         for wrong in ([1] * (size + 1), [*counts[:-1], counts[-1] + 1], [-1, *counts[1:]]):
             with pytest.raises(ConfigError, match="counts="):
@@ -373,6 +393,9 @@ def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
             (ConfigError, "color='red'", lambda: group.split("red")),  # type: ignore[call-overload]
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 5)))),
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 4), np.float32))),
+            (TypeError, "out must be", lambda: group.reduce_scatter(x, out=np.ones(3))),
+            (TypeError, "out must be", lambda: group.all_to_all(np.ones((3, 2)), out=np.ones((3, 1)))),
+            (ConfigError, "row for each of 3 ranks", lambda: group.all_to_all(x, out=x)),
             (TypeError, "read-only", lambda: group.all_reduce(np.broadcast_to(1.0, 4))),
         ]
         for kind, text, call in refused:

@@ -41,6 +41,9 @@ DETAILS = (
     ("all_reduce by ring", "all_reduce by doubling"),
     ("all_gather", "all_gather of float64"),
     ("all_gather", "all_gather into out"),
+    ("all_gather into out", "all_gather into out of 7"),
+    ("all_to_all", "all_to_all into out"),
+    ("all_to_all into out", "all_to_all into out of 7"),
     ("broadcast", "broadcast from 1"),
     ("broadcast from 2", "broadcast from 1"),
     ("reduce", "reduce to 1"),
@@ -94,6 +97,8 @@ def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> 
                 group.all_gather(x.astype(np.float64))
             case "all_gather into out":
                 group.all_gather(x, out=np.empty((size, 6), np.float32))
+            case "all_gather into out of 7":
+                group.all_gather(np.arange(7, dtype=np.float32), out=np.empty((size, 7), np.float32))
             case "gather" | "gather to 1":
                 group.gather(x, root=int(name.endswith("1")))
             case "scatter" | "scatter from 1":
@@ -104,6 +109,9 @@ def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> 
                 group.reduce_scatter(x, counts=[1, 2, 3])
             case "all_to_all":
                 group.all_to_all([x[: rank + 1]] * size)
+            case "all_to_all into out" | "all_to_all into out of 7":
+                rows = np.ones((size, 7 if name.endswith("7") else 6), np.float32)
+                group.all_to_all(rows, out=np.empty_like(rows))
             case "scan":
                 group.scan(x)
             case "scan of products":

@@ -149,6 +149,7 @@ static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused
         return NULL;
     runner->size = size;
     runner->wake_fd = -1;
+    runner->python_bytes = INT64_MAX;
     runner->lane_objects = calloc((size_t)size, sizeof *runner->lane_objects);
     runner->out_moves = calloc((size_t)size, sizeof *runner->out_moves);
     runner->in_moves = calloc((size_t)size, sizeof *runner->in_moves);
@@ -179,6 +180,7 @@ void runner_finish(struct runner *runner)
 static void forget_lanes(struct runner *runner)
 {
     runner->forgets_lanes = false;
+    runner->python_bytes = INT64_MAX;
     for (int32_t slot = 0; runner->lane_objects != NULL && slot < runner->size; slot++)
         Py_CLEAR(runner->lane_objects[slot]);
 }
@@ -213,6 +215,7 @@ static PyObject *runner_set_lane(PyObject *self, PyObject *args)
     Py_INCREF(lane);
     Py_XDECREF(runner->lane_objects[slot]);
     runner->lane_objects[slot] = lane;
+    runner->python_bytes = smaller(runner->python_bytes, ((struct lane *)lane)->python_bytes);
     runner->wake_fd = wake_fd;
     Py_RETURN_NONE;
 }
@@ -232,11 +235,25 @@ static PyObject *runner_forget(PyObject *self, PyObject *unused)
 
 static PyObject *is_busy(void) { return PyErr_Format(PyExc_RuntimeError, "another thread runs an operation"); }
 
+/* Runs for a moment, with the interpreter's lock held. A lane that renews its key may call Python, so that this, too, may
+ * leave an error behind, and other threads may have run. */
+enum reason runner_look(struct runner *runner)
+{
+    runner->is_running = true;
+    enum reason reason = runner_run(runner, true);
+    runner->is_running = false;
+    if (runner->forgets_lanes)
+        forget_lanes(runner);
+    return reason;
+}
+
 /* Runs until there is a reason to return, with the interpreter's lock released. The operation is over when it is DONE. */
 static PyObject *go_on(struct runner *runner, bool may_look)
 {
-    enum reason reason = may_look ? runner_run(runner, true) : runner->pending;
+    enum reason reason = may_look ? runner_look(runner) : runner->pending;
     runner->pending = NOT_YET;
+    if (PyErr_Occurred())
+        return NULL;
     while (reason == NOT_YET || reason == SIGNALS) {
         runner->signals_at = monotonic_ns() + SIGNALS_NS;
         runner->is_running = true;
@@ -371,7 +388,7 @@ static PyObject *runner_start(PyObject *self, PyObject *args)
     }
     if (count < 0 || !runner_begin(runner, &operation))
         return NULL;
-    return go_on(runner, total <= LOOKED_BYTES);
+    return go_on(runner, total < LOOKED_BYTES && total < runner->python_bytes);
 }
 
 /* resume(stall ns): go on; report a stall that lasts so much longer. */

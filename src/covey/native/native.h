@@ -89,6 +89,7 @@ struct lane {
     const struct lane_functions *functions;
     Py_buffer memory;       /* of a ring: the shared memory; else empty */
     int64_t spin_bytes;     /* transfers up to this are worth spinning for */
+    int64_t python_bytes;   /* transfers from this on call Python, which may let other threads run */
     bool has_idle_core;     /* a helper thread may seal what goes out */
     char trouble[TROUBLE_BYTES];
 };
@@ -195,11 +196,12 @@ enum reason {
 struct runner {
     PyObject_HEAD
     _Atomic int stop;
-    bool is_running;     /* a thread is in runner_run without the interpreter's lock */
+    bool is_running;     /* a thread is in runner_run */
     bool forgets_lanes;  /* that thread forgets the lanes when it returns */
     bool is_open;        /* shortcuts may run: no other operation does, and none has failed */
     int32_t size;
     PyObject **lane_objects; /* struct lane, by slot */
+    int64_t python_bytes;    /* the smallest of the lanes */
 
     /* The operation. */
     PyObject *plan_object, *reduction_object, *undo_object;
@@ -246,6 +248,7 @@ struct operation {
 /* With the interpreter's lock: */
 bool runner_take(struct runner *runner, Py_buffer *buffer);
 bool runner_begin(struct runner *runner, const struct operation *operation);
+enum reason runner_look(struct runner *runner);
 void runner_finish(struct runner *runner);
 bool is_plan(PyObject *object);
 bool is_reduction(PyObject *object);

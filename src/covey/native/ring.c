@@ -239,5 +239,6 @@ int ring_init(PyObject *self, PyObject *args)
     ring->doorbell = doorbell;
     lane->functions = &ring_functions;
     lane->spin_bytes = INT64_MAX;
+    lane->python_bytes = INT64_MAX;
     return 0;
 }

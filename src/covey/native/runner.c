@@ -18,6 +18,7 @@
 static const int64_t LOOK_NS = 20 * 1000;            /* of a first look with the interpreter's lock */
 enum {
     LOOKS = 64,            /* at the lanes between two looks at the clock, while spinning */
+    MOST_LOOKS = 1 << 14,  /* with the interpreter's lock, also if a peer sends byte by byte: well below a millisecond */
     BLOCK_BYTES = 1 << 15, /* reduced at once when a range is saved as well: it is in the first-level cache twice */
 };
 
@@ -365,6 +366,8 @@ enum reason runner_run(struct runner *runner, bool only_look)
             if (reason != NOT_YET)
                 return only_look && reason == STALLED ? NOT_YET : reason;
         }
+        if (only_look && looks == MOST_LOOKS)
+            return NOT_YET;
         if (is_time_to_look && !only_look && monotonic_ns() >= runner->signals_at)
             return SIGNALS;
     }

@@ -672,6 +672,7 @@ int sealed_init(PyObject *self, PyObject *args)
     }
     lane->functions = &sealed_functions;
     lane->spin_bytes = SPIN_BYTES;
+    lane->python_bytes = INT64_MAX;
     sealed->scratch = aligned_alloc(LINE_BYTES, RECORD_LIMIT);
     sealed->pipes = calloc((size_t)count, sizeof *sealed->pipes);
     if (sealed->scratch == NULL || sealed->pipes == NULL) {
@@ -698,6 +699,7 @@ int sealed_init(PyObject *self, PyObject *args)
             Py_INCREF(cipher_in);
             pipe->sealer.cipher = cipher_out;
             pipe->opener.cipher = cipher_in;
+            lane->python_bytes = LONG_BYTES;
         }
         bool is_whole = pipe->sealer.cipher != NULL;
         pipe->in_room = is_whole ? RECORD_LIMIT + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;

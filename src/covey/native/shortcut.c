@@ -10,12 +10,21 @@
 
 enum { ENTRIES = 64, MOST_AXES = 8 };
 
+/* The second array of a call, which gets a range of the first one before the plan runs: a rank's part for itself. */
+struct output {
+    bool is_there;
+    int axes;
+    Py_ssize_t shape[MOST_AXES];
+    int64_t from, to, nbytes; /* of the range: where it begins in the first array and in this one */
+};
+
 struct entry {
     PyObject *dtype, *what, *call, *plan, *reduction; /* `what` is compared by identity; reduction may be NULL */
     int axes;
     Py_ssize_t shape[MOST_AXES];
     int64_t contributors;
     uint8_t prefix[PREFIX_BYTES];
+    struct output output;
 };
 
 struct shortcut {
@@ -95,25 +104,42 @@ static struct entry *find(struct shortcut *shortcut, PyObject *dtype, PyObject *
     return NULL;
 }
 
-/* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix): remember how such a call runs. */
+/* Reads the lengths of an array's axes, and returns how many there are; -1, with or without an error, if it cannot. */
+static int read_shape(PyObject *shape, Py_ssize_t lengths[MOST_AXES])
+{
+    Py_ssize_t axes = PyTuple_Size(shape);
+    if (axes > MOST_AXES)
+        return -1;
+    for (Py_ssize_t axis = 0; axis < axes; axis++)
+        lengths[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+    return PyErr_Occurred() ? -1 : (int)axes;
+}
+
+/* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix, and for a call with an output its shape,
+ * and the range that is copied to it: from, to, bytes): remember how such a call runs; False if there is no room. */
 PyObject *shortcut_add(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
-    PyObject *dtype, *shape, *what, *call, *plan, *reduction;
-    long long contributors;
+    PyObject *dtype, *shape, *what, *call, *plan, *reduction, *out_shape = NULL;
+    long long contributors, from = 0, to = 0, nbytes = 0;
     const char *prefix;
     Py_ssize_t prefix_bytes;
-    if (!PyArg_ParseTuple(args, "OO!OOOOLy#", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction, &contributors,
-                          &prefix, &prefix_bytes))
+    if (!PyArg_ParseTuple(args, "OO!OOOOLy#|O!LLL", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction,
+                          &contributors, &prefix, &prefix_bytes, &PyTuple_Type, &out_shape, &from, &to, &nbytes))
         return NULL;
-    Py_ssize_t axes = PyTuple_Size(shape);
-    if (axes > MOST_AXES || prefix_bytes != PREFIX_BYTES || !is_plan(plan) ||
-        (reduction != Py_None && !is_reduction(reduction)))
+    if (prefix_bytes != PREFIX_BYTES || !is_plan(plan) || (reduction != Py_None && !is_reduction(reduction)) || from < 0 ||
+        to < 0 || nbytes < 0)
+        return PyErr_Format(PyExc_TypeError, "these are not the parts of a call");
+    struct entry made = {.contributors = contributors};
+    made.axes = read_shape(shape, made.shape);
+    made.output = (struct output){.is_there = out_shape != NULL, .from = from, .to = to, .nbytes = nbytes};
+    if (out_shape != NULL)
+        made.output.axes = read_shape(out_shape, made.output.shape);
+    if (PyErr_Occurred())
+        return NULL;
+    if (made.axes < 0 || made.output.axes < 0)
         Py_RETURN_FALSE;
-    Py_ssize_t lengths[MOST_AXES];
-    for (Py_ssize_t axis = 0; axis < axes; axis++)
-        lengths[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
-    if (find(shortcut, dtype, what, (int)axes, lengths) != NULL)
+    if (find(shortcut, dtype, what, made.axes, made.shape) != NULL)
         Py_RETURN_TRUE;
     struct entry *entry = &shortcut->entries[shortcut->next];
     shortcut->next = (shortcut->next + 1) % ENTRIES;
@@ -126,9 +152,13 @@ PyObject *shortcut_add(PyObject *self, PyObject *args)
     Py_INCREF(call);
     Py_INCREF(plan);
     Py_XINCREF(reduction);
-    *entry = (struct entry){dtype, what, call, plan, reduction, (int)axes, {0}, contributors, {0}};
-    memcpy(entry->prefix, prefix, PREFIX_BYTES);
-    memcpy(entry->shape, lengths, (size_t)axes * sizeof *lengths);
+    made.dtype = dtype;
+    made.what = what;
+    made.call = call;
+    made.plan = plan;
+    made.reduction = reduction;
+    memcpy(made.prefix, prefix, PREFIX_BYTES);
+    *entry = made;
     Py_RETURN_TRUE;
 }
 
@@ -151,33 +181,95 @@ static bool record(struct shortcut *shortcut, const struct entry *entry, uint64_
     return is_recorded;
 }
 
-/* run(x, what) -> False if this call needs the long way, True if it has returned; else it has begun: then Python records the
- * call, which is returned, and resumes the runner. */
+/* Whether loops over elements may run on this memory. */
+static bool is_aligned(const Py_buffer *view)
+{
+    return (uintptr_t)view->buf % (size_t)smaller(view->itemsize > 0 ? view->itemsize : 1, sizeof(uint64_t)) == 0;
+}
+
+/* Takes the memory of a plain array and its dtype, which the array keeps; false if the long way has to look at it. */
+static bool look_at(const struct shortcut *shortcut, PyObject *x, int flags, Py_buffer *view, PyObject **dtype)
+{
+    if ((PyObject *)Py_TYPE(x) != shortcut->array_type)
+        return false;
+    *dtype = PyObject_GetAttr(x, name_dtype);
+    if (*dtype == NULL || PyObject_GetBuffer(x, view, flags) < 0) {
+        Py_XDECREF(*dtype);
+        PyErr_Clear(); /* the long way says what is wrong with it */
+        return false;
+    }
+    Py_DECREF(*dtype);
+    if (is_aligned(view) && view->len < ((struct runner *)shortcut->runner)->python_bytes)
+        return true;
+    PyBuffer_Release(view);
+    return false;
+}
+
+/* Takes the output of a call into `view`, after `x` was taken; false if it is not like the one of the entry. */
+static bool take_output(const struct shortcut *shortcut, const struct entry *entry, PyObject *out, const Py_buffer *x,
+                        Py_buffer *view)
+{
+    const struct output *output = &entry->output;
+    PyObject *dtype;
+    if (!look_at(shortcut, out, PyBUF_WRITABLE | PyBUF_ND, view, &dtype))
+        return false;
+    const uint8_t *from = (const uint8_t *)x->buf, *to = (const uint8_t *)view->buf;
+    bool is_apart = from + x->len <= to || to + view->len <= from;
+    /* One of the arrays is the range itself: no move of the plan reads that part of the first array. */
+    bool is_in_place = from + output->from == to + output->to && (output->nbytes == x->len || output->nbytes == view->len);
+    if (dtype == entry->dtype && view->ndim == output->axes && (is_apart || is_in_place) &&
+        memcmp(view->shape, output->shape, (size_t)output->axes * sizeof *view->shape) == 0 &&
+        output->nbytes <= x->len - output->from && output->nbytes <= view->len - output->to)
+        return true;
+    PyBuffer_Release(view);
+    return false;
+}
+
+/* Finds how a call runs, and takes its arrays; NULL, with or without an error, if it needs the long way. */
+static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyObject *x, PyObject *what, PyObject *out)
+{
+    Py_buffer view, out_view;
+    PyObject *dtype;
+    if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
+        return NULL;
+    struct entry *entry = find(shortcut, dtype, what, view.ndim, view.shape);
+    if (entry == NULL || entry->output.is_there != (out != NULL) ||
+        (out != NULL && !take_output(shortcut, entry, out, &view, &out_view))) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    if (!runner_take(runner, &view)) {
+        if (out != NULL)
+            PyBuffer_Release(&out_view);
+        return NULL;
+    }
+    if (out != NULL && !runner_take(runner, &out_view)) {
+        runner_finish(runner);
+        return NULL;
+    }
+    return entry;
+}
+
+/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+ * records the call, which is returned, and resumes the runner. */
 PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     struct runner *runner = (struct runner *)shortcut->runner;
-    Py_buffer view;
-    if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "run takes an array and an operation");
-    PyObject *x = args[0];
-    if (!runner->is_open || runner->is_running || (PyObject *)Py_TYPE(x) != shortcut->array_type)
+    if (count != 2 && count != 3)
+        return PyErr_Format(PyExc_TypeError, "run takes an array, an operation, and sometimes an output");
+    if (!runner->is_open || runner->is_running)
         Py_RETURN_FALSE;
-    PyObject *dtype = PyObject_GetAttr(x, name_dtype);
-    if (dtype == NULL)
-        return NULL;
-    Py_DECREF(dtype); /* the array keeps it */
-    if (PyObject_GetBuffer(x, &view, PyBUF_WRITABLE | PyBUF_ND) < 0) {
-        PyErr_Clear(); /* the long way says what is wrong with it */
-        Py_RETURN_FALSE;
-    }
-    struct entry *entry = find(shortcut, dtype, args[1], view.ndim, view.shape);
-    PyObject *last = entry == NULL ? NULL : PyObject_GetAttr(shortcut->operation, name_sequence);
-    if (last == NULL) {
-        PyBuffer_Release(&view);
+    struct entry *entry = take(shortcut, runner, args[0], args[1], count == 3 ? args[2] : NULL);
+    if (entry == NULL) {
         if (PyErr_Occurred())
             return NULL;
         Py_RETURN_FALSE;
+    }
+    PyObject *last = PyObject_GetAttr(shortcut->operation, name_sequence);
+    if (last == NULL) {
+        runner_finish(runner);
+        return NULL;
     }
     uint64_t sequence = PyLong_AsUnsignedLongLong(last) + 1;
     Py_DECREF(last);
@@ -191,9 +283,17 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
         .yield_ns = shortcut->yield_ns,
         .stall_ns = shortcut->stall_ns,
     };
-    if (!runner_take(runner, &view) || !runner_begin(runner, &operation))
+    if (!runner_begin(runner, &operation))
         return NULL;
-    enum reason reason = runner_run(runner, true);
+    const struct output *output = &entry->output;
+    if (output->nbytes)
+        memmove((uint8_t *)runner->buffers[1].buf + output->to, (uint8_t *)runner->buffers[0].buf + output->from,
+                (size_t)output->nbytes);
+    enum reason reason = runner_look(runner);
+    if (PyErr_Occurred()) {
+        runner->is_open = false;
+        return NULL;
+    }
     if (reason != DONE) {
         runner->is_open = false;
         runner->pending = reason;

@@ -159,5 +159,6 @@ int stream_init(PyObject *self, PyObject *args)
     }
     lane->functions = &stream_functions;
     lane->spin_bytes = SPIN_BYTES;
+    lane->python_bytes = INT64_MAX;
     return 0;
 }

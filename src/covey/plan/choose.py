@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.plan import direct, doubling, ring, tree
+from covey.plan.moves import placed
 
 if TYPE_CHECKING:
     from covey.plan.moves import Plan
@@ -87,6 +88,37 @@ def all_gather(rank: int, lengths: tuple[int, ...], lanes: str, algorithm: str |
         case "ring":
             return ring.all_gather(rank, lengths)
     raise unknown("all_gather", algorithm, ("direct", "ring"))
+
+
+@lru_cache(maxsize=256)
+def all_gather_rows(rank: int, rows: tuple[int, ...], count: int, lanes: str, algorithm: str | None) -> Plan:
+    """Return this rank's plan to fill buffer 1: the `count` elements of row rows[j] come from rank j.
+
+    Buffer 0 is the input, which the caller has copied to this rank's row.
+    """
+    plan = all_gather(rank, (count,) * len(rows), lanes, algorithm)
+    return placed(plan, [(1, row * count) for row in rows])
+
+
+@lru_cache(maxsize=256)
+def all_to_all_rows(rank: int, rows: tuple[int, ...], count: int) -> Plan:
+    """Return this rank's plan to send row rows[j] of buffer 0 to rank j, and to receive that row of buffer 1 from it.
+
+    A row has `count` elements. A rank's row for itself is not moved: the caller copies it.
+    """
+    lengths = (count,) * len(rows)
+    places = [(buffer, row * count) for buffer in (0, 1) for row in rows]
+    return placed(direct.all_to_all(rank, lengths, lengths), places)
+
+
+@lru_cache(maxsize=256)
+def reduce_scatter(rank: int, starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int) -> Plan:
+    """Return this rank's plan to reduce its part of buffer 0, which is only read, into buffer 1.
+
+    The part of rank j has counts[j] elements from starts[j] on. Buffer 1 starts as a copy of this rank's part.
+    """
+    plan = direct.reduce_scatter(rank, counts, max(1, SEGMENT_BYTES // itemsize))
+    return placed(plan, [*((0, start) for start in starts), (1, 0)])
 
 
 def _rooted(nbytes: int, algorithm: str | None) -> str:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 STORE: Final = 0
 """Overwrite the range with what arrives."""
@@ -56,6 +59,9 @@ class Plan(NamedTuple):
     recvs: tuple[Recv, ...] = ()
 
 
+M = TypeVar("M", Send, Recv)
+
+
 @lru_cache(maxsize=256)
 def first_writes(plan: Plan) -> tuple[bool, ...]:
     """Return for each receive whether it is the first to change its range.
@@ -74,6 +80,16 @@ def first_writes(plan: Plan) -> tuple[bool, ...]:
         if buffer == other and begin < stop:
             raise ValueError(f"receives into {start}:{stop} and {begin}:{end} of buffer {buffer} overlap")
     return tuple(firsts)
+
+
+def placed(plan: Plan, places: Sequence[tuple[int, int]]) -> Plan:
+    """Return a plan for blocks that lie in longer arrays: its buffer j begins at places[j], a buffer and an element."""
+
+    def put(move: M) -> M:
+        buffer, at = places[move.buffer]
+        return move._replace(buffer=buffer, start=at + move.start, stop=at + move.stop)
+
+    return Plan(tuple(map(put, plan.sends)), tuple(map(put, plan.recvs)))
 
 
 def part(count: int, size: int, index: int) -> tuple[int, int]:

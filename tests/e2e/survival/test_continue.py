@@ -149,6 +149,11 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
                 part = group.reduce_scatter(x)
                 check(part == total(given(), count)[share(rank)])
                 check(x == values(rank, count))
+            case "reduce_scatter out":
+                out = np.full(share(rank).stop - share(rank).start, -number - 1, np.float32)
+                check(group.reduce_scatter(x, out=out) is out)
+                check(out == total(given(), count)[share(rank)])
+                check(x == values(rank, count))
             case "scan":
                 result = group.scan(x)
                 check(result == total([r for r in given() if r <= rank], count))
@@ -198,6 +203,12 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
                 check([item is not None for item in got] == [r in given() for r in range(size)])
                 for r in given():
                     check(np.array_equal(got[r], values(r, 50 + 7 * rank) + rank))
+            case "all_to_all out":
+                rows, out = x[: size * 900].reshape(size, 900), np.full((size, 900), -number - 1, np.float32)
+                group.all_to_all(rows, out=out)
+                for r in range(size):
+                    sent = values(r, count)[: size * 900].reshape(size, 900)
+                    check(out[r] == (sent[rank] if r in given() else -number - 1))
             case "barrier":
                 group.barrier()
             case "broadcast_object":
@@ -259,9 +270,10 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
 OPERATIONS = [
     "all_reduce", "all_reduce by ring", "all_reduce max", "all_reduce mean", "all_reduce weighted",
     "all_reduce strided", "all_reduce of a number", "async all_reduce", "reduce", "reduce to the victim",
-    "reduce_scatter", "scan", "exscan", "sync_gradients", "broadcast", "broadcast from the victim", "all_gather",
-    "all_gather out", "all_gather_object", "gather", "gather_object", "gather to the victim", "scatter",
-    "scatter from the victim", "scatter_object", "all_to_all", "barrier", "broadcast_object", "split",
+    "reduce_scatter", "reduce_scatter out", "scan", "exscan", "sync_gradients", "broadcast",
+    "broadcast from the victim", "all_gather", "all_gather out", "all_gather_object", "gather", "gather_object",
+    "gather to the victim", "scatter", "scatter from the victim", "scatter_object", "all_to_all", "all_to_all out",
+    "barrier", "broadcast_object", "split",
 ]  # fmt: skip
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.unit.plan.cases import SIZES, lengths
 
 from covey.base.errors import ConfigError
-from covey.plan import choose, direct, doubling, ring, tree
+from covey.plan import check, choose, direct, doubling, ring, tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from covey.plan.moves import Plan
 
@@ -87,3 +89,51 @@ def test_an_exchange_among_three_says_that_it_is_for_two() -> None:
 
 def test_a_choice_is_the_same_however_often_it_is_made() -> None:
     assert choose.all_reduce(1, 4, 1000, 4, "stream", None) is choose.all_reduce(1, 4, 1000, 4, "stream", None)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_of_one_array_are_gathered_and_exchanged_also_if_some_are_left_out(size: int) -> None:
+    rows, count = tuple(range(1, 2 * size, 2)), 2  # every other row, as if the ranks between were lost
+
+    def array(*present: int, sender: int | None = None) -> list[Hashable]:
+        """An array with these rows, and nothing elsewhere; by default each comes from the rank it is the row of."""
+        return [
+            (row if sender is None else sender, row, e) if row in present else None
+            for row in range(2 * size)
+            for e in range(count)
+        ]
+
+    for lanes in FAMILIES:
+        plans = [choose.all_gather_rows(rank, rows, count, lanes, None) for rank in range(size)]
+        full: list[dict[int, list[Hashable]]] = [{1: array(*rows)}] * size
+        check.prove(plans, [[[], array(row)] for row in rows], full)
+    plans = [choose.all_to_all_rows(rank, rows, count) for rank in range(size)]
+    sent = [array(*rows, sender=row) for row in rows]
+    mine = [slice(row * count, row * count + count) for row in rows]
+    received = []
+    for rank in range(size):
+        received.append(array())
+        for other in range(size):
+            if other != rank:
+                received[rank][mine[other]] = sent[other][mine[rank]]
+    nothing = [array() for _ in rows]
+    check.prove(
+        plans,
+        [*map(list, zip(sent, nothing, strict=True))],
+        [{0: s, 1: r} for s, r in zip(sent, received, strict=True)],
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_of_one_array_are_reduced_also_if_some_are_left_out(size: int) -> None:
+    counts = tuple(lengths(size, 2 * size + 3))
+    starts = tuple(
+        1 + end - count + rank for rank, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True))
+    )
+    whole = starts[-1] + counts[-1] + 1
+    inputs: list[list[Hashable]] = [[(rank, e) for e in range(whole)] for rank in range(size)]
+    plans = [choose.reduce_scatter(rank, starts, counts, 4) for rank in range(size)]
+    parts = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    sums: list[Hashable] = [frozenset((rank, e) for rank in range(size)) for e in range(whole)]
+    initial = [[x, x[part]] for x, part in zip(inputs, parts, strict=True)]
+    check.prove(plans, initial, [{0: x, 1: sums[part]} for x, part in zip(inputs, parts, strict=True)], final=True)

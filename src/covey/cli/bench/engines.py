@@ -72,10 +72,10 @@ class CoveyEngine:
                 rows = out.reshape(self.size, -1)
                 return lambda: group.all_gather(x, out=rows), out
             case "reduce_scatter":
-                return lambda: group.reduce_scatter(x), None
+                return lambda: group.reduce_scatter(x, out=out), out
             case "all_to_all":
-                parts = np.split(x, self.size)
-                return lambda: group.all_to_all(parts), None
+                given, taken = x.reshape(self.size, -1), out.reshape(self.size, -1)
+                return lambda: group.all_to_all(given, out=taken), out
             case "send_recv":
                 return there_and_back(
                     self.rank, peer, lambda: group.send(x, peer), lambda: group.recv(peer, out=out)

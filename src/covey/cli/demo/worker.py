@@ -16,8 +16,8 @@ import numpy as np
 
 import covey
 from covey.cli.demo import model, text
-from covey.compress.policy import make_policy
 from covey.cli.demo.reports import PROMPT, ROUND, Finished, Joined, Recovered, Round, Told, Waiting, encode
+from covey.compress.policy import make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from socket import SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.base.native import native
+from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import StreamLane
 from covey.net.native import native_crypto

@@ -34,8 +34,8 @@ YIELD_NS: Final = 200_000
 """How long a rank then gives its core to others between two looks, before it sleeps."""
 STALL_NS: Final = int(ANNOUNCE_SECONDS * 1e9)
 """The first time that a stall is looked at: when it is announced."""
-SHORT_BYTES: Final = 1 << 14
-"""Arrays up to this may take the shortcut."""
+SHORT_BYTES: Final = 1 << 18
+"""Arrays up to this may take the shortcut: to copy them takes well below the time for which Python lends the GIL."""
 CACHED: Final = 512
 """Prepared plans and reductions of an attempt."""
 
@@ -204,7 +204,8 @@ class Shortcut:
             STALL_NS,
         )
         self.run = self._made.run
-        """`run(x, what)` returns False if the call must go the long way, True if it has returned, or the begun call."""
+        """`run(x, what)`, or `run(x, what, out)`, returns False if the call must go the long way, True if it has
+        returned, or the begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def open(self) -> None:
@@ -215,7 +216,7 @@ class Shortcut:
         """Let all calls go the long way from now on."""
         self._runner.is_open = False
 
-    def name(self, *what: Any) -> tuple[Any, ...]:
+    def name(self, what: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the one object that stands for `what`: calls are told apart by identity."""
         known = self._names.get(what)
         if known is None and len(self._names) < CACHED:
@@ -231,9 +232,15 @@ class Shortcut:
         plan: Plan,
         rule: Reduction | None,
         attempt: Attempt,
+        out: Array | None = None,
+        copied: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Let calls with arrays like `x` take the shortcut, if they are small enough to be over in a moment."""
-        if x.nbytes <= SHORT_BYTES:
+        """Let calls with arrays like `x` take the shortcut, if they are small enough to be over in a moment.
+
+        Such a call runs `plan` on `x`, or on `x` and an array like `out`. Before that it copies elements of `x` to
+        `out`, as `copied` says: where they begin in `x`, where in `out`, and how many there are.
+        """
+        if x.nbytes <= SHORT_BYTES and (out is None or out.nbytes <= SHORT_BYTES):
             self._made.add(
                 x.dtype,
                 shape,
@@ -243,6 +250,7 @@ class Shortcut:
                 None if rule is None else self._executor.prepared_reduction(rule, x.dtype, attempt.size),
                 attempt.size,
                 attempt.prefix(call, 0),
+                *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
@@ -118,22 +120,38 @@ def reduce_parts(
 
 
 def reduce_scatter(
-    group: Issuer, operand: Operand, op: str, codec: Compression, lengths: Sequence[int], call_details: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Return call and body of a compressed reduce_scatter; the body returns this rank's part as a flat array."""
+    group: Issuer,
+    operand: Operand,
+    op: str,
+    codec: Compression,
+    shares: Sequence[int],
+    is_given: bool,
+    out: Any,
+    timeout: float | None,
+    async_op: bool,
+) -> Any:
+    """Do what `Group.reduce_scatter` does, with a codec; `shares` are rows by rank, `is_given` by the caller."""
     codec = require_codec("reduce_scatter", codec)
     check_op(op, codec)
-    starts = np.cumsum([0, *lengths])
-    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, compress=str(codec), **call_details)
+    shape = (shares[group.rank], *operand.shape[1:])
+    result = group._output(np.empty(shape, operand.flat.dtype) if out is None else out, operand.code, shape)
+    row = math.prod(operand.shape[1:])
+    ends = [0, *(row * end for end in itertools.accumulate(shares))]
+    counts = tuple(shares) if is_given else None
+    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts, compress=str(codec))
 
     def body(attempt: Attempt) -> Array:
         flat = _floats(operand.load())
-        parts = [flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-        part = dense.reduce_scatter(attempt, attempt.chosen(parts), codec, divides=op == "mean")
-        with np.errstate(over="ignore"):
-            return part.astype(operand.flat.dtype, copy=False)
+        parts = [flat[start:stop] for start, stop in itertools.pairwise(ends)]
+        return dense.reduce_scatter(attempt, attempt.chosen(parts), codec, divides=op == "mean")
 
-    return call, body
+    def deliver(part: Array) -> Any:
+        with np.errstate(over="ignore"):
+            result.flat[...] = part
+        result.store()
+        return result.flat.reshape(shape) if out is None else out
+
+    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
 
 def broadcast(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 from covey.compress.policy import make_policy
-from covey.runtime.buffers import readable
+from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.savings import Savings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from covey.base.numbers import Rank
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
@@ -55,9 +54,9 @@ class Issuer:
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _took_shortcut(self, shortcut: Shortcut | None, x: Any, *what: Any) -> bool:
-        """Run the operation `what` on `x` and return True, unless it needs the long way; `what` is hashable."""
-        outcome = False if shortcut is None else shortcut.run(x, shortcut.name(*what))
+    def _took_shortcut(self, shortcut: Shortcut | None, what: tuple[Any, ...], x: Any, *out: Any) -> bool:
+        """Run the operation `what` on `x`, and an output if there is one; return False if it needs the long way."""
+        outcome = False if shortcut is None else shortcut.run(x, shortcut.name(what), *out)
         if outcome is False:
             return False
         if outcome is not True:
@@ -83,7 +82,16 @@ class Issuer:
             return self._engine.ranks[index]
         raise ConfigError(f"{what}={rank!r} is not a rank of this group; it has ranks 0 to {self.size - 1}")
 
-    def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:
+    def _output(self, out: Any, code: int, shape: tuple[int, ...]) -> Operand:
+        """Return `out` as an operand; raise TypeError if it has another dtype or shape."""
+        operand = writable(out)
+        if operand.shape != shape or operand.code != code:
+            raise TypeError(
+                f"out must be {DTYPES[code].name}{list(shape)}, not {DTYPES[operand.code].name}{list(operand.shape)}"
+            )
+        return operand
+
+    def _list_of_operands(self, xs: Any, what: str) -> list[Operand]:
         if xs is None or len(xs) != self.size:
             got = "None" if xs is None else f"{len(xs)} elements"
             raise ConfigError(f"{what} must have one array for each of the {self.size} ranks, not {got}")

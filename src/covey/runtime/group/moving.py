@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import NO_RANK
 from covey.plan import barrier, choose
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
     from covey.wire.unpickling import AllowPickle
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+
+ALL_GATHER: Final = ("all_gather",)
+ALL_TO_ALL: Final = ("all_to_all",)
 
 
 class Moves(Issuer):
@@ -47,7 +50,7 @@ class Moves(Issuer):
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if type(root) is int and self._took_shortcut(shortcut, x, "broadcast", root):
+        if type(root) is int and self._took_shortcut(shortcut, ("broadcast", root), x):
             return x
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
@@ -64,7 +67,7 @@ class Moves(Issuer):
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
         if shortcut is not None and type(x) is np.ndarray and operand.is_own:
             plan, what = choose.broadcast(self.rank, self.size, root, size, itemsize, None), ("broadcast", root)
-            shortcut.add(operand.flat, shortcut.name(*what), operand.shape, call, plan, None, self._engine.attempt)
+            shortcut.add(operand.flat, shortcut.name(what), operand.shape, call, plan, None, self._engine.attempt)
         return result
 
     def all_gather(
@@ -82,42 +85,53 @@ class Moves(Issuer):
         With `out`, an array of shape (size, *x.shape), fill its rows and return it; then all shapes must be equal.
         `compress` sends fewer bytes: a cast or a quantiser, like "int8"; then all shapes must be equal, too.
         """
-        operand = readable(x)
-        if compress is not None and (codec := compressing.codec_of(compress, operand)) is not None:
+        if compress is not None and (codec := compressing.codec_of(compress, readable(x))) is not None:
             return compressing.all_gather(self, x, out, codec, algorithm, timeout, async_op)
-        if out is None:
-            # Raises for an unknown algorithm before anything is sent.
-            choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
-            call = self._call("all_gather", operand.code, None, algorithm=algorithm)
-            return self._engine.run(
-                call,
-                lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, algorithm)),
-                timeout=timeout,
-                async_op=async_op,
-            )
-        rows = writable(out)
-        if rows.shape != (self.size, *operand.shape) or rows.code != operand.code:
-            raise TypeError(
-                f"out must be {DTYPES[operand.code].name}{[self.size, *operand.shape]}, not "
-                f"{DTYPES[rows.code].name}{list(rows.shape)}"
-            )
+        if out is not None:
+            return self._all_gather_rows(x, out, timeout, algorithm, async_op)
+        operand = readable(x)
+        # Raises for an unknown algorithm before anything is sent.
+        choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
+        call = self._call("all_gather", operand.code, None, algorithm=algorithm)
+        return self._engine.run(
+            call,
+            lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, algorithm)),
+            timeout=timeout,
+            async_op=async_op,
+        )
+
+    def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
+        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        if self._took_shortcut(shortcut, ALL_GATHER, x, out):
+            return out
+        operand = readable(x)
+        rows = self._output(out, operand.code, (self.size, *operand.shape))
         call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
-        choose.all_gather(self.rank, (operand.flat.size,) * self.size, "ring", algorithm)
+        count = operand.flat.size
+        choose.all_gather(self.rank, (count,) * self.size, "ring", algorithm)
 
         def body(attempt: Attempt) -> Any:
-            blocks = attempt.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
-            mine = operand.load()
-            if attempt.undo is not None and rows.is_own:
-                attempt.undo.make_room((rows.flat,))
-                attempt.undo.save(blocks[attempt.slot])
-            blocks[attempt.slot][...] = mine
-            lengths = (operand.flat.size,) * attempt.size
-            plan = choose.all_gather(attempt.slot, lengths, attempt.lane_family, algorithm)
-            attempt.execute(plan, blocks, keeps=rows.is_own)
+            flat = rows.load()
+            self._copy_own_row(attempt, operand.load(), rows, count)
+            plan = choose.all_gather_rows(attempt.slot, attempt.ranks, count, attempt.lane_family, algorithm)
+            attempt.execute(plan, (operand.flat, flat), keeps=rows.is_own)
             return out
 
-        then = rows.deliver
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+        result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=rows.deliver)
+        if shortcut is not None and type(x) is type(out) is np.ndarray and operand.is_own and rows.is_own:
+            attempt = self._engine.attempt
+            plan = choose.all_gather_rows(attempt.slot, attempt.ranks, count, attempt.lane_family, None)
+            copied = 0, self.rank * count, count
+            shortcut.add(operand.flat, shortcut.name(ALL_GATHER), x.shape, call, plan, None, attempt, out, copied)
+        return result
+
+    def _copy_own_row(self, attempt: Attempt, row: Array, rows: Operand, count: int) -> None:
+        """Copy a row to this rank's row of an output of rows, which is saved before."""
+        mine = rows.flat[self.rank * count : (self.rank + 1) * count]
+        if attempt.undo is not None and rows.is_own:
+            attempt.undo.make_room((rows.flat,))
+            attempt.undo.save(mine)
+        mine[...] = row
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return `x` of every rank as a list by rank on `root`, None on other ranks; shapes may differ."""
@@ -139,8 +153,16 @@ class Moves(Issuer):
             call, lambda attempt: _scattered(attempt, operands, root), timeout=timeout, async_op=async_op, root=root
         )
 
-    def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Send element r of the list `xs` to rank r, and return the list of what every rank sent to this one."""
+    def all_to_all(
+        self, xs: Sequence[Any] | Array, *, out: Any = None, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Send element r of the list `xs` to rank r, and return the list of what every rank sent to this one.
+
+        With `out`, `xs` and `out` are arrays of one shape (size, ...), the same on all ranks: row r of `xs` goes to
+        rank r, and row r of `out` comes from rank r. Return `out`.
+        """
+        if out is not None:
+            return self._all_to_all_rows(xs, out, timeout, async_op)
         operands = self._list_of_operands(xs, "xs")
         call = self._call("all_to_all", None, None)
         return self._engine.run(
@@ -150,11 +172,41 @@ class Moves(Issuer):
             async_op=async_op,
         )
 
+    def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
+        shortcut = self._engine.shortcut if timeout is None and not async_op else None
+        if self._took_shortcut(shortcut, ALL_TO_ALL, x, out):
+            return out
+        operand = readable(x)
+        if operand.shape[:1] != (self.size,):
+            raise ConfigError(
+                f"xs has shape {list(operand.shape)}; with out= it needs a row for each of {self.size} ranks"
+            )
+        rows = self._output(out, operand.code, operand.shape)
+        call = self._call("all_to_all", operand.code, operand.shape, out=True)
+        count = operand.flat.size // self.size
+        overlaps = np.may_share_memory(operand.flat, rows.flat)
+
+        def body(attempt: Attempt) -> Any:
+            flat = rows.load()
+            source = operand.load().copy() if overlaps else operand.load()  # what is sent must not change before
+            self._copy_own_row(attempt, source[self.rank * count : (self.rank + 1) * count], rows, count)
+            plan = choose.all_to_all_rows(attempt.slot, attempt.ranks, count)
+            attempt.execute(plan, (source, flat), keeps=rows.is_own)
+            return out
+
+        result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=rows.deliver)
+        if shortcut is not None and type(x) is type(out) is np.ndarray and operand.is_own and rows.is_own:
+            attempt = self._engine.attempt
+            plan = choose.all_to_all_rows(attempt.slot, attempt.ranks, count)
+            copied = self.rank * count, self.rank * count, count
+            shortcut.add(operand.flat, shortcut.name(ALL_TO_ALL), x.shape, call, plan, None, attempt, out, copied)
+        return result
+
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
         shortcut = self._engine.shortcut if timeout is None and not async_op else None
         nothing = self._engine.nothing
-        if self._took_shortcut(shortcut, nothing, "barrier"):
+        if self._took_shortcut(shortcut, ("barrier",), nothing):
             return None
         call = self._call("barrier", None, None)
 
@@ -164,7 +216,7 @@ class Moves(Issuer):
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
         if shortcut is not None:
             plan = barrier.dissemination(self.rank, self.size)
-            shortcut.add(nothing, shortcut.name("barrier"), nothing.shape, call, plan, None, self._engine.attempt)
+            shortcut.add(nothing, shortcut.name(("barrier",)), nothing.shape, call, plan, None, self._engine.attempt)
         return result
 
     # Objects

@@ -13,7 +13,7 @@ import numpy as np
 from covey.base.arithmetic import identity, reduction
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError
-from covey.plan import choose, direct, doubling
+from covey.plan import choose, doubling
 from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
@@ -140,7 +140,7 @@ class Reductions(Issuer):
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if type(root) is int and self._took_shortcut(shortcut, x, "reduce", root, op):
+        if type(root) is int and self._took_shortcut(shortcut, ("reduce", root, op), x):
             return x
         root = self._check_rank(root, "root")
         operand = writable(x)
@@ -163,7 +163,7 @@ class Reductions(Issuer):
             size, itemsize = operand.flat.size, operand.flat.itemsize
             plan = choose.reduce(self.rank, self.size, root, size, itemsize, None)
             if self.rank == root or not plan.recvs:  # a rank that forwards needs a copy
-                what = shortcut.name("reduce", root, op)
+                what = shortcut.name(("reduce", root, op))
                 shortcut.add(operand.flat, what, operand.shape, call, plan, rule, self._engine.attempt)
         return result
 
@@ -174,47 +174,64 @@ class Reductions(Issuer):
         *,
         counts: Sequence[int] | None = None,
         compress: CompressValue = None,
+        out: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks, and return this rank's part of the result. `x` does not change.
 
-        Axis 0 is split as numpy.array_split does, or into `counts[rank]` rows for each rank. `compress` sends fewer
-        bytes: a cast or a quantiser, like "int8".
+        Axis 0 is split as numpy.array_split does, or into `counts[rank]` rows for each rank. With `out`, an array of
+        the part's shape, write the part there and return `out`.
+        `compress` sends fewer bytes: a cast or a quantiser, like "int8".
         """
+        if compress is not None and (codec := compressing.codec_of(compress, readable(x))) is not None:
+            whole = readable(x)
+            shares = self._counts(counts, _rows(whole))
+            return compressing.reduce_scatter(
+                self, whole, op, codec, shares, counts is not None, out, timeout, async_op
+            )
+        shortcut = self._engine.shortcut if timeout is None and counts is None and not async_op else None
+        is_new = out is None
+        if shortcut is not None and type(x) is np.ndarray and x.ndim:
+            if is_new:
+                start, stop = part(len(x), self.size, self.rank)
+                out = np.empty((stop - start, *x.shape[1:]), x.dtype)
+            if self._took_shortcut(shortcut, ("reduce_scatter", op), x, out):
+                return out
         operand = readable(x)
-        if not operand.shape:
-            raise TypeError("reduce_scatter splits axis 0, but the array has no axes")
+        rows = _rows(operand)
         rule = reduction(op, operand.flat.dtype)
-        rows, row = operand.shape[0], int(np.prod(operand.shape[1:], dtype=np.int64))
+        row = int(np.prod(operand.shape[1:], dtype=np.int64))
         shares = self._counts(counts, rows)
         lengths = [share * row for share in shares]
-        starts = [0, *itertools.accumulate(lengths)]
-        codec = compressing.codec_of(compress, operand)
-        if codec is not None:
-            compressed_call, reduce = compressing.reduce_scatter(
-                self, operand, op, codec, lengths, {"counts": counts if counts is None else tuple(shares)}
-            )
-            return self._engine.run(
-                compressed_call,
-                lambda attempt: reduce(attempt).reshape(shares[self.rank], *operand.shape[1:]),
-                timeout=timeout,
-                async_op=async_op,
-            )
-        segment = max(1, choose.SEGMENT_BYTES // operand.flat.itemsize)
+        starts = [0, *itertools.accumulate(lengths[:-1])]
+        if out is None:
+            out = np.empty((shares[self.rank], *operand.shape[1:]), operand.flat.dtype)
+        result = self._output(out, operand.code, (shares[self.rank], *operand.shape[1:]))
         call = self._call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
         )
+        first, length, itemsize = starts[self.rank], lengths[self.rank], operand.flat.itemsize
+        overlaps = not is_new and np.may_share_memory(operand.flat, result.flat)
 
         def body(attempt: Attempt) -> Any:
-            operand.load()
-            parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-            result = parts[self.rank].copy()
-            plan = direct.reduce_scatter(attempt.slot, attempt.chosen(lengths), segment)
-            attempt.execute(plan, [*attempt.chosen(parts), result], rule)
-            return result.reshape(shares[self.rank], *operand.shape[1:])
+            source = operand.load().copy() if overlaps else operand.load()  # what is sent must not change before
+            if attempt.undo is not None and result.is_own and not is_new:
+                attempt.undo.make_room((result.flat,))
+                attempt.undo.save(result.flat)
+            result.flat[...] = source[first : first + length]
+            plan = choose.reduce_scatter(
+                attempt.slot, tuple(attempt.chosen(starts)), tuple(attempt.chosen(lengths)), itemsize
+            )
+            attempt.execute(plan, (source, result.flat), rule)
+            return out
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        returned = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=result.deliver)
+        if shortcut is not None and type(x) is type(out) is np.ndarray and operand.is_own and result.is_own:
+            what, attempt = shortcut.name(("reduce_scatter", op)), self._engine.attempt
+            plan = choose.reduce_scatter(attempt.slot, tuple(starts), tuple(lengths), itemsize)
+            shortcut.add(operand.flat, what, x.shape, call, plan, rule, attempt, out, (first, 0, length))
+        return returned
 
     def scan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return the combination of `x` of ranks 0 to this one. `x` does not change."""
@@ -292,3 +309,9 @@ def _number_array(x: Any, op: str) -> Array:
         except OverflowError:
             raise TypeError(f"{x} does not fit into 64 bits; pass a float or an array") from None
     raise TypeError(f"cannot reduce a {type(x).__name__}; pass int, float, complex, bool or an array")
+
+
+def _rows(operand: Operand) -> int:
+    if not operand.shape:
+        raise TypeError("reduce_scatter splits axis 0, but the array has no axes")
+    return operand.shape[0]

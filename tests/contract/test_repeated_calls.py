@@ -1,0 +1,201 @@
+"""Calls with arrays like earlier ones, which the compiled executor runs without the long way through Python."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from tests.support.compiled import needs_native, use_executors
+from tests.support.values import LANES, all_values, same, total, values
+
+from covey import MismatchError
+from covey.base.dtypes import BFLOAT16
+from covey.net.native import native_crypto
+from covey.runtime.group.moving import ALL_GATHER, ALL_TO_ALL
+from covey.testing.threads import run_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey import Group
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+on_every_lane = pytest.mark.parametrize("lanes", LANES)
+REPEATED = range(4)
+
+
+def exchanged(group: Group, shape: tuple[int, ...], dtype: Any, seed: int) -> Array:
+    """Return what `all_to_all` gives this rank if every rank passes its `values`."""
+    return np.stack([values(rank, shape, dtype, seed)[group.rank] for rank in range(group.size)])
+
+
+@on_every_lane
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "bfloat16"])
+def test_every_repetition_has_its_own_result(size: int, dtype: str, lanes: str) -> None:
+    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    op = "or" if dtype == "bool" else "sum"
+
+    def body(group: Group) -> None:
+        for count in (0, 1, 501, 9001):
+            rows, room, part = np.zeros((size, count), kind), np.zeros((size, 3), kind), np.zeros((count, 2), kind)
+            for seed in REPEATED:
+                same(
+                    group.all_gather(values(group.rank, count, kind, seed), out=rows),
+                    np.stack(all_values(size, count, kind, seed)),
+                )
+                sums = total(op, size, (size * count, 2), kind, seed)[group.rank * count : (group.rank + 1) * count]
+                same(group.reduce_scatter(values(group.rank, (size * count, 2), kind, seed), op, out=part), sums)
+                same(group.reduce_scatter(values(group.rank, (size * count, 2), kind, seed), op), sums)
+                same(
+                    group.all_to_all(values(group.rank, (size, 3), kind, seed), out=room),
+                    exchanged(group, (size, 3), kind, seed),
+                )
+                same(group.all_reduce(values(group.rank, count, kind, seed), op), total(op, size, count, kind, seed))
+                root = seed % size
+                same(group.broadcast(values(group.rank, count, kind, seed), root), values(root, count, kind, seed))
+                group.barrier()
+
+    run_threads(size, body, lanes=lanes)
+
+
+@on_every_lane
+def test_arrays_may_overlap_be_read_only_or_lie_anywhere(lanes: str) -> None:
+    def body(group: Group) -> None:
+        me, size, count = group.rank, group.size, 40
+        for seed in REPEATED:
+            every = np.stack(all_values(size, count, seed=seed))
+            sums = total("sum", size, (size, count), seed=seed)
+            odd = np.empty(8 * count + 1, np.uint8)[1:].view(np.float64)  # not aligned
+            odd[...] = every[me]
+            frozen = values(me, count, seed=seed)
+            frozen.flags.writeable = False
+            for x in (every[me].copy(), frozen, odd):
+                same(group.all_gather(x, out=np.zeros((size, count))), every)
+            same(group.all_reduce(odd), total("sum", size, count, seed=seed))
+            for row in (me, 0):  # its own, and on the other ranks one that is overwritten
+                rows = np.zeros((size, count))
+                rows[row] = every[me]
+                same(group.all_gather(rows[row], out=rows), every)
+                parts = values(me, (size, count), seed=seed)
+                same(group.reduce_scatter(parts, out=parts[row : row + 1]), sums[me : me + 1])
+            sent = values(me, (size, count), seed=seed)
+            same(group.all_to_all(sent, out=sent), exchanged(group, (size, count), np.float64, seed))
+
+    run_threads(3, body, lanes=lanes)
+
+
+@on_every_lane
+def test_a_rank_may_come_late_to_any_repetition(lanes: str) -> None:
+    def body(group: Group) -> None:
+        x, rows = np.empty(5), np.empty((2, 5))
+        for seed in range(6):
+            if seed % 2 == group.rank:
+                time.sleep(0.03)  # longer than the other rank looks for it at first
+            x[...] = values(group.rank, 5, seed=seed)
+            same(group.all_gather(x, out=rows), np.stack(all_values(2, 5, seed=seed)))
+
+    run_threads(2, body, lanes=lanes)
+
+
+@on_every_lane
+@pytest.mark.parametrize("other", ["another length", "another operation", "a list"])
+def test_a_different_call_after_equal_ones_is_a_mismatch_on_every_rank(other: str, lanes: str) -> None:
+    def gather(group: Group, count: int) -> Any:
+        return group.all_gather(values(group.rank, count), out=np.empty((3, count)))
+
+    different: dict[str, Callable[[Group], Any]] = {
+        "another length": lambda group: gather(group, 7),
+        "another operation": lambda group: group.all_to_all(np.empty((3, 6)), out=np.empty((3, 6))),
+        "a list": lambda group: group.all_gather(values(1, 6)),
+    }
+
+    def differ(group: Group) -> None:
+        if group.rank == 1:
+            different[other](group)
+        else:
+            gather(group, 6)
+        group.barrier()  # a rank that only had to send may get here
+
+    def body(group: Group) -> None:
+        for _ in REPEATED:
+            gather(group, 6)
+        with pytest.raises(MismatchError):
+            differ(group)
+
+    run_threads(3, body, lanes=lanes)
+
+
+def test_an_output_that_does_not_fit_is_refused_after_any_repetition() -> None:
+    def body(group: Group) -> None:
+        for _ in REPEATED:
+            group.all_gather(np.ones(6), out=np.empty((2, 6)))
+            for wrong in (np.empty((6, 2)), np.empty((2, 6), np.int64), np.empty((2, 3, 2)), np.empty(12)):
+                with pytest.raises(TypeError, match="out must be"):
+                    group.all_gather(np.ones(6), out=wrong)
+
+    run_threads(2, body)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_small_repetitions_do_take_the_shortcut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this test a shortcut that is never taken would go unnoticed: its result is the same."""
+    use_executors(monkeypatch, "native")
+    calls: dict[str, tuple[tuple[str, ...], Callable[[Group], tuple[Array, Array]]]] = {
+        "all_gather": (ALL_GATHER, lambda group: (values(group.rank, 7), np.empty((2, 7)))),
+        "reduce_scatter": (("reduce_scatter", "sum"), lambda group: (values(group.rank, 7), np.empty(4 - group.rank))),
+        "all_to_all": (ALL_TO_ALL, lambda group: (values(group.rank, (2, 7)), np.empty((2, 7)))),
+    }
+    what, arrays = calls[name]
+
+    def body(group: Group) -> None:
+        x, out = arrays(group)
+        shortcut = group._engine.shortcut
+        assert not group._took_shortcut(shortcut, what, x, out)
+        expected = getattr(group, name)(x, out=out).copy()
+        out[...] = -1
+        assert group._took_shortcut(shortcut, what, x, out)
+        same(out, expected)
+        large = np.empty((2, 1 << 16))
+        for _ in REPEATED:  # too large for the moment in which the interpreter's lock is held
+            group.all_to_all(large, out=np.empty_like(large))
+        assert not group._took_shortcut(shortcut, ALL_TO_ALL, large, np.empty_like(large))
+
+    run_threads(2, body, lanes="unix")
+
+
+@needs_native
+@pytest.mark.skipif(bool(native_crypto()), reason=native_crypto())
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_lane_that_may_call_python_to_seal_does_not_in_a_shortcut(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread could then start an operation in the middle of this one."""
+    use_executors(monkeypatch, "native")
+
+    def body(group: Group) -> tuple[bool, ...]:
+        taken = []
+        for count in (4095, 4096, 30_000):
+            for seed in REPEATED:
+                x = values(group.rank, count, np.float32, seed)
+                if seed < 3:
+                    group.all_reduce(x)
+                else:
+                    shortcut = group._engine.shortcut
+                    assert shortcut is not None
+                    outcome = shortcut.run(x, "sum")
+                    taken.append(outcome is not False)
+                    if outcome not in (True, False):
+                        group._resume(x, outcome)
+                    elif not outcome:
+                        group.all_reduce(x)
+                same(x, total("sum", 2, count, np.float32, seed))
+        return tuple(taken)
+
+    with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=is_slow):
+        assert run_threads(2, body, lanes="secure") == [(True, not is_slow, not is_slow)] * 2
