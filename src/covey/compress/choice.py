@@ -44,6 +44,7 @@ class Auto:
         is_number = isinstance(self.max_error, int | float) and not isinstance(self.max_error, bool)
         if not is_number or not 0 < self.max_error <= 1:
             raise ConfigError(f"auto: max_error is {self.max_error!r}; give a part of the magnitude, like 0.01")
+        object.__setattr__(self, "max_error", float(self.max_error))  # equal values have equal texts
 
     def __str__(self) -> str:
         return call_text(self.name, self)

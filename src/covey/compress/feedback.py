@@ -184,6 +184,8 @@ class FeedbackStep:
             raise ConfigError(f"error feedback: {self._name!r} changed during a step: {cause}; give each its own name")
         if self._momentum is not None and new_residual is not None and sent is None:
             raise ValueError("error feedback: with momentum, commit needs the indices that were sent")
+        if new_residual is not None and new_residual.shape != memory.residual.shape:
+            raise ValueError(f"error feedback: a residual of {new_residual.shape} for {memory.residual.size} elements")
         self._is_committed = True
         if new_residual is None:
             memory.residual[:] = 0.0

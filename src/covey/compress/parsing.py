@@ -64,18 +64,40 @@ def parse(value: str | Compression | None) -> Compression | None:
         return None
     if isinstance(value, str):
         return None if value.strip() == NONE else _from_text(value.strip())
-    if isinstance(value, Codec | Sparsifier | LowRank | Auto):
-        if not dataclasses.is_dataclass(value) or not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            kind = type(value).__name__
-            raise ConfigError(f"{kind} is not a frozen dataclass; put @dataclass(frozen=True) before the class")
+    if isinstance(value, Codec):
+        return _checked(value)
+    if isinstance(value, Sparsifier | LowRank | Auto):
         return value
     raise ConfigError(f"{value!r} is no codec; give a name like int8, an object like covey.Int8(), or None")
+
+
+def _checked(codec: Codec) -> Codec:
+    """Return the codec; raise ConfigError if it is one that a collective cannot use."""
+    kind = type(codec).__name__
+    if not dataclasses.is_dataclass(codec) or not type(codec).__dataclass_params__.frozen:
+        raise ConfigError(f"{kind} is not a frozen dataclass; put @dataclass(frozen=True) before the class")
+    try:
+        _check_sizes(codec)
+    except TypeError as error:
+        raise ConfigError(f"{kind} cannot be used as a codec: {error}") from error
+    return codec
+
+
+@functools.lru_cache(256)
+def _check_sizes(codec: Codec) -> None:
+    unit = codec.unit
+    if not isinstance(unit, int) or unit < 1:
+        raise ConfigError(f"codec {codec}: its unit is {unit!r}; give the number of elements in a block, at least 1")
+    for count in (0, 1, unit, 3 * unit + 1):
+        parts = codec.wire_bytes(2 * unit) + codec.wire_bytes(count)
+        if codec.wire_bytes(2 * unit + count) != parts or codec.wire_bytes(0) != 0:
+            raise ConfigError(f"codec {codec}: wire_bytes does not add up at multiples of its unit, {unit}")
 
 
 @functools.lru_cache(256)
 def _from_text(text: str) -> Compression:
     made = _made(text)
-    if isinstance(made, Codec) and _made(str(made)) != made:
+    if isinstance(made, Codec) and _made(str(_checked(made))) != made:
         raise ConfigError(f"codec {text}: its text {str(made)!r} makes another codec; correct its name or __str__")
     return made
 

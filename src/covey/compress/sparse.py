@@ -52,7 +52,7 @@ class TopK(Sparsifier):
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
-        _check_ratio(self.name, self.ratio)
+        object.__setattr__(self, "ratio", _checked_ratio(self.name, self.ratio))
 
     def select(self, x: Floats, salt: int = 0) -> Indices:
         """Return the indices of the greatest magnitudes."""
@@ -71,6 +71,7 @@ class Threshold(Sparsifier):
     def __post_init__(self) -> None:
         if not _is_number(self.value) or not 0 <= self.value < math.inf:
             raise ConfigError(f"threshold: value is {self.value!r}; give the smallest magnitude to send, like 0.001")
+        object.__setattr__(self, "value", float(self.value))
 
     def select(self, x: Floats, salt: int = 0) -> Indices:
         """Return the indices of elements that are not below the threshold."""
@@ -95,7 +96,7 @@ class RandomK(Sparsifier):
     is_shared: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_ratio(self.name, self.ratio)
+        object.__setattr__(self, "ratio", _checked_ratio(self.name, self.ratio))
         check_seed(self.name, self.seed)
 
     def select(self, x: Floats, salt: int = 0) -> Indices:
@@ -117,6 +118,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_ratio(name: str, ratio: float) -> None:
+def _checked_ratio(name: str, ratio: float) -> float:
+    """Return `ratio` as a float, so that equal sparsifiers have equal texts."""
     if not _is_number(ratio) or not 0 < ratio <= 1:
         raise ConfigError(f"{name}: ratio is {ratio!r}; give the part of all elements to send, like 0.01")
+    return float(ratio)

@@ -14,6 +14,7 @@ from covey.base.errors import ConfigError
 from covey.compress.codec import Codec, encode_with_residual
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.low_rank import PowerSGD
+from covey.compress.quantisers import Int4, Int8, OneBit
 from covey.compress.sparse import RandomK, Sparsifier, Threshold, TopK
 
 if TYPE_CHECKING:
@@ -192,6 +193,23 @@ def test_a_residual_is_a_copy_that_the_caller_cannot_change() -> None:
     assert step.residual.tolist() == expected
     with pytest.raises(ValueError, match="read-only"):
         step.residual[0] = 1.0
+
+
+def test_a_residual_of_another_size_is_an_error() -> None:
+    step = ErrorFeedback().begin("g", normal(3))
+    with pytest.raises(ValueError, match=r"a residual of \(1,\) for 3 elements"):
+        step.commit(normal(1))
+    step.commit(normal(3))
+
+
+def test_the_fewer_bits_the_more_steps_it_takes() -> None:
+    missing = []
+    for codec in (Int8(), Int4(), OneBit()):
+        feedback = ErrorFeedback()
+        for step, g in enumerate(gradients(1003)):
+            send_encoded(codec, feedback, "g", g, step)
+        missing.append(float(np.linalg.norm(feedback.begin("g", g).residual)))
+    assert missing == sorted(missing)
 
 
 def test_names_do_not_mix() -> None:

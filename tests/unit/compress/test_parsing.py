@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -66,12 +66,15 @@ def test_the_text_of_a_codec_makes_it_again(text: str) -> None:
         ("fp8(form=e5m2)", FP8("e5m2")),
         ("topk(ratio=0.01)", TopK(0.01)),
         ("topk(1)", TopK(1.0)),
+        ("threshold(2)", Threshold(2.0)),
+        ("auto(max_error=1)", Auto(1.0)),
         ("randomk(seed=3, ratio=.5)", RandomK(0.5, 3)),
     ],
 )
 def test_other_ways_to_write_it_mean_the_same(text: str, meaning: Codec) -> None:
     assert parse(text) == meaning
     assert parse(str(parse(text))) == meaning
+    assert str(parse(text)) == str(meaning), "the text is part of a fingerprint"
 
 
 def test_no_codec_is_none() -> None:
@@ -206,6 +209,74 @@ class Forgets(Shifted):
 
     def __str__(self) -> str:
         return "forgets"
+
+
+@dataclass(frozen=True)
+class Wordy(Shifted):
+    """A codec with parameters of many kinds."""
+
+    word: str = "a"
+    other: str = "b"
+    numbers: Any = (1, 2)
+    last: float = field(default=0.5, kw_only=True)
+
+    name: ClassVar[str] = "wordy"
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        (Wordy(), "wordy"),
+        (Wordy(word="x"), "wordy(word=x)"),
+        (Wordy(1.5, "x", "y"), "wordy(offset=1.5, word=x, other=y)"),
+        (Wordy(other="if"), "wordy(other='if')"),
+        (Wordy(other="a, b=(c"), "wordy(other='a, b=(c')"),
+        (Wordy(numbers=(1, (2, "z"))), "wordy(numbers=(1, (2, 'z')))"),
+        (Wordy(last=np.float64(0.25), offset=np.float64(2)), "wordy(offset=2.0, last=0.25)"),
+        (Wordy(word=""), "wordy(word='')"),
+    ],
+)
+def test_parameters_of_all_kinds_are_written_and_read(codec: Wordy, text: str) -> None:
+    register_codec("wordy", Wordy)
+    assert str(codec) == text
+    assert parse(text) == codec
+
+
+@dataclass(frozen=True)
+class Sized(Shifted):
+    """A codec whose sizes can be wrong."""
+
+    unit_is: Any = 1
+    header: int = 0
+
+    name: ClassVar[str] = "sized"
+
+    @property
+    def unit(self) -> int:
+        return self.unit_is
+
+    def wire_bytes(self, count: int) -> int:
+        return self.header + 4 * count
+
+
+@pytest.mark.parametrize("value", [Sized(unit_is=0), Sized(unit_is=1.5), Sized(unit_is=None)])
+def test_a_codec_without_a_unit_is_refused(value: Sized) -> None:
+    with pytest.raises(ConfigError, match="give the number of elements in a block, at least 1"):
+        parse(value)
+
+
+def test_a_codec_whose_sizes_do_not_add_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"codec sized\(header=8\): wire_bytes does not add up"):
+        parse(Sized(header=8))
+    register_codec("sized", Sized)
+    with pytest.raises(ConfigError, match="wire_bytes does not add up"):
+        parse("sized(header=8)")
+    assert parse("sized") == Sized()
+
+
+def test_a_codec_that_cannot_be_hashed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Wordy cannot be used as a codec: unhashable type: 'list'"):
+        parse(Wordy(numbers=[1]))
 
 
 def test_an_object_that_is_no_value_is_refused() -> None:
