@@ -37,6 +37,8 @@ class _Memory:
     """Flat; None until momentum is used."""
     step: int = 0
     """Operations that have succeeded."""
+    basis: Floats | None = None
+    """Of a low-rank approximation: where the next one starts."""
 
 
 class ErrorFeedback:
@@ -78,9 +80,10 @@ class ErrorFeedback:
             raise ConfigError(f"error feedback: {name!r} was {shapes}; name it differently, or reset({name!r}) first")
         return FeedbackStep(self, name, memory, self._momentum if is_sparse else None)
 
-    def is_warm(self, step: int) -> bool:
-        """Return whether the step with this number, counted from 0 for each name, is compressed."""
-        return step >= self._warmup
+    @property
+    def warmup(self) -> int:
+        """How many steps of each name are sent uncompressed."""
+        return self._warmup
 
     def names(self) -> tuple[str, ...]:
         """Return the names with a residual, in the order of their first step."""
@@ -150,10 +153,12 @@ class FeedbackStep:
         self._momentum = momentum
         self._velocity: Floats | None = None
         self._is_committed = False
+        self._began_at = memory.step
         self.step: int = memory.step
-        """Operations that have succeeded before this one."""
-        self.is_warm: bool = feedback.is_warm(memory.step)
-        """Whether to compress. Otherwise send the array as it is, with the residual added, and commit nothing."""
+        """Operations that have succeeded before this one; a rank that joined later sets it to that of the others. While
+        it is below `warmup`, the array is sent as it is, with the residual added, and no residual is left."""
+        self.basis: Floats | None = memory.basis
+        """Where a low-rank approximation starts; None at first."""
         self.residual: Floats = memory.residual.view()
         """What the steps before left out. Flat, and read-only."""
         self.residual.flags.writeable = False
@@ -168,18 +173,22 @@ class FeedbackStep:
                 work[:] = self._velocity
             work += self.residual
 
-    def commit(self, new_residual: Floats | None = None, sent: Indices | None = None) -> None:
+    def commit(
+        self, new_residual: Floats | None = None, sent: Indices | None = None, basis: Floats | None = None
+    ) -> None:
         """Keep what the operation left out; call it once, after the operation has succeeded on all ranks.
 
         Args:
             new_residual: what was not sent of the array that `add_to` made, flat; elements that are not finite count as
                 0. None if everything was sent.
             sent: the indices that a sparsifier sent. They lose their momentum, which is part of what was sent.
+            basis: where the next low-rank approximation starts.
         """
         memory, memories = self._memory, self._feedback._memories
         if self._is_committed:
             raise RuntimeError(f"error feedback: step {self.step} of {self._name!r} was committed twice")
-        if memory.step != self.step or memories.get(self._name) is not (memory if self.step else None):
+        is_known = self._began_at > 0
+        if memory.step != self._began_at or memories.get(self._name) is not (memory if is_known else None):
             cause = "two operations of this name at once, or a reset in between"
             raise ConfigError(f"error feedback: {self._name!r} changed during a step: {cause}; give each its own name")
         if self._momentum is not None and new_residual is not None and sent is None:
@@ -197,7 +206,8 @@ class FeedbackStep:
             if sent is not None:
                 self._velocity[sent] = 0.0
             memory.velocity = self._velocity
-        memory.step += 1
+        memory.step = self.step + 1
+        memory.basis = basis if basis is not None else memory.basis
         memories[self._name] = memory
 
 

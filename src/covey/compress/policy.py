@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Value: TypeAlias = str | Compression | None
+    CompressValue: TypeAlias = "Policy | Value | Mapping[str, Value]"
 
 SMALLEST: Final = 1 << 16
 """Bytes of an array below which compression saves less than a round trip over a network takes."""
@@ -76,9 +77,7 @@ class Policy:
         return ", ".join([*items, *([f"{_SMALLEST_WORD}={self.smallest}"] if self.smallest != SMALLEST else [])])
 
 
-def make_policy(
-    value: Policy | Value | Mapping[str, Value], *, smallest: int | None = None, is_explicit: bool = False
-) -> Policy:
+def make_policy(value: CompressValue, *, smallest: int | None = None, is_explicit: bool = False) -> Policy:
     """Return the policy that a setting or an argument describes.
 
     Args:

@@ -1,8 +1,8 @@
 """Plans whose transfers are encoded: what travels, and what each rank encodes and decodes on the way.
 
 A plan is built in units of a codec (`Codec.unit` elements that are encoded together) and turned by `coded` into moves
-of bytes. Every buffer of elements has a buffer of encoded bytes beside it, its wire. A send sends bytes of the wire; what
-a receive has stored in the wire is decoded into the elements.
+of bytes. Every buffer of elements has a buffer of encoded bytes beside it, its wire. A send sends bytes of the wire;
+what a receive has stored in the wire is decoded into the elements.
 
 A range is encoded when it is sent for the first time, and again when a contribution was added since. What was received
 as a finished range is passed on as it is, so that all ranks decode the same bytes and get the same bits. So each rank

@@ -150,7 +150,7 @@ def _kernel(name: str) -> tuple[float, float, float, float]:
         return x.nbytes / max(1, chosen.size * (4 if codec.is_shared else 8)), encode, 0.0, _rms(rest)
     assert isinstance(codec, PowerSGD)
     matrix = x.reshape(-1, 1024)
-    q = codec.start(matrix.shape[1])
+    q = codec.start(*matrix.shape)
     encode = _speed(x, lambda: matrix.T @ (matrix @ q)) / 2
     p = np.linalg.qr(matrix @ q)[0]
     return x.nbytes / (4 * codec.rank * sum(matrix.shape)), encode, 0.0, _rms(matrix - p @ (matrix.T @ p).T)
@@ -221,7 +221,8 @@ def draw(trial: Trial, outcomes: Sequence[Outcome]) -> str:
         ' role="img" aria-labelledby="t">',
         f"<title id='t'>{escape(title)}</title>",
         f"<style>{STYLE} .bar {{ fill: #0f766e; }} .plain {{ fill: #94a3b8; }}"
-        f" @media (prefers-color-scheme: dark) {{ {DARK} .bar {{ fill: #2dd4bf; }} .plain {{ fill: #475569; }} }}</style>",
+        f" @media (prefers-color-scheme: dark) {{ {DARK} .bar {{ fill: #2dd4bf; }} .plain {{ fill: #475569; }} }}"
+        "</style>",
         f'<rect class="page" width="{width}" height="{height}" rx="10"/>',
         f'<text class="title" x="28" y="38">{escape(title)}</text>',
     ]

@@ -65,7 +65,7 @@ class Tuner:
     def reduce(
         self, attempt: Attempt, auto: Auto, nbytes: int, perform: Callable[[Codec | None], None]
     ) -> tuple[Choice, Callable[[], None]]:
-        """Call `perform` with the codec to use; return the choice, and what to call once the operation has succeeded."""
+        """Call `perform` with the codec to use; return the choice, and what to call when the operation succeeded."""
         if attempt.lane_family == "ring":
             perform(None)
             return Choice(None, "none: the ranks share memory"), _nothing

@@ -10,6 +10,7 @@ import numpy as np
 from covey.base.arithmetic import reduction
 from covey.compress.choice import Auto
 from covey.compress.codec import Codec
+from covey.compress.low_rank import PowerSGD
 from covey.compress.sparse import Sparsifier
 from covey.plan import choose
 from covey.runtime.compressed import dense, low_rank, sparse
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from covey.compress.feedback import ErrorFeedback, FeedbackStep
-    from covey.compress.low_rank import PowerSGD
+    from covey.compress.low_rank import LowRank
     from covey.compress.parsing import Compression
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
@@ -42,8 +43,8 @@ class Part(NamedTuple):
 class Bucket:
     """An array of floats that is reduced in place, in float32.
 
-    `reduce` may run several times, if ranks are lost. Until `deliver`, nothing but the array changes, and the undo buffer
-    restores that.
+    `reduce` may run several times, if ranks are lost. Until `deliver`, nothing but the array changes, and the undo
+    buffer restores that.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class Bucket:
         """Tell whether this step is sent uncompressed; ranks that joined later follow the others."""
         if self._feedback is None or not self._feedback.warmup:
             return False
-        counts = np.array([step.number for step in self._steps], np.int64)
+        counts = np.array([step.step for step in self._steps], np.int64)
         plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None)
         attempt.execute(plan, [counts], reduction("max", counts.dtype))
         for step, count in zip(self._steps, counts, strict=True):
-            step.number = int(count)
-        return int(counts.min()) < self._feedback.warmup
+            step.step = int(count)
+        return bool(counts.min() < self._feedback.warmup)
 
-    def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | PowerSGD | None) -> None:
+    def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | LowRank | None) -> None:
         if codec is None:
             plan = choose.all_reduce(attempt.slot, attempt.size, self.work.size, 4, attempt.lane_family, None)
             attempt.execute(plan, [self.work], reduction("mean" if self._divides else "sum", self.work.dtype))
@@ -144,6 +145,7 @@ class Bucket:
         elif isinstance(codec, Sparsifier):
             sent = self._reduce_selected(attempt, codec)
         else:
+            assert isinstance(codec, PowerSGD)
             sent = self._reduce_matrices(attempt, codec)
         self._note(attempt, codec, sent)
 

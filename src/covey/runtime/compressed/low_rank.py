@@ -2,8 +2,8 @@
 
     Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression" (2019)
 
-With M the mean of the ranks' matrices: P = M Q is summed at slot 0, made orthonormal there and sent to all; Q' = M^T P is
-averaged by all; the result is P Q'^T. The ranks' own products with M may be rounded differently on different
+With M the mean of the ranks' matrices: P = M Q is summed at slot 0, made orthonormal there and sent to all; Q' = M^T P
+is averaged by all; the result is P Q'^T. The ranks' own products with M may be rounded differently on different
 processors; what must be equal on all ranks is made by slot 0 or element by element.
 """
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from covey.base.arithmetic import reduction
 from covey.base.numbers import Slot
-from covey.compress.low_rank import orthogonalise, rebuild
 from covey.plan import choose
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ def all_reduce(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD, *,
     bases = _bases(attempt, matrices, codec)
     with np.errstate(all="ignore"):
         lefts = [matrix.x @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        _orthonormal_total(attempt, lefts)
+        _orthonormal_total(attempt, lefts, codec)
         rights = [matrix.x.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
         packed = np.concatenate([right.reshape(-1) for right in rights])
         plan = choose.all_reduce(attempt.slot, attempt.size, packed.size, 4, attempt.lane_family, None)
         attempt.execute(plan, [packed], reduction("mean", packed.dtype))
         _unpack(packed, rights)
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
-            rebuild(left, right, matrix.x)
+            codec.rebuild(left, right, matrix.x)
             if not divides:
                 np.multiply(matrix.x, np.float32(attempt.size), out=matrix.x)
     return rights
@@ -70,12 +69,12 @@ def _bases(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD) -> lis
     is_agreed = extremes[0] == -extremes[1]
     salt = attempt.engine.operation.sequence
     return [
-        basis if basis is not None and is_agreed else codec.start(matrix.x.shape[1], salt + number)
-        for number, (matrix, basis) in enumerate(zip(matrices, known, strict=True))
+        basis if basis is not None and is_agreed else codec.start(len(matrix.x), matrix.x.shape[1], salt + at)
+        for at, (matrix, basis) in enumerate(zip(matrices, known, strict=True))
     ]
 
 
-def _orthonormal_total(attempt: Attempt, lefts: list[Floats]) -> None:
+def _orthonormal_total(attempt: Attempt, lefts: list[Floats], codec: PowerSGD) -> None:
     """Replace each factor by its sum over all ranks, made orthonormal, with the same bits on all ranks."""
     packed = np.concatenate([left.reshape(-1) for left in lefts])
     root = Slot(0)
@@ -85,7 +84,7 @@ def _orthonormal_total(attempt: Attempt, lefts: list[Floats]) -> None:
     if attempt.slot == root:
         _unpack(packed, lefts)
         for left in lefts:
-            orthogonalise(left)
+            codec.orthogonalise(left)
         packed = np.concatenate([left.reshape(-1) for left in lefts])
     attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, count, 4, None), [packed])
     _unpack(packed, lefts)

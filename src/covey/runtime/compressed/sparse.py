@@ -1,7 +1,7 @@
 """An all_reduce of some elements of each rank: the others count as 0.
 
 Every rank owns a part of the array. It receives the selected elements of its part from all ranks, adds them up in the
-order of slots, and sends what it has to all: as pairs of position and value, or as the whole part where that is shorter.
+order of slots, and sends what it has to all: as pairs of position and value, or the whole part where that is shorter.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def all_reduce_shared(attempt: Attempt, x: Floats, selected: NDArray[Any], *, di
 def _owned_total(
     attempt: Attempt, x: Floats, selected: NDArray[Any], bounds: list[tuple[int, int]]
 ) -> tuple[Positions, Floats]:
-    """Return the positions in this slot's part that any rank selected, and their sums; all positions if those are many."""
+    """Return the positions in this slot's part that any rank selected, and their sums; all if those are many."""
     me, slots = attempt.slot, attempt.slots
     cuts = np.searchsorted(selected, [start for start, _ in bounds] + [x.size])
     outgoing = []

@@ -69,7 +69,7 @@ def sync(
             continue
         packed = np.concatenate([operand.load() for _, operand in bucket])
         ends = [0, *itertools.accumulate(operand.flat.size for _, operand in bucket)]
-        parts = [Part(name, *ends[at : at + 2], operand.shape) for at, (name, operand) in enumerate(bucket)]
+        parts = [Part(name, ends[at], ends[at + 1], operand.shape) for at, (name, operand) in enumerate(bucket)]
         _reduce(group, readable(packed), parts, op, codec, feedback, timeout)
         for part, (_, operand) in zip(parts, bucket, strict=True):
             operand.flat[...] = packed[part.start : part.stop]

@@ -11,6 +11,8 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import CoveyError
+from covey.compress.feedback import ErrorFeedback
+from covey.compress.policy import make_policy
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
     from types import TracebackType
 
+    from covey.compress.policy import CompressValue
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine, LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
     from covey.runtime.group.restore import RestoreReport
+    from covey.runtime.group.savings import Compression
     from covey.runtime.group.survival import Assembly
 
     Array = np.ndarray[Any, np.dtype[Any]]

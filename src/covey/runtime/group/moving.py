@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.numbers import Rank
+    from covey.compress.policy import CompressValue
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.wire.unpickling import AllowPickle

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.arithmetic import Reduction
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.policy import CompressValue
     from covey.plan.moves import Plan
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
@@ -61,7 +63,7 @@ class Reductions(Issuer):
         if (
             shortcut is not None
             and weight is None
-            and compress is None
+            and compress is self._policy is None
             and timeout is None
             and algorithm is None
             and not async_op

@@ -26,6 +26,7 @@ from covey.wire.messages import MAX_MEMBERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from covey.compress.policy import CompressValue
     from covey.runtime.members.node import Node
     from covey.runtime.mesh.endpoint import Endpoint
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig, group_config
+from covey.compress.policy import make_policy
 from covey.runtime.environment import (
     ClusterOptions,
     LaunchedRank,
@@ -19,6 +20,8 @@ from covey.runtime.environment import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from covey.compress.policy import CompressValue
 
 
 @dataclass(frozen=True, kw_only=True)

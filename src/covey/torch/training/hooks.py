@@ -82,8 +82,8 @@ class CompressHook(_Hook):
 
     Parameters have the names of `model`, if it is given, else numbers in the order of their first gradients.
 
-    On a process group of another backend, every rank sends its bytes to every other rank, and one codec is used for all:
-    a cast or a quantiser.
+    On a process group of another backend, every rank sends its bytes to every other rank, and one codec is used for
+    all: a cast or a quantiser.
     """
 
     def __init__(
