@@ -30,6 +30,7 @@ PUBLIC = {
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
+    *("compression", "feedback"),
     *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -14,11 +15,7 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.compress.parsing import NONE, Compression, parse
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    Value: TypeAlias = str | Compression | None
-    CompressValue: TypeAlias = "Policy | Value | Mapping[str, Value]"
+Value: TypeAlias = str | Compression | None
 
 SMALLEST: Final = 1 << 16
 """Bytes of an array below which compression saves less than a round trip over a network takes."""
@@ -75,6 +72,10 @@ class Policy:
         else:
             items = [f"{pattern}={text(codec)}" for pattern, codec in self.rules] or [NONE]
         return ", ".join([*items, *([f"{_SMALLEST_WORD}={self.smallest}"] if self.smallest != SMALLEST else [])])
+
+
+CompressValue: TypeAlias = Policy | Value | Mapping[str, Value]
+"""What `compress=` takes."""
 
 
 def make_policy(value: CompressValue, *, smallest: int | None = None, is_explicit: bool = False) -> Policy:

@@ -15,7 +15,7 @@ from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import make_policy
 from covey.runtime.buffers import readable, writable
 from covey.runtime.compressed import dense
-from covey.runtime.compressed.bucket import Bucket, Part
+from covey.runtime.compressed.compressed_sum import CompressedSum, Part
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def reduce_parts(
         check_weight(op, weight)
     if isinstance(codec, Codec) and not codec.is_lossy:
         feedback = None
-    bucket = Bucket(
+    total = CompressedSum(
         operand,
         parts,
         codec,
@@ -102,18 +102,18 @@ def reduce_parts(
     )
 
     def body(attempt: Attempt) -> bool:
-        bucket.load(attempt)
-        if weight is not None and not weigh(attempt, bucket.work, weight):
+        total.load(attempt)
+        if weight is not None and not weigh(attempt, total.work, weight):
             return False  # on every rank, so the group stays usable
-        bucket.reduce(attempt)
+        total.reduce(attempt)
         return True
 
     def deliver(has_weight: bool) -> Any:
         if not has_weight:
             raise no_weight()
-        bucket.deliver()
-        group._engine.operation.info = bucket.info
-        group._savings.add(group._engine, bucket.info)
+        total.deliver()
+        group._engine.operation.info = total.info
+        group._savings.add(group._engine, total.info)
         return result
 
     return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)

@@ -14,7 +14,7 @@ from covey.base.errors import ConfigError, MismatchError
 from covey.base.text import printable
 from covey.plan import choose
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.compressed.bucket import Part
+from covey.runtime.compressed.compressed_sum import Part
 from covey.runtime.group import compressing, movements
 
 if TYPE_CHECKING:

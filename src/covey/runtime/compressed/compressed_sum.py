@@ -40,7 +40,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Bucket:
+class CompressedSum:
     """An array of floats that is reduced in place, in float32.
 
     `reduce` may run several times, if ranks are lost. Until `deliver`, nothing but the array changes, and the undo
