@@ -152,7 +152,7 @@ def compressed(rank: int, codec: str, cap: float) -> tuple[list[list[np.ndarray]
         got += [average(ddp, rank, step) for step in steps]
         state = hook.state_dict()
     assert state is not None
-    return got, {len(row): row.double().numpy() for row in state["remainders"].values()}
+    return got, {len(row): row.double().numpy() for row in state["residuals"].values()}
 
 
 def with_an_infinity(rank: int, codec: str) -> list[bool]:
@@ -246,20 +246,19 @@ def test_rescaling_changes_nothing_while_all_are_there(results: list[dict[str, A
 
 
 @pytest.mark.parametrize("cap", [25.0, 0.001])
-@pytest.mark.parametrize(
-    ("codec", "error", "rounding"), [("fp16", 2e-3, 1e-3), ("bf16", 2e-2, 8e-3), ("int8", 1e-5, 4e-3)]
-)
+@pytest.mark.parametrize(("codec", "rounding"), [("fp16", 1e-3), ("bf16", 8e-3), ("int8", 4e-3)])
 def test_what_rounding_takes_is_small_and_comes_later(
-    results: list[dict[str, Any]], codec: str, cap: float, error: float, rounding: float
+    results: list[dict[str, Any]], codec: str, cap: float, rounding: float
 ) -> None:
     for place, count in enumerate((300, 35, 513)):
         given = [[wanted(step, rank)[place].double().numpy() / SIZE for step in range(STEPS)] for rank in range(SIZE)]
         sent = np.sum([step[place] for step in results[0][f"{codec} {cap}"][0]], axis=0)
         owed = [result[f"{codec} {cap}"][1][count] for result in results]
         largest = max(float(np.abs(rows).max()) for rows in given)
-        # Halves are rounded once more when they are added up, which no rank can know of.
-        np.testing.assert_allclose(sent + sum(owed), np.sum(given, axis=(0, 1)), atol=error * largest * STEPS)
-        assert all(0 < np.abs(rows).max() <= rounding * 3 * largest for rows in owed)
+        total = sent + sum(owed) / SIZE
+        np.testing.assert_allclose(total, np.sum(given, axis=(0, 1)), atol=1e-5 * largest * STEPS)
+        # Each rank has rounded the sum of some ranks' gradients, or the mean for all of them.
+        assert all(0 < np.abs(rows).max() <= rounding * SIZE * SIZE * largest for rows in owed)
     for result in results[1:]:
         for one, other in zip(results[0][f"{codec} {cap}"][0], result[f"{codec} {cap}"][0], strict=True):
             assert all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
@@ -267,7 +266,7 @@ def test_what_rounding_takes_is_small_and_comes_later(
 
 def test_without_feedback_nothing_is_owed_and_every_step_stands_alone(results: list[dict[str, Any]]) -> None:
     averages, state = results[0]["no feedback"]
-    assert state == {"remainders": {}}
+    assert state == {}
     for step, average in enumerate(averages):
         for place in range(3):
             expected = sum(wanted(step, rank)[place].double().numpy() for rank in range(SIZE)) / SIZE
@@ -317,5 +316,5 @@ def test_after_a_loss_gradients_are_the_mean_over_those_who_are_left() -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(ConfigError, match="codec='fp4'"):
+    with pytest.raises(ConfigError, match="there is no codec 'fp4'"):
         compress_hook("fp4")

@@ -28,9 +28,29 @@ class CompressedMean:
     """Averages tensors over the ranks of a process group, compressed; keeps what was lost for the next time."""
 
     def __init__(self, compress: CompressValue, feedback: ErrorFeedback | bool) -> None:
-        self._policy = make_policy(compress)
+        self._policy = make_policy(compress, smallest=0)
         self.feedback = ErrorFeedback() if feedback is True else feedback or None
         """What was lost so far, by name; None if it is not kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was held back, as tensors; each rank has its own."""
+        if self.feedback is None:
+            return {}
+        state = self.feedback.state_dict()
+        return {
+            part: {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in of_part.items()}
+            for part, of_part in state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what `state_dict` returned."""
+        if self.feedback is not None and state:
+            self.feedback.load_state_dict(
+                {
+                    part: {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in of_part.items()}
+                    for part, of_part in state.items()
+                }
+            )
 
     def start(self, tensor: torch.Tensor, parts: Sequence[Part], group: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
         """Start to replace a flat tensor by its mean over all ranks, or over those that remain.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.base.errors import ConfigError
-from covey.compress.feedback import ErrorFeedback
 from covey.torch.training.compressed import CompressedMean, consecutive
 from covey.torch.training.local_sgd import (
     copy_from_first,
@@ -90,8 +89,7 @@ class DiLoCo:
                 f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
             )
         self._group, self._overlap = process_group, overlap
-        self._feedback = ErrorFeedback()
-        self._mean = CompressedMean(compress, self._feedback)
+        self._mean = CompressedMean(compress, feedback=True)
         self._every, self._steps = every, 0
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._fragments = [names[start:end] for start, end in _cuts(sizes, fragments)]
@@ -124,12 +122,14 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Return what a new DiLoCo needs to continue. Waits for a pending outer gradient, which stays pending."""
         flight = self._flying
+        if flight is not None:
+            flight.mean()  # what compression holds back of it is known now
         return {
             "steps": self._steps,
             "fragments": self._fragments,
             "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
             "outer": self.outer.state_dict(),
-            "feedback": self._feedback.state_dict(),
+            "feedback": self._mean.state_dict(),
             "flying": None
             if flight is None
             else {"fragment": flight.fragment, "left": flight.left.clone(), "mean": flight.mean().clone()},
@@ -154,7 +154,7 @@ class DiLoCo:
         for name, anchor in self._anchors.items():
             anchor.copy_(state["anchors"][name])
         self.outer.load_state_dict(state["outer"])
-        self._feedback.load_state_dict(state["feedback"])
+        self._mean.load_state_dict(state["feedback"])
         if (flying := state["flying"]) is not None:
             self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, None, flying["mean"].clone())
 

@@ -103,12 +103,11 @@ class CompressHook(_Hook):
         return self._mean.feedback
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.feedback is None else self.feedback.state_dict()
+        return self._mean.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with what a hook for the same model has held back."""
-        if self.feedback is not None:
-            self.feedback.load_state_dict(state)
+        self._mean.load_state_dict(state)
 
     def _combine(self, group: Any, bucket: Any) -> Any:
         named = [
