@@ -158,6 +158,30 @@ def test_the_greatest_elements_are_those_that_numpy_selects() -> None:
                 same(got, kernels.top_indices.__wrapped__(x, kept), (name, kept))  # type: ignore[attr-defined]
 
 
+def test_the_greatest_elements_are_found_where_a_sample_misleads() -> None:
+    """Every 67th element is sampled. Here these are greater or smaller than the rest, or the order is not random."""
+    rng, count = np.random.default_rng(20), 70_001
+    sampled_large, sampled_small, some_equal = normal(count, 21), normal(count, 22), normal(count, 23)
+    sampled_large[::67] = 100 + rng.random(sampled_large[::67].size, np.float32)
+    sampled_small[::67] = 0
+    some_equal[rng.random(count) < 0.02] = -50
+    few_large = np.zeros(count, np.float32)
+    few_large[5:count:7919] = np.nan
+    arrays = [
+        sampled_large,
+        sampled_small,
+        some_equal,
+        few_large,
+        np.sort(normal(count, 24)),
+        np.ones(count, np.float32),
+    ]
+    arrays += [any_bits(count, 25), normal(1 << 15, 26), normal((1 << 15) - 1, 27)]
+    for position, x in enumerate(arrays):
+        order = np.lexsort((np.arange(x.size), -kernels.magnitudes(x).astype(np.int64)))
+        for kept in (1, 9, 10, 700, 1044, 1045, 1046, 5000, x.size // 4, x.size // 4 + 1):
+            same(compiled.top_indices(x, kept), np.sort(order[:kept]), (position, kept))
+
+
 def test_other_threads_run_while_a_loop_works() -> None:
     """No thread is told to give the lock up here, so the others run only if the loop does without it."""
     module, count = native().module, 1 << 20
