@@ -154,6 +154,27 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
     assert loop["elastic"].samples == 5 * 600
 
 
+def test_the_codec_of_the_guide_to_compression_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from covey.compress import parsing
+
+    monkeypatch.setattr(parsing, "_factories", dict(parsing._factories))
+    page = "docs/guides/compression.md"
+    (code,) = blocks(page)
+    names = run(page, code, {"__name__": "a_page"})
+    assert f"# {capsys.readouterr().out}" in code
+    codec = names["Fixed"](0.5)
+    assert parsing.parse("fixed(0.5)") == codec
+    x, out = np.array([0.2, 0.3, -7.9, np.nan, np.inf, -1e9], np.float32), np.zeros(6, np.float32)
+    wire = np.zeros(codec.wire_bytes(6), np.uint8)
+    codec.encode(x, wire)
+    codec.decode(wire, out)
+    assert out[:3].tolist() == [0.0, 0.5, -8.0]
+    assert np.isnan(out[3:]).all()
+    assert codec.error_bound(x).tolist() == [pytest.approx(0.255)] * 3 + [np.inf] * 3
+
+
 def test_the_session_shows_what_python_prints() -> None:
     import doctest
 
@@ -166,6 +187,7 @@ def test_the_session_shows_what_python_prints() -> None:
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md", "docs/guides/running.md"), 1),
+        "docs/guides/compression.md": 1,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/collectives.md"), 2),
         "README.md": 3,
         "docs/guides/pytorch.md": 5,

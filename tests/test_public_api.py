@@ -25,6 +25,8 @@ PUBLIC = {
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
     *("RemoteProtocolError", "SplitRunError", "load_state"),
+    *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
+    *("ErrorFeedback", "register_codec"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),

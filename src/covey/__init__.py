@@ -32,6 +32,13 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         SplitRunError,
     )
+    from covey.compress.casts import BF16, FP16
+    from covey.compress.codec import Codec
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.low_rank import PowerSGD
+    from covey.compress.parsing import register_codec
+    from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+    from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.proto.matching import ANY
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
@@ -41,41 +48,67 @@ if TYPE_CHECKING:
     from covey.runtime.keeper.launch import launch
     from covey.runtime.work import Work
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
     "ANY",
     "AuthError",
+    "BF16",
     "BusyError",
     "ClosedError",
+    "Codec",
     "ConfigError",
     "ConnectError",
     "CoveyError",
     "DeadlineError",
+    "ErrorFeedback",
     "Event",
+    "FP16",
+    "FP8",
     "Group",
     "GroupChangedError",
+    "Int4",
+    "Int8",
     "MismatchError",
+    "OneBit",
     "PeerLostError",
+    "PowerSGD",
     "QuorumLostError",
+    "RandomK",
     "RankFailedError",
     "Remedy",
     "RemoteProtocolError",
     "SplitRunError",
+    "Threshold",
+    "TopK",
     "Work",
     "generations",
     "join",
     "launch",
     "load_state",
+    "register_codec",
 ]
 
 _HOMES = {
     "ANY": "covey.proto.matching",
+    "BF16": "covey.compress.casts",
+    "Codec": "covey.compress.codec",
+    "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
+    "FP16": "covey.compress.casts",
+    "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
+    "Int4": "covey.compress.quantisers",
+    "Int8": "covey.compress.quantisers",
+    "OneBit": "covey.compress.quantisers",
+    "PowerSGD": "covey.compress.low_rank",
+    "RandomK": "covey.compress.sparse",
+    "Threshold": "covey.compress.sparse",
+    "TopK": "covey.compress.sparse",
     "Work": "covey.runtime.work",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.saved",
+    "register_codec": "covey.compress.parsing",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
 

@@ -8,6 +8,7 @@ an array into ranges, and all ranks know the size of every encoded range in adva
 from __future__ import annotations
 
 import dataclasses
+import keyword
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -123,14 +124,18 @@ def chunks(codec: Codec, count: int) -> list[tuple[int, int]]:
 def call_text(name: str, value: Any) -> str:
     """Return a frozen dataclass as the call that makes it: "int4(block=128)", "topk(0.01)", "fp8(e5m2)".
 
-    Parameters that have their default are left out. Texts, and parameters without a default, have no name before them.
+    Parameters that have their default are left out. Words, and parameters without a default, have no name before them,
+    unless a parameter before them was left out.
     """
-    arguments = []
+    arguments: list[str] = []
+    is_in_order = True
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if content == field.default:
+            is_in_order = False
             continue
-        shown = content if isinstance(content, str) else repr(content)
-        is_named = field.default is not dataclasses.MISSING and not isinstance(content, str)
-        arguments.append(f"{field.name}={shown}" if is_named else shown)
+        is_word = isinstance(content, str) and content.isidentifier() and not keyword.iskeyword(content)
+        shown = content if is_word else repr(content.item() if isinstance(content, np.generic) else content)
+        is_in_order = is_in_order and not field.kw_only and (is_word or field.default is dataclasses.MISSING)
+        arguments.append(shown if is_in_order else f"{field.name}={shown}")
     return f"{name}({', '.join(arguments)})" if arguments else name
