@@ -33,7 +33,7 @@ from covey.compress.codec import encode_with_residual
 from covey.compress.quantisers import Int4, Int8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from covey.compress.codec import Bytes, Codec, Floats
 
@@ -43,12 +43,6 @@ CODECS: list[Codec] = [
     *(FP16(), BF16(), Int8(), Int4(), Int8(block=24), Int4(block=200), Int8(block=1 << 16)),
     *(Int8(stochastic=True, seed=7), Int4(block=40, stochastic=True)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 @each_format
