@@ -252,6 +252,7 @@ def decode_add_cast(wire: Bytes, out: Floats, dtype: np.dtype[Any]) -> None:
 
 
 @or_compiled(compiled.encode_fp16)
+@np.errstate(all="ignore")
 def encode_fp16(x: Floats, wire: Bytes) -> None:
     """Write elements as float16. NaNs become quiet ones, with the upper bits of their payload."""
     halves = wire.view(_FP16)
@@ -262,6 +263,7 @@ def encode_fp16(x: Floats, wire: Bytes) -> None:
 
 
 @or_compiled(compiled.decode_fp16)
+@np.errstate(all="ignore")
 def decode_fp16(wire: Bytes, out: Floats) -> None:
     """Overwrite `out` with what `encode_fp16` wrote. NaNs become quiet ones."""
     halves = wire.view(_FP16)

@@ -1,17 +1,26 @@
 /* The elements of greatest magnitude, without sorting. Magnitudes are compared as bit patterns, which are ordered like the
  * numbers. The smallest one that is kept is found digit by digit, from the highest: counting how often each value of a digit
  * occurs, among the elements that agree with the digits found so far, says which one it has.
+ *
+ * That takes four passes over the array. If few elements are kept of many, a sample tells a magnitude that probably a few
+ * more reach; one pass copies those, and the selection is made among the copies. Where the sample was misleading, the four
+ * passes follow.
  */
 #include "codec.h"
 #include "halves.h"
 
 #include <stddef.h>
+#include <stdlib.h>
 
 enum {
     MOST_VALUES = 1 << 12, /* of a digit */
     TABLES = 4,            /* neighbours with equal digits count in different tables: none waits for the one before */
     GROUP = 32,            /* elements that are passed over together if none of them counts */
     MAGNITUDE = 0x7fffffff,
+    FEWEST_SAMPLED = 1 << 15, /* elements of an array for which a sample pays */
+    KEPT_PART = 4,            /* and no more than this part of them is kept */
+    LEAST_STRIDE = 67,        /* between elements of a sample: a prime, so that rows of a matrix are sampled at all columns */
+    MOST_IN_SAMPLE = 1 << 16,
 };
 
 /* Where a digit is in a magnitude. */
@@ -54,6 +63,23 @@ static inline void take(struct selection *selection, const float *x, uint32_t in
         selection->indices[selection->taken++] = index;
 }
 
+/* Elements that were copied because they may be among the greatest, and where they were. */
+struct candidates {
+    float *values;
+    uint32_t *places;
+    uint32_t count, room;
+};
+
+/* Copies an element, if there is room; one that finds none is counted, too. */
+static inline void keep(struct candidates *candidates, const float *x, uint32_t index)
+{
+    if (candidates->count < candidates->room) {
+        candidates->values[candidates->count] = x[index];
+        candidates->places[candidates->count] = index;
+    }
+    candidates->count++;
+}
+
 #define TARGET
 #define NAMED(name) name##_plain
 #include "topk_loops.h"
@@ -77,22 +103,24 @@ static inline void take(struct selection *selection, const float *x, uint32_t in
 typedef void digit_counter(const float *x, uint32_t count, struct digit digit, uint32_t least, uint32_t most,
                            uint32_t *counts);
 typedef void collector(const float *x, uint32_t count, struct selection *selection);
+typedef void gatherer(const float *x, uint32_t count, uint32_t least, struct candidates *candidates);
 
 struct topk_loops {
     digit_counter *count_digits;
     collector *collect;
+    gatherer *gather;
 };
 
 static struct topk_loops loops_for(enum instructions instructions)
 {
 #if HAS_X86
     if (instructions == WITH_AVX512)
-        return (struct topk_loops){count_digits_avx512, collect_avx512};
+        return (struct topk_loops){count_digits_avx512, collect_avx512, gather_avx512};
     if (instructions == WITH_AVX2)
-        return (struct topk_loops){count_digits_avx2, collect_avx2};
+        return (struct topk_loops){count_digits_avx2, collect_avx2, gather_avx2};
 #endif
     (void)instructions;
-    return (struct topk_loops){count_digits_plain, collect_plain};
+    return (struct topk_loops){count_digits_plain, collect_plain, gather_plain};
 }
 
 /* Counts the values of the highest digit: every element counts. */
@@ -108,28 +136,77 @@ static void count_first_digits(const float *x, uint32_t count, uint32_t *counts)
         counts[value] = tables[0][value] + tables[1][value] + tables[2][value] + tables[3][value];
 }
 
-static bool select_with(enum instructions instructions, const float *x, uint32_t count, uint32_t kept, int64_t *indices)
+/* Returns the magnitude of the `kept`th greatest element; `equals` becomes how many of this magnitude are kept. */
+static uint32_t smallest_kept(const struct topk_loops *loops, const float *x, uint32_t count, uint32_t kept, uint32_t *equals)
 {
-    struct topk_loops loops = loops_for(instructions);
-    uint32_t least = 0, most = MAGNITUDE; /* what the smallest magnitude that is kept can still be */
+    uint32_t least = 0, most = MAGNITUDE; /* what the result can still be */
     uint32_t wanted = kept;               /* how many are kept of those from `least` to `most` */
-    if (kept == 0)
-        return true;
     for (size_t index = 0; index < sizeof DIGITS / sizeof *DIGITS; index++) {
         struct digit digit = DIGITS[index];
         uint32_t counts[MOST_VALUES] = {0}, value = (1u << digit.bits) - 1;
         if (index == 0)
             count_first_digits(x, count, counts);
         else
-            loops.count_digits(x, count, digit, least, most, counts);
+            loops->count_digits(x, count, digit, least, most, counts);
         for (; value > 0 && counts[value] < wanted; value--)
             wanted -= counts[value];
         least |= value << digit.shift;
         most = least | ((1u << digit.shift) - 1);
     }
-    struct selection selection = {.smallest = least, .equals = wanted, .kept = kept, .indices = indices};
-    loops.collect(x, count, &selection);
+    *equals = wanted;
+    return least;
+}
+
+static bool select_by_digits(const struct topk_loops *loops, const float *x, uint32_t count, uint32_t kept, int64_t *indices)
+{
+    struct selection selection = {.kept = kept, .indices = indices};
+    selection.smallest = smallest_kept(loops, x, count, kept, &selection.equals);
+    loops->collect(x, count, &selection);
     return selection.taken == kept;
+}
+
+/* Returns a magnitude that, judged by a sample, a few more elements reach than are kept. `sample` has room for all of it. */
+static uint32_t guess_smallest(const struct topk_loops *loops, const float *x, uint32_t count, uint32_t kept,
+                               uint32_t stride, float *sample)
+{
+    uint32_t length = 0, equals;
+    for (uint64_t at = 0; at < count; at += stride)
+        sample[length++] = x[at];
+    uint64_t share = (uint64_t)kept * length / count;
+    uint64_t wanted = share + share / 4 + 8; /* so much that chance rarely makes it too little */
+    return smallest_kept(loops, sample, length, wanted < length ? (uint32_t)wanted : length, &equals);
+}
+
+/* Selects by a sample; false, and the indices are arbitrary, if the sample was misleading, or without memory. */
+static bool select_by_sample(const struct topk_loops *loops, const float *x, uint32_t count, uint32_t kept, int64_t *indices)
+{
+    uint32_t stride = count / MOST_IN_SAMPLE > LEAST_STRIDE ? count / MOST_IN_SAMPLE | 1 : LEAST_STRIDE;
+    struct candidates candidates = {.room = 2 * kept + count / 16};
+    float *sample = malloc((count / stride + 1) * sizeof *sample);
+    candidates.values = malloc(candidates.room * sizeof *candidates.values);
+    candidates.places = malloc(candidates.room * sizeof *candidates.places);
+    bool is_done = false;
+    if (sample != NULL && candidates.values != NULL && candidates.places != NULL) {
+        loops->gather(x, count, guess_smallest(loops, x, count, kept, stride, sample), &candidates);
+        is_done = candidates.count >= kept && candidates.count <= candidates.room &&
+                  select_by_digits(loops, candidates.values, candidates.count, kept, indices);
+    }
+    for (uint32_t index = 0; is_done && index < kept; index++)
+        indices[index] = candidates.places[indices[index]];
+    free(candidates.places);
+    free(candidates.values);
+    free(sample);
+    return is_done;
+}
+
+static bool select_with(enum instructions instructions, const float *x, uint32_t count, uint32_t kept, int64_t *indices)
+{
+    struct topk_loops loops = loops_for(instructions);
+    if (kept == 0)
+        return true;
+    if (count >= FEWEST_SAMPLED && kept <= count / KEPT_PART && select_by_sample(&loops, x, count, kept, indices))
+        return true;
+    return select_by_digits(&loops, x, count, kept, indices);
 }
 
 bool select_greatest(const float *x, uint32_t count, uint32_t kept, int64_t *indices)

@@ -36,3 +36,17 @@ TARGET static void NAMED(collect)(const float *x, uint32_t count, struct selecti
             take(&own, x, at);
     *selection = own;
 }
+
+/* Copies the elements whose magnitude is at least `least`. */
+TARGET static void NAMED(gather)(const float *x, uint32_t count, uint32_t least, struct candidates *candidates)
+{
+    struct candidates own = *candidates;
+    uint32_t at = 0;
+    for (; count - at >= GROUP; at += GROUP)
+        for (uint32_t left = NAMED(matches)(x + at, least, MAGNITUDE); left; left &= left - 1)
+            keep(&own, x, at + (uint32_t)__builtin_ctz(left));
+    for (; at < count; at++)
+        if (magnitude(x[at]) >= least)
+            keep(&own, x, at);
+    *candidates = own;
+}

@@ -46,6 +46,15 @@ int run(int set, int is_bfloat16, const float *x, int64_t count, uint8_t *wire, 
     loops_for((enum instructions)set).decode(is_bfloat16, wire, out, count, true);
     return 1;
 }
+
+__attribute__((visibility("default")))
+int decode(int set, int is_bfloat16, const uint8_t *wire, float *out, int64_t count)
+{
+    if (set > (int)instructions_here())
+        return 0;
+    loops_for((enum instructions)set).decode(is_bfloat16, wire, out, count, false);
+    return 1;
+}
 """
 TOPK = """
 #include "topk.c"
@@ -96,6 +105,19 @@ def test_casts(tmp_path: Path) -> None:
             if run(instructions, int(form.name == "bf16"), *arrays):
                 results.append(written)
         check_all_same(results, (name, form))
+
+
+def test_every_half_is_decoded_alike(tmp_path: Path) -> None:
+    decode = ctypes.PyDLL(str(shared_library(tmp_path, CAST))).decode
+    every = np.arange((1 << 16) + 5, dtype=np.int64).astype("<u2")
+    for form in FORMATS[2:]:
+        results = []
+        for instructions in SETS:
+            out = np.zeros(every.size, np.float32)
+            how = (int(form.name == "bf16"), pointer(every), pointer(out), ctypes.c_int64(every.size))
+            if decode(instructions, *how):
+                results.append([out])
+        check_all_same(results, form)
 
 
 def test_selections(tmp_path: Path) -> None:

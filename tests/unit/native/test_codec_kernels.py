@@ -33,7 +33,7 @@ from covey.compress.codec import encode_with_residual
 from covey.compress.quantisers import Int4, Int8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from covey.compress.codec import Bytes, Codec, Floats
 
@@ -43,12 +43,6 @@ CODECS: list[Codec] = [
     *(FP16(), BF16(), Int8(), Int4(), Int8(block=24), Int4(block=200), Int8(block=1 << 16)),
     *(Int8(stochastic=True, seed=7), Int4(block=40, stochastic=True)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 @each_format
@@ -156,6 +150,30 @@ def test_the_greatest_elements_are_those_that_numpy_selects() -> None:
             same(got, np.sort(order[:kept]), (name, kept))
             if kept:
                 same(got, kernels.top_indices.__wrapped__(x, kept), (name, kept))  # type: ignore[attr-defined]
+
+
+def test_the_greatest_elements_are_found_where_a_sample_misleads() -> None:
+    """Every 67th element is sampled. Here these are greater or smaller than the rest, or the order is not random."""
+    rng, count = np.random.default_rng(20), 70_001
+    sampled_large, sampled_small, some_equal = normal(count, 21), normal(count, 22), normal(count, 23)
+    sampled_large[::67] = 100 + rng.random(sampled_large[::67].size, np.float32)
+    sampled_small[::67] = 0
+    some_equal[rng.random(count) < 0.02] = -50
+    few_large = np.zeros(count, np.float32)
+    few_large[5:count:7919] = np.nan
+    arrays = [
+        sampled_large,
+        sampled_small,
+        some_equal,
+        few_large,
+        np.sort(normal(count, 24)),
+        np.ones(count, np.float32),
+    ]
+    arrays += [any_bits(count, 25), normal(1 << 15, 26), normal((1 << 15) - 1, 27)]
+    for position, x in enumerate(arrays):
+        order = np.lexsort((np.arange(x.size), -kernels.magnitudes(x).astype(np.int64)))
+        for kept in (1, 9, 10, 700, 1044, 1045, 1046, 5000, x.size // 4, x.size // 4 + 1):
+            same(compiled.top_indices(x, kept), np.sort(order[:kept]), (position, kept))
 
 
 def test_other_threads_run_while_a_loop_works() -> None:
