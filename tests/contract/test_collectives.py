@@ -11,10 +11,13 @@ from tests.support.values import LANES, all_values, around_thresholds, combined,
 
 from covey import ConfigError
 from covey.plan import choose
+from covey.runtime.group import movements
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
     from covey import Group
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -143,6 +146,31 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
             received = group.all_to_all(sent)
             for rank, block in enumerate(received):
                 same(block, values(10 * rank + me, (me + 1) * count // (rank + 1), np.float64, seed))
+
+    run_threads(size, body, lanes=lanes)
+
+
+@on_every_lane
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_blocks_around_the_size_that_travels_with_its_shape_arrive_whole(size: int, lanes: str) -> None:
+    most = movements.INLINE_BYTES
+
+    def block(sender: int, receiver: int, shift: int) -> Array:
+        """Some blocks fit, some do not, and each rank has both kinds for the others."""
+        return values(10 * sender + receiver, most - 1 + (sender + 2 * receiver + shift) % 4, np.uint8)
+
+    def body(group: Group) -> None:
+        me = group.rank
+        for shift in range(4):
+            for rank, array in enumerate(group.all_gather(block(me, 0, shift))):
+                same(array, block(rank, 0, shift))
+            for rank, array in enumerate(group.all_to_all([block(me, to, shift) for to in range(size)])):
+                same(array, block(rank, me, shift))
+            root = shift % size
+            for rank, array in enumerate(group.gather(block(me, root, shift), root) or ()):
+                same(array, block(rank, root, shift))
+            blocks = [block(root, to, shift) for to in range(size)] if me == root else None
+            same(group.scatter(blocks, root), block(root, me, shift))
 
     run_threads(size, body, lanes=lanes)
 

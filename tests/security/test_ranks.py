@@ -97,7 +97,7 @@ CLAIMS: dict[str, list[int]] = {
 def liar(claim: list[int]) -> Callable[..., Any]:
     """Return what describes arrays on the hostile rank."""
 
-    def metas(attempt: Any, operands: dict[int, Operand]) -> Any:
+    def records(attempt: Any, operands: dict[int, Operand]) -> Any:
         rows = describe(attempt, operands)
         if attempt.engine.rank == HOSTILE:
             for row in operands:
@@ -105,8 +105,8 @@ def liar(claim: list[int]) -> Callable[..., Any]:
                 rows[row, : len(claim)] = claim
         return rows
 
-    describe = movements._metas
-    return metas
+    describe = movements._records
+    return records
 
 
 def by_name(operation: str) -> Callable[[Group], Any]:
@@ -131,20 +131,20 @@ def by_name(operation: str) -> Callable[[Group], Any]:
 def test_a_shape_that_cannot_be_ends_the_operation_and_names_its_rank(
     operation: str, claim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(movements, "_metas", liar(CLAIMS[claim]))
+    monkeypatch.setattr(movements, "_records", liar(CLAIMS[claim]))
     attack(by_name(operation), by_name(operation))
 
 
 @pytest.mark.parametrize("operation", ["gather_object", "scatter_object", "restore", "sync_gradients"])
 def test_an_encoded_value_that_is_no_row_of_bytes_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movements, "_metas", liar([FLOAT64, 2, 3, 4]))
+    monkeypatch.setattr(movements, "_records", liar([FLOAT64, 2, 3, 4]))
     attack(by_name(operation), by_name(operation))
 
 
 def test_where_operations_are_all_or_nothing_all_honest_ranks_are_told_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(movements, "_metas", liar(CLAIMS["overflow"]))
+    monkeypatch.setattr(movements, "_records", liar(CLAIMS["overflow"]))
     monkeypatch.setattr(GroupConfig, "__init__", surviving(GroupConfig.__init__))
     told = attack(by_name("all_gather"), by_name("all_gather"), (RemoteProtocolError,))
     assert len(set(told)) == 1

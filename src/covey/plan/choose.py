@@ -112,6 +112,18 @@ def all_to_all_rows(rank: int, rows: tuple[int, ...], count: int) -> Plan:
 
 
 @lru_cache(maxsize=256)
+def gather(rank: int, root: int, lengths: tuple[int, ...]) -> Plan:
+    """Return this rank's plan."""
+    return direct.gather(rank, root, lengths)
+
+
+@lru_cache(maxsize=256)
+def scatter(rank: int, root: int, lengths: tuple[int, ...]) -> Plan:
+    """Return this rank's plan."""
+    return direct.scatter(rank, root, lengths)
+
+
+@lru_cache(maxsize=256)
 def reduce_scatter(rank: int, starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int) -> Plan:
     """Return this rank's plan to reduce its part of buffer 0, which is only read, into buffer 1.
 

@@ -1,7 +1,8 @@
-"""Operations on arrays whose shapes only their owners know: ranks exchange shapes first, then contents.
+"""Operations on arrays whose shapes only their owners know: ranks exchange records first, then the contents.
 
-A shape that another rank sends is checked before it is used; an invalid one ends the group, with an error that names
-the rank. Lists are in the order of slots, and `root` is a slot.
+A record has a fixed size. It describes an array, and holds its contents if they are small; then they do not travel
+again. A shape that another rank sends is checked before it is used; an invalid one ends the group, with an error that
+names the rank. Lists are in the order of slots, and `root` is a slot.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 
 from covey.base.dtypes import DTYPES
 from covey.base.errors import RemoteProtocolError
+from covey.net.lanes.lane import SMALL_BYTES
 from covey.plan import choose, direct
+from covey.plan.moves import Plan
 from covey.runtime.buffers import BYTES
 from covey.wire.message_header import array_bytes
 
@@ -28,6 +31,10 @@ MAX_NDIM: Final = 64
 """The most dimensions of a numpy array."""
 META_WORDS: Final = 2 + MAX_NDIM
 """dtype, number of dimensions, and their lengths."""
+RECORD_WORDS: Final = SMALL_BYTES // 8
+"""The words of a record: the description, then the contents if there is room."""
+INLINE_BYTES: Final = 8 * (RECORD_WORDS - META_WORDS)
+"""The largest array that travels in its record."""
 PHYSICAL_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -52,17 +59,23 @@ def gather_all(
     """Return the array of every slot; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(attempt, {attempt.slot: operand})
-    attempt.execute(direct.all_gather(attempt.slot, [META_WORDS] * attempt.size), list(metas))
-    alike = (metas == metas[attempt.slot]).all(axis=1)  # usually all of them, and then no row needs a check
+    records = _records(attempt, {attempt.slot: operand})
+    plan = choose.all_gather_rows(attempt.slot, attempt.slots, RECORD_WORDS, "ring", "direct")
+    attempt.execute(plan, (records, records.reshape(-1)))
+    mine = records[attempt.slot, :META_WORDS].tobytes()
     arrays = [
-        np.empty(operand.shape, operand.flat.dtype) if alike[slot] else _room(attempt, slot, meta, wanted)
-        for slot, meta in zip(attempt.slots, metas, strict=True)
+        np.empty(operand.shape, operand.flat.dtype)  # as usual: no more to check
+        if record[:META_WORDS].tobytes() == mine
+        else _room(attempt, slot, record, wanted)
+        for slot, record in zip(attempt.slots, records, strict=True)
     ]
+    for array, record in zip(arrays, records, strict=True):
+        _take_inline(array, record)
     arrays[attempt.slot][...] = operand.flat.reshape(operand.shape)
-    blocks = [_bytes(array) for array in arrays]
-    lengths = tuple(block.size for block in blocks)
-    attempt.execute(choose.all_gather(attempt.slot, lengths, attempt.lane_family, algorithm), blocks)
+    rests = [_rest(array) for array in arrays]
+    lengths = tuple(rest.size for rest in rests)
+    if any(lengths):
+        attempt.execute(choose.all_gather(attempt.slot, lengths, attempt.lane_family, algorithm), rests)
     return arrays
 
 
@@ -70,17 +83,17 @@ def gather(attempt: Attempt, operand: Operand, root: Slot, *, wanted: Wanted = A
     """Return the array of every slot at the slot `root`, None elsewhere; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(attempt, {attempt.slot: operand})
-    attempt.execute(direct.gather(attempt.slot, root, [META_WORDS] * attempt.size), list(metas))
+    records = _records(attempt, {attempt.slot: operand})
+    attempt.execute(choose.gather(attempt.slot, root, (RECORD_WORDS,) * attempt.size), list(records))
+    arrays = None
+    rests = [_NOTHING] * attempt.size
     if attempt.slot == root:
-        arrays = [_room(attempt, slot, meta, wanted) for slot, meta in zip(attempt.slots, metas, strict=True)]
+        arrays = [_unpacked(attempt, slot, record, wanted) for slot, record in zip(attempt.slots, records, strict=True)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
-        blocks = [_bytes(array) for array in arrays]
+        rests = [_rest(array) for array in arrays]
     else:
-        arrays = None
-        blocks = [_NOTHING] * attempt.size
-        blocks[attempt.slot] = _bytes(operand.flat)
-    attempt.execute(direct.gather(attempt.slot, root, [block.size for block in blocks]), blocks)
+        rests[attempt.slot] = _rest(operand.flat)
+    _execute_rest(attempt, choose.gather(attempt.slot, root, tuple(rest.size for rest in rests)), rests)
     return arrays
 
 
@@ -89,16 +102,16 @@ def scatter(attempt: Attempt, operands: list[Operand] | None, root: Slot, *, wan
     me = attempt.slot
     for operand in operands or ():
         operand.load()
-    metas = _metas(attempt, dict(enumerate(operands or ())))
-    attempt.execute(direct.scatter(me, root, [META_WORDS] * attempt.size), list(metas))
-    mine = _room(attempt, root, metas[me], wanted)
+    records = _records(attempt, dict(enumerate(operands or ())))
+    attempt.execute(choose.scatter(me, root, (RECORD_WORDS,) * attempt.size), list(records))
+    mine = _unpacked(attempt, root, records[me], wanted)
+    rests = [_NOTHING] * attempt.size
     if operands is not None:
-        blocks = [_bytes(operand.flat) for operand in operands]
+        rests = [_rest(operand.flat) for operand in operands]
         mine[...] = operands[me].flat.reshape(operands[me].shape)
     else:
-        blocks = [_NOTHING] * attempt.size
-        blocks[me] = _bytes(mine)
-    attempt.execute(direct.scatter(me, root, [block.size for block in blocks]), blocks)
+        rests[me] = _rest(mine)
+    _execute_rest(attempt, choose.scatter(me, root, tuple(rest.size for rest in rests)), rests)
     return mine
 
 
@@ -107,17 +120,17 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     me = attempt.slot
     for operand in operands:
         operand.load()
-    out_metas = _metas(attempt, dict(enumerate(operands)))
-    in_metas = np.zeros_like(out_metas)
-    in_metas[me] = out_metas[me]
-    fixed = [META_WORDS] * attempt.size
-    attempt.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-    arrays = [_room(attempt, slot, meta, ANYTHING) for slot, meta in zip(attempt.slots, in_metas, strict=True)]
+    sent = _records(attempt, dict(enumerate(operands)))
+    received = np.zeros_like(sent)
+    received[me] = sent[me]
+    plan = choose.all_to_all_rows(me, attempt.slots, RECORD_WORDS)
+    attempt.execute(plan, (sent.reshape(-1), received.reshape(-1)))
+    arrays = [_unpacked(attempt, slot, record, ANYTHING) for slot, record in zip(attempt.slots, received, strict=True)]
     arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
-    outgoing = [_bytes(operand.flat) for operand in operands]
-    incoming = [_bytes(array) for array in arrays]
-    plan = direct.all_to_all(me, [block.size for block in outgoing], [block.size for block in incoming])
-    attempt.execute(plan, [*outgoing, *incoming])
+    outgoing = [_rest(operand.flat) for operand in operands]
+    incoming = [_rest(array) for array in arrays]
+    plan = direct.all_to_all(me, [rest.size for rest in outgoing], [rest.size for rest in incoming])
+    _execute_rest(attempt, plan, [*outgoing, *incoming])
     return arrays
 
 
@@ -134,21 +147,54 @@ def broadcast_bytes(attempt: Attempt, data: bytes, root: Slot) -> bytes:
     return payload.tobytes()
 
 
-def _metas(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a row for each slot; the rows of `operands` hold dtype and shape."""
-    metas = np.zeros((attempt.size, META_WORDS), np.uint64)
-    for slot, operand in operands.items():
-        metas[slot, :2] = operand.code, len(operand.shape)
-        metas[slot, 2 : 2 + len(operand.shape)] = operand.shape
-    return metas
+def _records(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return a record for each slot; those of `operands` are filled, and the others are zero."""
+    records = np.zeros((attempt.size, RECORD_WORDS), np.uint64)
+    for slot, (flat, shape, code, _) in operands.items():
+        record = records[slot]
+        record[: 2 + len(shape)] = code, len(shape), *shape
+        if flat.nbytes <= INLINE_BYTES:
+            _inline(record, flat.nbytes)[...] = flat.view(np.uint8)
+    return records
 
 
-def _room(attempt: Attempt, slot: Slot, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
-    """Return memory for the array that a row describes; end the group if the row is invalid."""
-    code, ndim = int(meta[0]), int(meta[1])
-    if code >= len(DTYPES) or ndim > MAX_NDIM or meta[2 + ndim :].any():
+def _inline(record: np.ndarray[Any, np.dtype[np.uint64]], nbytes: int) -> Array:
+    """Return the bytes of the contents in a record."""
+    return record[META_WORDS:].view(np.uint8)[:nbytes]
+
+
+def _take_inline(array: Array, record: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+    """Fill an array that travelled in its record."""
+    if array.nbytes <= INLINE_BYTES:
+        _bytes(array)[...] = _inline(record, array.nbytes)
+
+
+def _unpacked(attempt: Attempt, slot: Slot, record: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+    """Return the array that a record describes, with its contents if the record has them."""
+    array = _room(attempt, slot, record, wanted)
+    _take_inline(array, record)
+    return array
+
+
+def _rest(array: Array) -> Array:
+    """Return what of an array travels after its record: all of it, or nothing."""
+    return _NOTHING if array.nbytes <= INLINE_BYTES else _bytes(array)
+
+
+def _execute_rest(attempt: Attempt, plan: Plan, rests: list[Array]) -> None:
+    """Run a plan without its empty moves: both ends know from the record which blocks have nothing left to send."""
+    sends = tuple(send for send in plan.sends if send.start < send.stop)
+    recvs = tuple(recv for recv in plan.recvs if recv.start < recv.stop)
+    if sends or recvs:
+        attempt.execute(Plan(sends, recvs), rests)
+
+
+def _room(attempt: Attempt, slot: Slot, record: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+    """Return memory for the array that a record describes; end the group if the description is invalid."""
+    code, ndim = int(record[0]), int(record[1])
+    if code >= len(DTYPES) or ndim > MAX_NDIM or record[2 + ndim : META_WORDS].any():
         attempt.reject(slot, f"an invalid description of an array: dtype {code}, {ndim} dimensions")
-    shape = tuple(map(int, meta[2 : 2 + ndim]))
+    shape = tuple(record[2 : 2 + ndim].tolist())
     if wanted.code not in (None, code) or wanted.ndim not in (None, ndim) or wanted.shape not in (None, shape):
         attempt.reject(slot, f"{DTYPES[code].name}{list(shape)}, which does not fit this operation")
     if wanted.most_bytes is not None and _size(attempt, slot, code, shape) > wanted.most_bytes:
