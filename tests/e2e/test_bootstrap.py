@@ -212,7 +212,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_both(
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"COVEY_LANES": "bogus"}, "lanes='bogus' is unknown; use one of auto, shm, unix, tcp"),
+        ({"COVEY_LANES": "bogus"}, "COVEY_LANES='bogus' is unknown; use one of auto, shm, unix, tcp"),
         ({"COVEY_LANES": "memory"}, "lanes='memory' is for covey.testing.run_threads"),
         ({"COVEY_LANSE": "shm"}, "COVEY_LANSE is set, but covey has no such setting; did you mean COVEY_LANES?"),
         ({"COVEY_TIMEOUT": "soon"}, "COVEY_TIMEOUT='soon' is not a number of seconds"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
+from covey.base.settings import SETTINGS
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES, rendezvous_folder
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
-CLUSTER_JOIN_SECONDS: Final = 60.0
-DEFAULT_MIN_SIZE: Final = 2
+CLUSTER_JOIN_SECONDS: Final[float] = SETTINGS["join_timeout"].default
+DEFAULT_MIN_SIZE: Final = int(SETTINGS["run_min_size"].default)
 _tokens: dict[int, bytes] = {}
 """By descriptor, what `covey run` wrote into the pipe there: it can be read once, but a program may join again."""
 

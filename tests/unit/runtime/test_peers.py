@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.runtime.members.health_monitor import HealthMonitor
 from covey.runtime.members.peers import TRANSITIONS, Peer, PeerEvent, PeerState
@@ -88,7 +89,9 @@ def test_the_readers_of_each_state() -> None:
 def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> None:
     peer = peer_after(READY)
     peer.introduce(Card(b"i" * 32, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""), "", b""))
-    node: Any = SimpleNamespace(host="here", peers={1: peer}, send=lambda *_: None, is_closing=False)
+    node: Any = SimpleNamespace(
+        host="here", peers={1: peer}, send=lambda *_: None, is_closing=False, config=GroupConfig()
+    )
     monitor = HealthMonitor(node, lambda *_: None, lambda *_: None, lambda *_: None)
     monitor.watch(peer)
     monitor.link_up(peer)

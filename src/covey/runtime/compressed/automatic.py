@@ -99,7 +99,7 @@ def _reviewed(attempt: Attempt, auto: Auto, nbytes: int, known: _Class, *, is_fi
     speeds = [speed for codec in codecs for speed in _speed(codec)]
     figures = np.array([known.plain, known.coded, *(1 / speed for speed in speeds)], np.float64)
     figures[2:] *= -1  # the least of all is the slowest
-    plan = plans.all_reduce(attempt.slot, attempt.size, figures.size, 8, attempt.lane_family, None)
+    plan = plans.all_reduce(attempt.slot, attempt.size, figures.size, 8, attempt.lane_family, None, attempt.sizes)
     attempt.execute(plan, [figures], reduction("min", figures.dtype))
     plain, coded = float(figures[0]), float(figures[1])
     if not is_first:

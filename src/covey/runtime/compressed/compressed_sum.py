@@ -126,7 +126,7 @@ class CompressedSum:
         if self._feedback is None or not self._feedback.warmup:
             return False
         counts = np.array([step.step for step in self._steps], np.int64)
-        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None)
+        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None, attempt.sizes)
         attempt.execute(plan, [counts], reduction("max", counts.dtype))
         for step, count in zip(self._steps, counts, strict=True):
             step.step = int(count)
@@ -134,7 +134,9 @@ class CompressedSum:
 
     def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | LowRank | None) -> None:
         if codec is None:
-            plan = choose.all_reduce(attempt.slot, attempt.size, self.work.size, 4, attempt.lane_family, None)
+            plan = choose.all_reduce(
+                attempt.slot, attempt.size, self.work.size, 4, attempt.lane_family, None, attempt.sizes
+            )
             attempt.execute(plan, [self.work], reduction("mean" if self._divides else "sum", self.work.dtype))
             sent = sum(send.stop - send.start for send in plan.sends) * 4
         elif isinstance(codec, Codec):

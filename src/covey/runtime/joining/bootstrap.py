@@ -8,13 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
+from covey.net.settings_files import effective_environment
 from covey.runtime import tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
@@ -24,7 +25,7 @@ from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from covey.compress.policy import CompressValue
     from covey.runtime.members.node import Node
@@ -62,6 +63,7 @@ def join(
     compress: CompressValue = None,
     tie_breaker: str | None = None,
     new: bool | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Group:
     """Return the group of a run: of a run in a cluster, or of the run that a launcher started.
 
@@ -97,6 +99,11 @@ def join(
             host (COVEY_TIE_BREAKER); default: rank 0.
         new: give up an earlier run of this name that this machine knows of and that is not known to be over. Without
             it, this process waits for that run.
+        settings: values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has
+            a table of all settings; `covey config` prints those that are in effect.
+
+    A setting that is not given here comes from its COVEY_ variable, else from `covey.toml` in the working folder, else
+    from `covey.toml` in the configuration folder.
 
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
@@ -125,6 +132,7 @@ def join(
             compress=compress,
             tie_breaker=tie_breaker,
             new=new,
+            settings=settings,
         )
     )
 
@@ -134,7 +142,7 @@ def join_with(request: JoinRequest) -> Group:
     """Return the group that a request asks for; the open one, if it came of an equal request."""
     tracebacks.install()
     _take_secret()
-    target = request.resolve(os.environ)
+    target = request.resolve(effective_environment())
     global _joined
     if not _joining.acquire(timeout=target.wait):
         raise DeadlineError(f"the timeout of {target.wait:g} s ended while another thread was joining a group")
@@ -178,9 +186,10 @@ def join_as(launched: LaunchedRank, *, on_loss: str | None = None) -> Group:
     global _joined
     _take_secret()
     with _joining:
-        config = group_config(os.environ, on_loss=on_loss)
+        env = effective_environment()
+        config = group_config(env, on_loss=on_loss)
         group = join_at(launched, config)
-        wait = launcher_wait(os.environ, None)
+        wait = launcher_wait(env, None)
         _joined = JoinTarget(config=config, launched=find_launched_rank(os.environ), wait=wait), group
         return group
 
@@ -202,11 +211,12 @@ def join_at(
 ) -> Group:
     """Return the group of a launched rank."""
     tracebacks.install()
+    env = effective_environment()
     target = JoinTarget(
-        config=config if config is not None else group_config(os.environ),
+        config=config if config is not None else group_config(env),
         launched=launched,
         options=options or ClusterOptions(),
-        wait=launcher_wait(os.environ, timeout),
+        wait=launcher_wait(env, timeout),
     )
     return _join_launched(launched, target)
 
@@ -280,7 +290,7 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
         return launched_endpoint.insecure(launched)
     assert launched.master is not None
     try:
-        cluster = options.find(os.environ)
+        cluster = options.find(effective_environment())
     except ConfigError as error:
         raise ConfigError(
             f"the ranks of {launched.name} are on several hosts ({launched.master[0]}), and covey does not talk beyond "

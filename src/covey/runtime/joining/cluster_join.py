@@ -10,6 +10,7 @@ from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
 from covey.net.lanes import shm
+from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
@@ -44,8 +45,9 @@ def join_run(target: JoinTarget) -> Group:
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), local_rank=0), None)
-    cluster = target.options.find(os.environ)
-    ports = ports_from(os.environ.get("COVEY_PORT", ""))
+    env = effective_environment()
+    cluster = target.options.find(env)
+    ports = ports_from(env.get("COVEY_PORT", ""))
     endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
     abandoned = frozenset(wanted.abandoned)
     if wanted.is_new and not target.is_returning:
@@ -59,6 +61,7 @@ def join_run(target: JoinTarget) -> Group:
         version=f"{messages.VERSION}",
         lanes=config.lanes,
         on_loss=config.on_loss,
+        settings=config.agreed(),
     )
 
     async def become_a_node() -> Node:

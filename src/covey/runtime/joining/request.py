@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence  # noqa: TC003 - dataclass fields
+from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclass fields
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig, group_config
+from covey.base.settings import from_argument
 from covey.compress.policy import make_policy
 from covey.runtime.environment import (
     ClusterOptions,
@@ -19,8 +20,6 @@ from covey.runtime.environment import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from covey.compress.policy import CompressValue
 
 
@@ -47,6 +46,7 @@ class JoinRequest:
     compress: CompressValue = None
     tie_breaker: str | None = None
     new: bool | None = None
+    settings: Mapping[str, Any] | None = None
     is_elastic: bool = False
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
     is_newcomer: bool = False
@@ -76,6 +76,7 @@ class JoinRequest:
             patience=self.patience,
             quorum=self.quorum,
             compress=None if self.compress is None else str(make_policy(self.compress)),
+            **from_argument(self.settings or {}),
         )
         if config.compress:
             make_policy(config.compress)  # raises for a codec that does not exist
