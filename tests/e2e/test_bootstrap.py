@@ -185,6 +185,16 @@ def test_a_rank_that_died_while_the_others_gathered_may_come_again(job: Job) -> 
 
 
 @pytest.mark.parametrize(
+    "where", ["size=3, address='127.0.0.1:4700'", f"peers={[f'localhost:{4700 + r}' for r in range(3)]}"]
+)
+def test_a_program_may_place_its_ranks_itself(job: Job, where: str) -> None:
+    codes = [JOB.replace("covey.join(", f"covey.join(rank={rank}, {where}, ") for rank in range(3)]
+    assert codes[0] != JOB
+    check(reports_of(finish_all([job.start(code) for code in codes])), 3)
+    assert job.left_behind() == []
+
+
+@pytest.mark.parametrize(
     ("one", "other", "text"),
     [
         ({"RANK": 0, "WORLD_SIZE": 2}, {"RANK": 1, "WORLD_SIZE": 3}, "size is 3 on rank 1 and 2 on rank 0"),

@@ -18,6 +18,7 @@ from covey.runtime.environment import (
     launcher_wait,
     restarts,
 )
+from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
     from covey.compress.policy import CompressValue
@@ -46,6 +47,9 @@ class JoinRequest:
     compress: CompressValue = None
     tie_breaker: str | None = None
     new: bool | None = None
+    rank: int | None = None
+    address: str | None = None
+    peers: Sequence[str] | None = None
     settings: Mapping[str, Any] | None = None
     is_elastic: bool = False
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
@@ -80,8 +84,11 @@ class JoinRequest:
         )
         if config.compress:
             make_policy(config.compress)  # raises for a codec that does not exist
-        wanted = find_run(env, {name: getattr(self, name) for name in _OF_RUN})
-        launched = None if wanted is not None else find_launched_rank(env)
+        asked = {name: getattr(self, name) for name in _OF_RUN}
+        launched = find_placed_rank({**asked, "rank": self.rank, "address": self.address, "peers": self.peers})
+        wanted = find_run(env, asked) if launched is None else None
+        if launched is None and wanted is None:
+            launched = find_launched_rank(env)
         if launched is not None and self.is_newcomer:
             launched = replace(launched, is_restarted=True)
         return JoinTarget(

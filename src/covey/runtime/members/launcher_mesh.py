@@ -81,7 +81,7 @@ class LauncherMesh:
             raise DeadlineError(
                 f"rank {node.seat} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
                 f"{within:g} s ended. "
-                f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
+                f"Is it running, and with the same job id, address, or MASTER_ADDR and MASTER_PORT?{self._refusal}"
                 + (f" Here {strangers}." if strangers else ""),
                 late=tuple(self._missing()),
             ) from None
