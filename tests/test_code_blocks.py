@@ -91,13 +91,22 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
         given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
         arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
         names: dict[str, Any] = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
-        tour, pickles = blocks(page)
+        tour, messages, _, pickles = blocks(page)
         run(page, tour, names)
+        run(page, messages, {**names, "np": np, "covey": covey})
         run(page, pickles, {**names, "config": Config(0.1)})
         assert (names["gw"] == 0.5).all()
         return float(names["x"][0])
 
     assert run_threads(2, rank_main) == [1.0, 1.0]
+
+
+def test_the_asyncio_program_of_the_guide_to_collectives_runs() -> None:
+    import asyncio
+
+    page = "docs/guides/collectives.md"
+    names = run(page, blocks(page)[2], {"covey": covey})
+    assert asyncio.run(names["main"]()) == 1
 
 
 def test_the_function_of_the_guide_to_running_runs() -> None:
@@ -189,7 +198,8 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
         "docs/guides/compression.md": 1,
-        **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md", "docs/guides/collectives.md"), 2),
+        **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
+        "docs/guides/collectives.md": 4,
         "README.md": 3,
         "docs/guides/pytorch.md": 5,
     }

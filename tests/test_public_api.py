@@ -21,7 +21,8 @@ SRC = ROOT / "src"
 DEADLINE = 60.0
 
 PUBLIC = {
-    *("join", "generations", "launch", "Group", "Work", "Event", "ANY"),
+    *("join", "join_async", "wait_all", "wait_any", "MessageInfo", "CancelledError"),
+    *("generations", "launch", "Group", "Work", "Event", "ANY"),
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
     *("RemoteProtocolError", "SplitRunError", "load_state"),
@@ -35,7 +36,8 @@ GROUP = {
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
-    *("send", "recv", "send_object", "recv_object", "split", "close"),
+    *("send", "recv", "send_object", "recv_object", "sendrecv", "probe", "iprobe", "split", "close"),
+    *("split_async", "restore_async", "close_async"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")

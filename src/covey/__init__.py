@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from covey.base.errors import (
         AuthError,
         BusyError,
+        CancelledError,
         ClosedError,
         ConfigError,
         ConnectError,
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.proto.matching import ANY
+    from covey.proto.message import MessageInfo
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
     from covey.runtime.group.saved import load_state
-    from covey.runtime.joining.bootstrap import join
+    from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
+    from covey.runtime.waiting import wait_all, wait_any
     from covey.runtime.work import Work
 
 __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
@@ -53,6 +56,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "AuthError",
     "BF16",
     "BusyError",
+    "CancelledError",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -67,6 +71,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "GroupChangedError",
     "Int4",
     "Int8",
+    "MessageInfo",
     "MismatchError",
     "OneBit",
     "PeerLostError",
@@ -82,9 +87,12 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "Work",
     "generations",
     "join",
+    "join_async",
     "launch",
     "load_state",
     "register_codec",
+    "wait_all",
+    "wait_any",
 ]
 
 _HOMES = {
@@ -98,6 +106,7 @@ _HOMES = {
     "Group": "covey.runtime.group.group",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
+    "MessageInfo": "covey.proto.message",
     "OneBit": "covey.compress.quantisers",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
@@ -106,9 +115,12 @@ _HOMES = {
     "Work": "covey.runtime.work",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
+    "join_async": "covey.runtime.joining.bootstrap",
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.saved",
     "register_codec": "covey.compress.parsing",
+    "wait_all": "covey.runtime.waiting",
+    "wait_any": "covey.runtime.waiting",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
 

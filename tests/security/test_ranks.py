@@ -418,7 +418,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
     def body(group: Group) -> None:
         if group.rank == HOSTILE:
             messenger = engine_of(group).routing.messenger()
-            messenger._open(0, time.monotonic() + 5)
+            messenger._opening.open(messenger, 0, time.monotonic() + 5)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
                 link = messenger._matcher._link(0)

@@ -5,6 +5,7 @@ CoveyError
 ├── MismatchError        ranks called different operations                     FIX
 ├── BusyError            two threads used one group's collectives at once      FIX
 ├── AuthError            the other end did not prove that it may join          FIX
+├── CancelledError       `Work.cancel` ended the operation                     RETRY
 ├── ConnectError         a rank could not be reached (a ConnectionError)       RETRY
 ├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
 ├── PeerLostError        a rank that an operation needs was lost               REGROUP
@@ -70,6 +71,12 @@ class AuthError(CoveyError):
     """The other end did not prove that it knows the run's token, or belongs to another user."""
 
     remedy = Remedy.FIX
+
+
+class CancelledError(CoveyError):
+    """The program cancelled the operation with `Work.cancel`; nothing of it was sent."""
+
+    remedy = Remedy.RETRY
 
 
 class ConnectError(CoveyError, ConnectionError):

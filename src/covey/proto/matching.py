@@ -17,8 +17,9 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.message import Arrival, Operation, Receive, Received, Send
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.proto.message import ANY, Arrival, MessageInfo, Operation, Probe, Receive, Received, Send
+from covey.proto.message_failures import PeerFailures
 from covey.proto.message_link import DEFAULT_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ANY", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
 
-ANY: Final = -1
-"""As a source or a tag: any."""
 MAX_TAG: Final = 2**63 - 1
 RESERVED_TAGS: Final = 1 << 62
 """Tags from here on are covey's own; a receive with any tag does not match them."""
@@ -47,11 +46,13 @@ class Matcher:
         self.resuming: set[int] = set()
         """Peers with a new connection that have not said yet how much they have received."""
         self._links: dict[int, MessageLink] = {}
-        self._failures = _Failures(size)
+        self._failures = PeerFailures(size)
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
         self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}
         """Messages without a receive, by source and tag; each queue in the order they were announced."""
+        self._probes: list[Probe] = []
+        """Probes that no message has answered."""
         self.order: Iterator[int] = itertools.count(1)
         """Numbers receives and arrivals."""
 
@@ -104,6 +105,32 @@ class Matcher:
             self._posted.setdefault((source, tag), deque()).append(receive)
         return receive
 
+    def probe(self, source: int, tag: int) -> Probe:
+        """Ask for a description of the message that a receive would get; the message stays where it is.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+        """
+        probe = Probe(source, tag)
+        if (found := self.waiting(source, tag)) is not None:
+            probe.result = found
+            self.end(probe)
+        elif (failure := self._failures.of(source)) is not None:
+            self.end(probe, failure)
+        else:
+            self._probes.append(probe)
+        return probe
+
+    def waiting(self, source: int, tag: int) -> MessageInfo | None:
+        """Describe the message that a receive would get now, if there is one.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+        """
+        _check(source, tag, self.size, may_be_any=True)
+        arrival = _earliest(self._unmatched, source, tag)
+        return None if arrival is None else arrival.info()
+
     def has_failed(self, peer: int) -> bool:
         """Tell whether `peer` is gone."""
         return peer in self._failures.errors
@@ -120,6 +147,9 @@ class Matcher:
         """
         if isinstance(operation, Send):
             return self._link(operation.peer).withdraw(operation)
+        if isinstance(operation, Probe):
+            self._probes.remove(operation)
+            return True
         if (arrival := operation.arrival) is None:
             _remove(self._posted, (operation.source, operation.tag), operation)
         else:
@@ -188,7 +218,9 @@ class Matcher:
         self.ready.discard(peer)
         self.resuming.discard(peer)
         keys = [key for key in self._posted if key[0] in (peer, ANY)]
-        self._failures.note(peer, error, is_told=any(key[0] == ANY for key in keys))
+        probes = [probe for probe in self._probes if probe.source in (peer, ANY)]
+        is_told = any(key[0] == ANY for key in keys) or any(probe.source == ANY for probe in probes)
+        self._failures.note(peer, error, is_told=is_told)
         if link := self._links.get(peer):
             for arrival in link.fail(error):
                 if arrival.receive is not None:
@@ -198,6 +230,9 @@ class Matcher:
         for key in keys:
             for receive in self._posted.pop(key):
                 self.end(receive, error)
+        for probe in probes:
+            self._probes.remove(probe)
+            self.end(probe, error)
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every operation with `error`, receives from this rank itself too; queued messages are dropped."""
@@ -249,6 +284,11 @@ class Matcher:
         queue.append(arrival)
         if len(queue) > 1 and queue[-2].order > arrival.order:  # it comes back from a cancelled receive
             self._unmatched[source, tag] = deque(sorted(queue, key=lambda arrival: arrival.order))
+        for probe in list(self._probes):
+            if (found := self.waiting(probe.source, probe.tag)) is not None:
+                self._probes.remove(probe)
+                probe.result = found
+                self.end(probe)
 
     def _match(self, arrival: Arrival, receive: Receive) -> None:
         error = receive.refusal(arrival) or _place(arrival, receive)
@@ -287,36 +327,6 @@ class Matcher:
             link = self._links[peer] = MessageLink(peer, self)
             link.is_failed = peer in self._failures.errors
         return link
-
-
-class _Failures:
-    """The peers of one rank that are gone, and which receives learn of it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.errors: dict[int, BaseException] = {}
-        """By peer, in order."""
-        self.end_of_all: BaseException | None = None
-        """Why all operations end, if they do."""
-        self._untold: list[BaseException] = []
-        """Failures of peers while no receive from any rank waited: the next such receive gets each once."""
-
-    def note(self, peer: int, error: BaseException, *, is_told: bool) -> None:
-        """Note that a peer is gone; `is_told` if receives from any rank learn of it now."""
-        self.errors[peer] = error
-        if not is_told:
-            self._untold.append(error)
-
-    def of(self, source: int) -> BaseException | None:
-        """Return the error of a receive from `source` that no message fits, if it cannot wait for one."""
-        if source != ANY or self.end_of_all is not None:
-            return self.errors.get(source, self.end_of_all)
-        if self._untold:
-            return self._untold.pop(0)
-        if self._size > 1 and len(self.errors) == self._size - 1:
-            text = f"no other rank of the group of {self._size} is left that could send a message"
-            return PeerLostError(text, rank=-1, operation="recv from any rank")
-        return None
 
 
 def _check(rank: int, tag: int, size: int, *, may_be_any: bool) -> None:

@@ -15,6 +15,9 @@ from covey.wire.message_header import Header
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
 
+ANY: Final = -1
+"""As a source or a tag: any."""
+
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _NOWHERE: Final = memoryview(b"")
 
@@ -29,6 +32,19 @@ class Received(NamedTuple):
     is_object: bool
     data: Bytes | None
     """The payload; None if it was written to the receive's `out`."""
+
+
+class MessageInfo(NamedTuple):
+    """A message that waits for a receive, as `probe` describes it."""
+
+    source: int
+    """The rank that sent it."""
+    tag: int
+    nbytes: int
+    is_object: bool
+    """Whether it is a value or several arrays; then it has neither dtype nor shape."""
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
 
 
 class Send(Payload):
@@ -86,7 +102,18 @@ class Receive:
         )
 
 
-Operation: TypeAlias = Send | Receive
+class Probe:
+    """A question for a message that no receive has taken; over when `result` or `error` is there."""
+
+    __slots__ = ("error", "result", "source", "tag")
+
+    def __init__(self, source: int, tag: int) -> None:
+        self.source, self.tag = source, tag
+        self.result: MessageInfo | None = None
+        self.error: BaseException | None = None
+
+
+Operation: TypeAlias = Send | Receive | Probe
 
 
 class Arrival(Landing):
@@ -122,9 +149,20 @@ class Arrival(Landing):
         self.store: Bytes | None = None
         """Memory for the payload; None if the payload goes to the receive's `out`, or nothing is allocated yet."""
 
+    def info(self) -> MessageInfo:
+        """Describe the message to the program."""
+        header = self.header
+        dtype = None if header.is_object else DTYPES[header.dtype_code]
+        return MessageInfo(self.source, header.tag, header.payload_bytes, header.is_object, dtype, header.shape)
+
     def allocate(self) -> None:
         """Give the payload memory of its own; what has landed moves there."""
         self.store = np.empty(self.header.payload_bytes, np.uint8)
         store = self.store.data
         store[: self.filled] = self.target[: self.filled]
         self.target = store
+
+
+def describe_source(source: int, tag: int) -> str:
+    """Return the source and the tag that an operation asks for, as error messages name them."""
+    return f"{'any rank' if source == ANY else f'rank {source}'} with {'any tag' if tag == ANY else f'tag {tag}'}"

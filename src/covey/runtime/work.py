@@ -21,7 +21,7 @@ class Work(Generic[T]):
     """An operation that was started with `async_op=True`.
 
     It runs whether or not a thread waits for it. A wait that times out, or a cancelled `await`, does not cancel the
-    operation; its own `timeout=` ends it.
+    operation; its own `timeout=` ends it, and `cancel` while nothing of it was sent.
     """
 
     def __init__(
@@ -29,10 +29,12 @@ class Work(Generic[T]):
         description: str,
         *,
         drive: Callable[[Work[Any], float | None], None] | None = None,
+        cancel: Callable[[Work[Any]], bool] | None = None,
         then: Callable[[Any], T] | None = None,
     ) -> None:
         """Waiting threads call `drive(work, deadline)` to make progress until the work is done.
 
+        `cancel(work)` ends the work if nothing of it was sent, and tells whether it did; without it, that is too late.
         `then` turns the value of the operation into the result.
         """
         self.description = description
@@ -42,7 +44,7 @@ class Work(Generic[T]):
         """Once a compressed collective is done: `codec`, `reason` (why "auto" chose it), `sent_bytes` and
         `plain_bytes`, which this rank would have sent without compression."""
         self._then = then
-        self._drive = drive
+        self._drive, self._cancel = drive, cancel
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work[T]], None]] = []
@@ -84,6 +86,16 @@ class Work(Generic[T]):
                 raise
         return self._error
 
+    def cancel(self) -> bool:
+        """Cancel a message of which nothing was sent; return whether it was cancelled.
+
+        A `recv` or `probe` that is not done can be cancelled: `out` is not written any more, and the message goes to
+        the next `recv` that matches. A `send` can be cancelled while it waits because the receiver has too many
+        messages; once it was announced to the receiver, it cannot. A collective cannot be cancelled: the other ranks
+        count on it. The work then raises CancelledError; otherwise it goes on as if this was not called.
+        """
+        return self._cancel is not None and not self._done.is_set() and self._cancel(self)
+
     def add_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
         """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended.
 
@@ -94,6 +106,11 @@ class Work(Generic[T]):
                 self._callbacks.append(callback)
                 return
         self._call(callback)
+
+    def remove_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
+        """Do not call `callback` any more, if the operation has not ended."""
+        with self._lock:
+            self._callbacks = [each for each in self._callbacks if each != callback]
 
     def finish(self, result: T) -> None:
         """End the operation with a result. Called by the thread that runs it."""

@@ -9,16 +9,17 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES
-from covey.base.errors import MismatchError, RemoteProtocolError
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.net.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, readable, writable
 from covey.runtime.group.issuer import Issuer, whole_number
-from covey.wire import objects
+from covey.wire import array_list, objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.proto.message import MessageInfo
     from covey.runtime.buffers import Operand
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
@@ -31,15 +32,14 @@ class Messages(Issuer):
     """Operations that send and receive messages; a base of `Group`."""
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Send an array to rank `dst`; return when `x` may be changed again.
+        """Send an array, or a list of arrays as one message, to rank `dst`; return when `x` may be changed again.
 
-        Messages of up to 64 KiB are sent at once, up to 4 MiB in all to a rank that does not receive them; larger
-        ones wait for the matching `recv`. Messages between two ranks with the same tag arrive in order.
+        A list is copied; a list of numbers is one array. Messages of up to 64 KiB are sent at once, up to 4 MiB in all
+        to a rank that does not receive them; larger ones wait for the matching `recv`. Messages between two ranks with
+        the same tag arrive in order.
         """
-        operand = readable(x)
-        return self._send(
-            operand.load().view(np.uint8), dst, tag, operand.code, operand.shape, False, timeout, async_op
-        )
+        data, code, shape, is_object = _payload(x)
+        return self._send(data, dst, tag, code, shape, is_object, timeout, async_op)
 
     def recv(
         self,
@@ -50,7 +50,7 @@ class Messages(Issuer):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the next array from rank `src` with `tag`, received into `out` if that is given.
+        """Return the next array, or list of arrays, from rank `src` with `tag`; one array may be received into `out`.
 
         `covey.ANY`, the default of both, matches every rank or tag.
 
@@ -59,16 +59,62 @@ class Messages(Issuer):
                 message is dropped; the group stays usable.
         """
         target = writable(out) if out is not None else None
+        return self._recv(src, tag, target, _finisher(out, target), timeout, async_op)
 
-        def finish(message: Any) -> Any:
-            if message.is_object:
-                raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
-            if target is not None:
-                target.store()
-                return out
-            return message.data.view(DTYPES[message.dtype_code]).reshape(message.shape)
+    def sendrecv(
+        self,
+        x: Any,
+        dst: int,
+        src: int = ANY,
+        tag: int = 0,
+        *,
+        recv_tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send `x` to rank `dst` and return what comes from rank `src`, both at once; see `send` and `recv`.
 
-        return self._recv(src, tag, target, finish, timeout, async_op)
+        Ranks that exchange in a ring, or in pairs, cannot wait for each other in vain. The message that is received has
+        the tag `recv_tag`; default: `tag`. `x` and `out` must not share memory.
+        """
+        data, code, shape, is_object = _payload(x)
+        target = writable(out) if out is not None else None
+        if target is not None and np.may_share_memory(data, target.flat):
+            raise ConfigError("x and out share memory, and out may be filled before x was sent; pass a copy")
+        dst, src, tag = whole_number("dst", dst), whole_number("src", src), whole_number("tag", tag)
+        wanted = tag if recv_tag is None else whole_number("recv_tag", recv_tag)
+        messenger, deadline = self._messages(timeout)
+        into = None if target is None else memoryview(target.flat.view(np.uint8))
+        expect = None if target is None else (target.code, target.shape)
+        receive = messenger.start_receive(src, wanted, into, expect, deadline, _finisher(out, target))
+        try:
+            send = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
+        except BaseException as error:
+            messenger.abandon(receive, error)
+            raise
+        try:
+            received = messenger.wait(receive, deadline)
+        except BaseException as error:
+            messenger.abandon(send, error)  # or else `x` would be read after this
+            raise
+        messenger.wait(send, deadline)
+        return received
+
+    def probe(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Wait for a message from rank `src` with `tag`, and return its `MessageInfo`; `recv` still gets the message.
+
+        If several threads receive, another one may take the message first.
+        """
+        src, tag = whole_number("src", src), whole_number("tag", tag)
+        messenger, deadline = self._messages(timeout)
+        return self._finish_message(messenger.start_probe(src, tag, deadline), deadline, async_op)
+
+    def iprobe(self, src: int = ANY, tag: int = ANY) -> MessageInfo | None:
+        """Return the `MessageInfo` of a message from rank `src` with `tag` that is here, or None. Does not wait."""
+        src, tag = whole_number("src", src), whole_number("tag", tag)
+        messenger, _ = self._messages(None)
+        found: MessageInfo | None = messenger.look(src, tag)
+        return found
 
     def send_object(
         self,
@@ -97,7 +143,7 @@ class Messages(Issuer):
         """Return the next value from rank `src` with `tag`; see `broadcast_object` for the arguments."""
 
         def finish(message: Any) -> Any:
-            if not message.is_object:
+            if not message.is_object or array_list.is_packed(message.data):
                 raise MismatchError(f"rank {message.source} sent an array with tag {message.tag}; use recv")
             try:
                 return objects.decode(message.data.tobytes(), type=type, allow_pickle=allow_pickle)
@@ -151,3 +197,33 @@ class Messages(Issuer):
         limit = engine.config.timeout if timeout is None else check_timeout(timeout)
         with explained("messages cannot be sent or received"):
             return engine.routing.messenger(), time.monotonic() + limit
+
+
+def _payload(x: Any) -> tuple[Array, int, tuple[int, ...], bool]:
+    """Return the bytes of what is sent, with dtype and shape of an array, and whether it travels like an object."""
+    if isinstance(x, list | tuple) and any(_is_array(each) for each in x):
+        arrays = [operand.load().reshape(operand.shape) for operand in map(readable, x)]
+        data = array_list.pack(arrays)
+        return data, BYTES, data.shape, True
+    operand = readable(x)
+    return operand.load().view(np.uint8), operand.code, operand.shape, False
+
+
+def _is_array(x: Any) -> bool:
+    return not isinstance(x, list | tuple | int | float | complex | np.generic)
+
+
+def _finisher(out: Any, target: Operand | None) -> Callable[[Any], Any]:
+    """Return the function that makes the result of a receive from the message."""
+
+    def finish(message: Any) -> Any:
+        if message.is_object:
+            if message.data is None or not array_list.is_packed(message.data):
+                raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
+            return array_list.unpack(message.data)
+        if target is not None:
+            target.store()
+            return out
+        return message.data.view(DTYPES[message.dtype_code]).reshape(message.shape)
+
+    return finish

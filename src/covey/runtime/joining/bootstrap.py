@@ -22,6 +22,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.off_loop import off_loop
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -147,6 +148,15 @@ def join(
             settings=settings,
         )
     )
+
+
+async def join_async(run: str | None = None, **arguments: Any) -> Group:
+    """Return what `join` returns for the same arguments, without blocking the event loop.
+
+    Use the group in `async with`, which closes it without blocking: `async with await covey.join_async() as group:`. A
+    group that is joined after the await was cancelled is closed again.
+    """
+    return await off_loop(join, run, discard=Group.close, **arguments)
 
 
 @explained("this process cannot join")

@@ -102,6 +102,20 @@ class DrivingThread:
     def _may_drive(self, thread: int) -> bool:
         return self._driver in (None, thread) and not self.is_stopping
 
+    def turn_once(self, messages: DrivenMessages) -> bool:
+        """Handle what has arrived, on this thread and without waiting; False if another thread drives."""
+        with self._lock:
+            if self._driver is not None or self.is_stopping:
+                return False
+            self._driver = threading.get_ident()
+        try:
+            messages.turn(time.monotonic())
+        finally:
+            with self._lock:
+                self._driver = None
+                self.hand_over(messages)
+        return True
+
     def hand_over(self, messages: DrivenMessages) -> None:
         """If no thread drives, let a waiting one drive, or the background thread if there is something to do."""
         if self._driver is None:

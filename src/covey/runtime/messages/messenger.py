@@ -16,11 +16,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ClosedError, DeadlineError, PeerLostError
+from covey.base.errors import CancelledError, ClosedError, DeadlineError, PeerLostError
 from covey.proto.matching import ANY, Matcher
-from covey.proto.message import Operation, Send
+from covey.proto.message import Operation, Send, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.expiring_works import ExpiringWorks
+from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
 from covey.runtime.work import Work
 
@@ -70,13 +71,13 @@ class Messenger:
             may_spin: whether there are enough cores for waiting threads to poll without sleeping.
         """
         self._rank, self._size, self._name = rank, size, name
-        self._open_lane, self._renew_lane, self._give_up = open_lane, renew_lane, give_up
+        self._renew_lane, self._give_up = renew_lane, give_up
         self._fault, self._lost, self._told = fault, lost, told
         self._lock = threading.Lock()
         self._matcher = Matcher(rank, size, sizes)
         self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
         self._lanes = LanePoll(size, self._matcher, self._driving, wake_fd)
-        self._opening = [threading.Lock() for _ in range(size)]
+        self._opening = LaneOpening(self._lock, self._matcher, self._lanes, open_lane=open_lane)
         self._pending: dict[Operation, Work[Any]] = {}
         self._expiring = ExpiringWorks()
         self._departed: list[int] = []
@@ -106,8 +107,7 @@ class Messenger:
             CoveyError: the group has failed or is closed, or the lane cannot be opened.
         """
         self._raise_if_over()
-        if dst != self._rank and 0 <= dst < self._size:
-            self._open(dst, deadline)
+        self._opening.open(self, dst, deadline)
         with self._lock:
             operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
@@ -132,17 +132,43 @@ class Messenger:
             CoveyError: the group has failed or is closed, or a lane cannot be opened.
         """
         self._raise_if_over()
-        with self._lock:
-            is_here = self._matcher.has_match(src, tag)
-        if not is_here:
-            for peer in range(self._size) if src == ANY else (src,):
-                if peer != self._rank and 0 <= peer < self._size and not self._matcher.has_failed(peer):
-                    self._open_to_receive(peer, deadline)
+        self._opening.open_for(self, src, tag, deadline)
         with self._lock:
             operation = self._matcher.receive(src, tag, out, expect)
-            names = ("any rank" if src == ANY else f"rank {src}", "any tag" if tag == ANY else f"tag {tag}")
-            work = self._start(operation, f"receive from {names[0]} with {names[1]}", then)
+            work = self._start(operation, f"receive from {describe_source(src, tag)}", then)
         return self._started(work)
+
+    def start_probe(self, src: int, tag: int, deadline: float | None = None) -> Work[Any]:
+        """Start to wait for a message, which stays there; the result describes it. Raises what `start_receive` does."""
+        self._raise_if_over()
+        self._opening.open_for(self, src, tag, deadline)
+        with self._lock:
+            operation = self._matcher.probe(src, tag)
+            work = self._start(operation, f"probe for {describe_source(src, tag)}")
+        return self._started(work)
+
+    def look(self, src: int, tag: int) -> Any:
+        """Return a description of the message from `src` with `tag` that is here, or None."""
+        self._raise_if_over()
+        with self._lock:
+            found = self._matcher.waiting(src, tag)
+        if found is None and self._driving.turn_once(self):  # it has read what has arrived
+            with self._lock:
+                found = self._matcher.waiting(src, tag)
+        return found
+
+    def cancel(self, work: Work[Any]) -> bool:
+        """End a work with CancelledError, if nothing of it was sent; return whether it was."""
+        with self._lock:
+            operation = self._operation_of(work)
+            if operation is None or not self._matcher.withdraw(operation):
+                return False
+            del self._pending[operation]
+            self._lanes.flush_ready()
+        work.fail(CancelledError(f"{work.description} was cancelled"))
+        self._settle()
+        self._driving.works_ended()
+        return True
 
     def wait(self, work: Work[Any], deadline: float | None) -> Any:
         """Drive until `work` is done and return its result; `deadline` is on time.monotonic().
@@ -156,10 +182,10 @@ class Messenger:
         try:
             self._drive(work, deadline)
         except BaseException as error:  # such as Ctrl-C: the caller's memory must not be touched after this
-            self._abandon(work, error)
+            self.abandon(work, error)
             raise
         if not work.done():
-            self._abandon(work, None)
+            self.abandon(work, None)
         return work.wait()
 
     def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
@@ -247,7 +273,7 @@ class Messenger:
             raise ClosedError(f"{self._name}: the group is closed")
 
     def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
-        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, then=then)
+        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, cancel=self.cancel, then=then)
         self._pending[operation] = work
         self._lanes.flush_ready()
         return work
@@ -290,6 +316,11 @@ class Messenger:
             work.notify()
         self._driving.works_ended()
 
+    def _operation_of(self, work: Work[Any]) -> Operation | None:
+        """Return the operation of a work that is not over."""
+        found = next((operation for operation, pending in self._pending.items() if pending is work), None)
+        return None if found in self._matcher.completed else found
+
     def _part_with(self, peer: int, cause: BaseException | None) -> None:
         """Fail all messages with a rank for good, with `cause` or the rank's loss."""
         if self._matcher.has_failed(peer):
@@ -304,11 +335,11 @@ class Messenger:
                 self._lanes.take_ended()
             self._matcher.fail(peer, error)
 
-    def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
+    def abandon(self, work: Work[Any], reason: BaseException | None) -> None:
         """Fail a work that is not done with `reason` or a DeadlineError; its memory is not touched afterwards."""
         with self._lock:
-            operation = next((operation for operation, pending in self._pending.items() if pending is work), None)
-            if operation is not None and operation not in self._matcher.completed:
+            operation = self._operation_of(work)
+            if operation is not None:
                 peer = operation.peer if isinstance(operation, Send) else operation.source
                 del self._pending[operation]
                 late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
@@ -336,25 +367,12 @@ class Messenger:
 
     # Lanes.
 
-    def _open(self, peer: int, deadline: float | None) -> None:
-        if peer in self._lanes.by_rank:
-            return
-        with self._opening[peer]:
-            if peer not in self._lanes.by_rank:
-                sock = self._open_lane(peer, deadline)
-                with self._lock:
-                    if self._driving.is_stopping:
-                        self._raise_if_over()
-                    if peer not in self._lanes.by_rank:  # else `adopt` was called meanwhile
-                        self._add_lane(peer, sock)
-
-    def _open_to_receive(self, peer: int, deadline: float | None) -> None:
-        """Open the lane to a rank before receiving from it; if the rank is lost, receives fail as after any loss."""
-        try:
-            self._open(peer, deadline)
-        except PeerLostError as error:
-            with self._lock:
-                self._matcher.fail(peer, error)
+    def opened(self, peer: int, sock: socket.socket) -> None:
+        """Use a lane that was opened for a message, unless `adopt` was called meanwhile. With the lock."""
+        if self._driving.is_stopping:
+            self._raise_if_over()
+        if peer not in self._lanes.by_rank:
+            self._add_lane(peer, sock)
 
     def _add_lane(self, peer: int, sock: socket.socket) -> None:
         if self._is_closed or self._matcher.has_failed(peer):  # the lane arrived while the group was being closed
@@ -389,7 +407,7 @@ class Messenger:
                 work = self._expiring.take_due()
             if work is None:
                 return
-            self._abandon(work, None)
+            self.abandon(work, None)
 
     def has_more(self) -> bool:
         """Tell whether a thread has to drive even if none waits."""

@@ -32,6 +32,7 @@ from covey.net.discovery.responder import InterfaceResponder
 from covey.testing.fuzz import values
 from covey.testing.fuzz.values import Maker
 from covey.wire import (
+    array_list,
     beacon,
     door,
     frame,
@@ -278,7 +279,17 @@ def _object_seeds() -> list[bytes]:
     keyed = b"\x01\x81" + msgspec.msgpack.encode(extensions[0]) + b"\x01"
     array_key = b"\x01\x81" + objects.encode(arrays[0])[1:] + b"\x01"
     whole = [objects.encode(value) for value in (*plain, *arrays, *scalars, [arrays[0], {"a": scalars[0]}])]
-    return [*whole, *packed, keyed, array_key, objects.encode_failure("no value"), b"\x02\x80\x04N.", b"", b"\x09"]
+    return [
+        *whole,
+        *packed,
+        keyed,
+        array_key,
+        objects.encode_failure("no value"),
+        b"\x02\x80\x04N.",
+        b"\x04",
+        b"",
+        b"\x09",
+    ]
 
 
 @dataclass
@@ -511,6 +522,25 @@ def _join_code_seeds() -> list[bytes]:
     return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded, *owned)]
 
 
+def _read_arrays(data: bytes) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """Return what is in a list of arrays, in a form that can be compared."""
+    return [(each.dtype.name, each.shape, each.tobytes()) for each in array_list.unpack(np.frombuffer(data, np.uint8))]
+
+
+def _write_arrays(read: list[tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    dtypes = {dtype.name: dtype for dtype in DTYPES}
+    arrays = [np.frombuffer(content, dtypes[name]).reshape(shape) for name, shape, content in read]
+    return bytes(array_list.pack(arrays))
+
+
+def _array_seeds() -> list[bytes]:
+    arrays: list[Any] = [np.arange(6, dtype=np.int16).reshape(2, 3), np.array(2.5), np.empty((0, 4), np.complex128)]
+    packed = [bytes(array_list.pack(arrays[:count])) for count in range(4)]
+    head = struct.pack("<B3xIBB6x", array_list.FORM, 1, 0, 1)
+    cut = struct.pack("<B3xIBB6x2Q", array_list.FORM, 2, 0, 2, 0, 0)
+    return [*packed, b"", packed[3] + b"\0", head, head + struct.pack("<Q", 1 << 40), cut]
+
+
 BY_HAND: Final = (
     Target(
         name="frames",
@@ -572,10 +602,17 @@ BY_HAND: Final = (
     Target(
         name="objects",
         read=objects.decode,
-        promised=(TypeError, RemoteProtocolError),
+        promised=(TypeError, MismatchError, RemoteProtocolError),
         write=objects.encode,
         seeds=_object_seeds,
         prefix=1,
+    ),
+    Target(
+        name="array_list",
+        read=_read_arrays,
+        promised=(RemoteProtocolError,),
+        write=_write_arrays,
+        seeds=_array_seeds,
     ),
     Target(
         name="pickles",
