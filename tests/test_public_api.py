@@ -25,6 +25,7 @@ PUBLIC = {
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
     *("RemoteProtocolError", "SplitRunError", "load_state"),
+    *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
@@ -33,6 +34,11 @@ GROUP = {
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("send", "recv", "send_object", "recv_object", "split", "close"),
+    *("node", "call"),
+}
+NODE = {
+    *("register", "unregister", "rpc", "export", "caller"),
+    *("call", "call_async", "stream", "broadcast_call", "proxy"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
@@ -62,6 +68,10 @@ def test_a_star_import_brings_the_names_and_nothing_else() -> None:
 
 def test_a_group_offers_exactly_these_operations() -> None:
     assert set(public_members(covey.Group)) == GROUP
+
+
+def test_a_node_offers_exactly_these_operations() -> None:
+    assert set(public_members(covey.Node)) == NODE
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"ANY"}))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from covey.base.errors import (
         AuthError,
         BusyError,
+        CallCancelledError,
+        CallRefusedError,
         ClosedError,
         ConfigError,
         ConnectError,
@@ -29,12 +31,16 @@ if TYPE_CHECKING:
         QuorumLostError,
         RankFailedError,
         Remedy,
+        RemoteCallError,
         RemoteProtocolError,
         SplitRunError,
     )
     from covey.proto.matching import ANY
+    from covey.runtime.calls.objects import Handle
+    from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
+    from covey.runtime.group.node import Node
     from covey.runtime.group.saved import load_state
     from covey.runtime.joining.bootstrap import join
     from covey.runtime.joining.generations import generations
@@ -45,6 +51,10 @@ __all__ = [
     "ANY",
     "AuthError",
     "BusyError",
+    "CallCancelledError",
+    "CallRefusedError",
+    "CallStream",
+    "CallWork",
     "ClosedError",
     "ConfigError",
     "ConnectError",
@@ -53,11 +63,14 @@ __all__ = [
     "Event",
     "Group",
     "GroupChangedError",
+    "Handle",
     "MismatchError",
+    "Node",
     "PeerLostError",
     "QuorumLostError",
     "RankFailedError",
     "Remedy",
+    "RemoteCallError",
     "RemoteProtocolError",
     "SplitRunError",
     "Work",
@@ -69,8 +82,12 @@ __all__ = [
 
 _HOMES = {
     "ANY": "covey.proto.matching",
+    "CallStream": "covey.runtime.calls.work",
+    "CallWork": "covey.runtime.calls.work",
     "Event": "covey.runtime.events",
     "Group": "covey.runtime.group.group",
+    "Handle": "covey.runtime.calls.objects",
+    "Node": "covey.runtime.group.node",
     "Work": "covey.runtime.work",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",

@@ -84,6 +84,10 @@ class GroupConfig:
     """Seconds that members wait for a quorum of the others before they give up."""
     quorum: str = "majority"
     """Which members may continue: a `majority` of the last view, or `any`, with which two halves may continue apart."""
+    call_handlers: int = 64
+    """Functions that run at the same time for calls of other nodes; further calls wait, nodes being served in turn."""
+    call_bytes: int = 1 << 30
+    """Bytes of the arguments or the result of one call, and of all large arguments that a node holds for calls."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
@@ -91,6 +95,9 @@ class GroupConfig:
         for what, value, known in (("on_loss", self.on_loss, ON_LOSS), ("quorum", self.quorum, QUORUMS)):
             if value not in known:
                 raise ConfigError(f"{what}={value!r} is unknown; use one of {', '.join(known)}")
+        for what, number in (("call_handlers", self.call_handlers), ("call_bytes", self.call_bytes)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{what}={number!r} must be a whole number above 0")
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
         object.__setattr__(self, "patience", check_timeout(self.patience, "patience"))
         object.__setattr__(self, "streams", _check_streams(self.streams))
@@ -155,6 +162,13 @@ def _seconds(key: str, text: str) -> float:
         raise ConfigError(f"{key}={text!r} is not a number of seconds") from None
 
 
+def _whole(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text!r} is not a whole number") from None
+
+
 def flag(key: str, text: str) -> bool:
     if text.lower() in ("1", "true", "yes"):
         return True
@@ -176,4 +190,6 @@ _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_ON_LOSS": ("on_loss", _text),
     "COVEY_PATIENCE": ("patience", _seconds),
     "COVEY_QUORUM": ("quorum", _text),
+    "COVEY_CALL_HANDLERS": ("call_handlers", _whole),
+    "COVEY_CALL_BYTES": ("call_bytes", _whole),
 }
