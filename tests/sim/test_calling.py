@@ -91,12 +91,15 @@ class CallWorld:
                 self._pipes[seat, peer] = at
                 self.after(at - self.now, lambda: self.arrive(seat, peer, message))
             case done.FetchParts(peer, number, sizes, is_answer):
-                assert self.parts[peer, seat, number, is_answer].popleft() == sizes or peer in self.dead
-                arrived = functools.partial(core.fetched, peer, number, is_answer=is_answer)
+                parts = self.parts[peer, seat, number, is_answer].popleft()
+                assert parts == sizes
+                arrived = functools.partial(core.fetched, peer, number, parts, is_answer=is_answer)
                 self.told(self.chance.uniform(0.001, 0.2), seat, lambda: arrived(self.now))
             case done.RefuseParts(peer, number, sizes, is_answer):
                 assert self.parts[peer, seat, number, is_answer].popleft() == sizes
-            case done.Conclude(peer, number, outcome):
+            case done.Conclude(peer, number, outcome, parts):
+                sizes = outcome.payload.sizes if isinstance(outcome, wire.CallResult) else ()
+                assert (parts or ()) == sizes
                 assert (seat, peer, number) not in self.outcomes, "a call ended twice"
                 self.outcomes[seat, peer, number] = outcome
             case done.DeliverItem(peer, number, payload):
@@ -104,7 +107,8 @@ class CallWorld:
                 self.items.setdefault((seat, peer, number), []).append(payload.inline[0])
                 seconds = self.chance.choice([0.0, 0.01, 0.5])
                 self.told(seconds, seat, functools.partial(core.outgoing.give_credit, peer, number, 1))
-            case done.RunHandler(peer, number, request, _):
+            case done.RunHandler(peer, number, request, _, parts):
+                assert (parts or ()) == request.payload.sizes
                 self.ran[seat, peer, number] += 1
                 if request.name.startswith("stream"):
                     self.left[seat, peer, number] = int(request.name[6:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.proto.calling.effects import CallEffect, ReleaseObject
 from covey.proto.calling.incoming import HANDLERS, MESSAGE_BYTES, IncomingCalls
@@ -45,12 +45,12 @@ class Calling:
             case wire.ReferenceRelease(target, count):
                 self._effects.append(ReleaseObject(peer, target, count))
 
-    def fetched(self, peer: int, number: int, now: float, *, is_answer: bool) -> None:
-        """Note that the parts of a payload have arrived, or will not come because the peer is lost."""
+    def fetched(self, peer: int, number: int, parts: Any, now: float, *, is_answer: bool) -> None:
+        """Take the parts of a payload; None if they do not come."""
         if is_answer:
-            self.outgoing.fetched(peer, number, now)
+            self.outgoing.fetched(peer, number, parts, now)
         else:
-            self.incoming.fetched(peer, number)
+            self.incoming.fetched(peer, number, parts)
 
     def lost(self, peer: int) -> None:
         """End all calls with a node that is gone."""

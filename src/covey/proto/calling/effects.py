@@ -30,7 +30,7 @@ class SendMessage(NamedTuple):
 
 
 class FetchParts(NamedTuple):
-    """Receive the parts of a payload, and report it to `fetched`."""
+    """Receive the parts of a payload, and report them to `fetched`."""
 
     peer: int
     number: int
@@ -53,6 +53,8 @@ class Conclude(NamedTuple):
     peer: int
     number: int
     outcome: CallResult | CallFailure | Ending
+    parts: Any = None
+    """Those of a result that were fetched."""
 
 
 class DeliverItem(NamedTuple):
@@ -64,12 +66,14 @@ class DeliverItem(NamedTuple):
 
 
 class RunHandler(NamedTuple):
-    """Call the function; the parts of its arguments have arrived. Report its end to `finished`."""
+    """Call the function. Report its end to `finished`."""
 
     peer: int
     number: int
     request: CallRequest
     deadline: float
+    parts: Any = None
+    """Those of its arguments that were fetched."""
 
 
 class StepStream(NamedTuple):

@@ -59,6 +59,8 @@ class _Served:
     credit: int
     held_bytes: int = 0
     """Memory that the parts of its arguments take."""
+    parts: Any = None
+    """What was fetched."""
     is_answered: bool = False
     has_begun: bool = False
 
@@ -163,14 +165,15 @@ class IncomingCalls:
 
     # What this node reports
 
-    def fetched(self, peer: int, number: int) -> None:
-        """Note that the parts of a call's arguments have arrived."""
+    def fetched(self, peer: int, number: int, parts: Any) -> None:
+        """Take the parts of a call's arguments; None if they do not come."""
         served = self._calls.get((peer, number))
         if served is None or served.state is not _CallState.FETCHING:
             return
         if served.is_answered:
             self._forget(served)
         else:
+            served.parts = parts
             self._queue(served)
         self._proceed()
 
@@ -250,7 +253,8 @@ class IncomingCalls:
                 self._effects.append(StepStream(served.peer, served.number))
             else:
                 served.has_begun = True
-                self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline))
+                parts, served.parts = served.parts, None
+                self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
 
     def _has_memory(self, _peer: int, served: _Served) -> bool:
         return not self._held_bytes or self._held_bytes + served.request.payload.total_bytes <= self._message_bytes

@@ -97,16 +97,17 @@ class OutgoingCalls:
         if not waiting:
             self._waiting.pop(peer, None)
 
-    def cancel(self, peer: int, number: int, why: Ending) -> None:
-        """End a call for its caller, if it has not ended."""
+    def cancel(self, peer: int, number: int, why: Ending) -> bool:
+        """End a call for its caller; return False if it had ended already."""
         if (made := self._open.get((peer, number))) is not None:
-            if not made.is_concluded:
-                self._conclude(made, why)
-                if (peer, number) not in self._fetching:
-                    self._effects.append(SendMessage(peer, wire.CallCancel(number)))
-            return
-        if (made := self._waiting.get(peer, {}).pop(number, None)) is not None:
-            self._conclude(made, why)
+            if made.is_concluded:
+                return False
+            if (peer, number) not in self._fetching:
+                self._effects.append(SendMessage(peer, wire.CallCancel(number)))
+        elif (made := self._waiting.get(peer, {}).pop(number, None)) is None:
+            return False
+        self._conclude(made, why)
+        return True
 
     def answered(self, peer: int, message: wire.CallResult | wire.CallFailure, now: float) -> None:
         """Take the answer to a call.
@@ -128,12 +129,12 @@ class OutgoingCalls:
         self._conclude(made, message)
         self._close(made, now)
 
-    def fetched(self, peer: int, number: int, now: float) -> None:
-        """Note that the parts of a result have arrived."""
+    def fetched(self, peer: int, number: int, parts: Any, now: float) -> None:
+        """Take the parts of a result; None if they do not come."""
         message = self._fetching.pop((peer, number), None)
         made = self._open.get((peer, number))
         if message is not None and made is not None:
-            self._conclude(made, message)
+            self._conclude(made, message, parts)
             self._close(made, now)
 
     def item(self, peer: int, message: wire.StreamItem) -> None:
@@ -182,11 +183,11 @@ class OutgoingCalls:
         yield from (made for (other, _), made in self._open.items() if other == peer)
         yield from self._waiting.get(peer, {}).values()
 
-    def _conclude(self, made: _Made, outcome: wire.CallResult | wire.CallFailure | Ending) -> None:
+    def _conclude(self, made: _Made, outcome: wire.CallResult | wire.CallFailure | Ending, parts: Any = None) -> None:
         self.deadlines.discard((made.peer, made.number))
         if not made.is_concluded:
             made.is_concluded = True
-            self._effects.append(Conclude(made.peer, made.number, outcome))
+            self._effects.append(Conclude(made.peer, made.number, outcome, parts))
 
     def _close(self, made: _Made, now: float) -> None:
         del self._open[made.peer, made.number]

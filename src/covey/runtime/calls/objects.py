@@ -51,6 +51,8 @@ class Handle:
 
     def call_async(self, method: str, /, *args: Any, timeout: float | None = None, **named: Any) -> CallWork[Any]:
         """Start to call a method; the result can be awaited."""
+        if not self._dropped.alive:
+            raise CallRefusedError("this handle was released; its object cannot be called through it any more")
         return self._node.call_object(self._owner, self._target, method, args, named, timeout)
 
     def release(self) -> None:

@@ -52,14 +52,12 @@ logger = logging.getLogger("covey")
 class _Outgoing:
     """A call of this node that has not ended."""
 
-    __slots__ = ("decoder", "description", "parts", "rank", "seconds", "state", "work")
+    __slots__ = ("decoder", "description", "rank", "seconds", "state", "work")
 
     def __init__(self, description: str, rank: int, seconds: float, decoder: ValueDecoder) -> None:
         self.description, self.rank, self.seconds, self.decoder = description, rank, seconds, decoder
         self.work: CallWork[Any] | None = None
         self.state: StreamState | None = None
-        self.parts: list[Any] | None = None
-        """Those of the result, if they travelled apart."""
 
 
 class CallService:
@@ -78,8 +76,6 @@ class CallService:
         self._queue: deque[done.CallEffect] = deque()
         self._performing = threading.Lock()
         self._made: dict[tuple[int, int], _Outgoing] = {}
-        self._arrived: dict[tuple[int, int], list[Any]] = {}
-        """By peer and number: parts of arguments that were fetched."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._is_closed = False
@@ -173,9 +169,13 @@ class CallService:
         self._go_on(at)
         return number
 
-    def cancel(self, peer: Seat, number: int) -> None:
-        """Cancel a call, if it has not ended."""
-        self._tell(self._core.outgoing.cancel, peer, number, Ending.CANCELLED)
+    def cancel(self, peer: Seat, number: int) -> bool:
+        """Cancel a call; return False if it had ended already."""
+        with self._lock:
+            is_cancelled = self._core.outgoing.cancel(peer, number, Ending.CANCELLED)
+            at = self._take_effects()
+        self._go_on(at)
+        return is_cancelled
 
     def taken(self, peer: Seat, number: int, items: int) -> None:
         """Ask for more items of a stream."""
@@ -291,17 +291,15 @@ class CallService:
         match effect:
             case done.SendMessage(peer, message, parts):
                 self._send(Seat(peer), message, parts)
-            case done.Conclude(peer, number, outcome):
-                self._conclude(Seat(peer), self._made.pop((peer, number)), outcome)
+            case done.Conclude(peer, number, outcome, parts):
+                self._conclude(Seat(peer), self._made.pop((peer, number)), outcome, parts)
             case done.DeliverItem(peer, number, payload):
                 self._deliver(Seat(peer), number, payload)
-            case done.RunHandler(peer, number, request):
-                apart = self._arrived.pop((peer, number), [])
-                self._serving.run(effect, apart or list(request.payload.inline))
+            case done.RunHandler():
+                self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)
             case done.StopHandler(peer, number, is_running):
-                self._arrived.pop((peer, number), None)
                 self._serving.stop(Seat(peer), number, is_running=is_running)
             case done.FetchParts(peer, number, sizes, is_answer):
                 tag = wire.parts_tag(number, is_answer=is_answer)
@@ -321,20 +319,18 @@ class CallService:
         self._transport.send(peer, wire.encode_call_message(message))
 
     def _fetched(self, peer: int, number: int, is_answer: bool, parts: list[Any] | None) -> None:
-        if is_answer:
-            if (made := self._made.get((peer, number))) is not None:
-                made.parts = parts
-        elif parts is not None:
-            self._arrived[peer, number] = parts
-        self._tell(functools.partial(self._core.fetched, is_answer=is_answer), peer, number, time.monotonic())
+        report = functools.partial(self._core.fetched, is_answer=is_answer)
+        self._tell(report, peer, number, parts, time.monotonic())
 
-    def _conclude(self, peer: Seat, made: _Outgoing, outcome: wire.CallResult | wire.CallFailure | Ending) -> None:
+    def _conclude(
+        self, peer: Seat, made: _Outgoing, outcome: wire.CallResult | wire.CallFailure | Ending, parts: list[Any] | None
+    ) -> None:
         error: CoveyError | None = None
         if isinstance(outcome, Ending):
             error = self._ending_error(peer, made, outcome)
         elif isinstance(outcome, wire.CallFailure):
             error = failure_error(outcome, made.description, made.rank)
-        elif outcome.payload.sizes and made.parts is None:
+        elif outcome.payload.sizes and parts is None:
             size = outcome.payload.total_bytes
             error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
         if made.state is not None:
@@ -343,7 +339,7 @@ class CallService:
             made.work.fail(error)
         elif made.work is not None:
             assert isinstance(outcome, wire.CallResult)
-            made.work.answered(self._decode(peer, made, made.parts or outcome.payload.inline))
+            made.work.answered(self._decode(peer, made, parts or outcome.payload.inline))
 
     def _decode(self, peer: Seat, made: _Outgoing, parts: Sequence[Any]) -> Callable[[], Any]:
         def decode() -> Any:

@@ -83,9 +83,10 @@ class Serving:
 
     # What the core wants; none of these blocks
 
-    def run(self, effect: RunHandler, parts: list[Any]) -> None:
-        """Run the function of a call with the parts of its arguments."""
+    def run(self, effect: RunHandler) -> None:
+        """Run the function of a call."""
         peer, request = Seat(effect.peer), effect.request
+        parts = list(effect.parts or request.payload.inline)
         caller = Caller(peer, request.name, effect.deadline)
         serving = _Serving(peer, effect.number, caller, self._converter_for(peer))
         self._under_way[serving.key] = serving

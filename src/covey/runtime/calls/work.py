@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
-from covey.base.errors import CallCancelledError
 from covey.runtime import loop as control
 from covey.runtime.work import Work
 
@@ -25,8 +24,8 @@ STREAM_CREDIT: Final = 16
 class CallMaker(Protocol):
     """What works and streams need of the calls of their node."""
 
-    def cancel(self, peer: Seat, number: int) -> None:
-        """Cancel a call, if it has not ended. On any thread."""
+    def cancel(self, peer: Seat, number: int) -> bool:
+        """Cancel a call; return False if it had ended already. On any thread."""
 
     def taken(self, peer: Seat, number: int, items: int) -> None:
         """Ask for more items of a stream. On any thread."""
@@ -51,10 +50,7 @@ class CallWork(Work[T]):
 
     def cancel(self) -> bool:
         """Cancel the call, and its function on the other node; return whether it had not ended yet."""
-        if self._key is None or self.done():
-            return False
-        self._maker.cancel(*self._key)
-        return isinstance(self._error, CallCancelledError)
+        return self._key is not None and self._maker.cancel(*self._key)
 
     def answered(self, decode: Callable[[], T]) -> None:
         """End with a result, which `decode` computes on the thread that first asks for it."""
