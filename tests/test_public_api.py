@@ -27,6 +27,7 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
+    *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
@@ -36,6 +37,11 @@ GROUP = {
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("send", "recv", "send_object", "recv_object", "split", "close"),
+    *("node", "call"),
+}
+NODE = {
+    *("register", "unregister", "rpc", "export", "caller"),
+    *("call", "call_async", "stream", "broadcast_call", "proxy"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
@@ -65,6 +71,10 @@ def test_a_star_import_brings_the_names_and_nothing_else() -> None:
 
 def test_a_group_offers_exactly_these_operations() -> None:
     assert set(public_members(covey.Group)) == GROUP
+
+
+def test_a_node_offers_exactly_these_operations() -> None:
+    assert set(public_members(covey.Node)) == NODE
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"ANY"}))

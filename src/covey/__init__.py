@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from covey.base.errors import (
         AuthError,
         BusyError,
+        CallCancelledError,
+        CallRefusedError,
         ClosedError,
         ConfigError,
         ConnectError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         QuorumLostError,
         RankFailedError,
         Remedy,
+        RemoteCallError,
         RemoteProtocolError,
         SplitRunError,
     )
@@ -40,19 +43,26 @@ if TYPE_CHECKING:
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.proto.matching import ANY
+    from covey.runtime.calls.objects import Handle
+    from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
+    from covey.runtime.group.node import Node
     from covey.runtime.group.saved import load_state
     from covey.runtime.joining.bootstrap import join
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
     from covey.runtime.work import Work
 
-__all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
+__all__ = [  # noqa: RUF022 - a test wants plain order
     "ANY",
     "AuthError",
     "BF16",
     "BusyError",
+    "CallCancelledError",
+    "CallRefusedError",
+    "CallStream",
+    "CallWork",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -65,9 +75,11 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "FP8",
     "Group",
     "GroupChangedError",
+    "Handle",
     "Int4",
     "Int8",
     "MismatchError",
+    "Node",
     "OneBit",
     "PeerLostError",
     "PowerSGD",
@@ -75,6 +87,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "RandomK",
     "RankFailedError",
     "Remedy",
+    "RemoteCallError",
     "RemoteProtocolError",
     "SplitRunError",
     "Threshold",
@@ -90,14 +103,18 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
 _HOMES = {
     "ANY": "covey.proto.matching",
     "BF16": "covey.compress.casts",
+    "CallStream": "covey.runtime.calls.work",
+    "CallWork": "covey.runtime.calls.work",
     "Codec": "covey.compress.codec",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
     "FP16": "covey.compress.casts",
     "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
+    "Handle": "covey.runtime.calls.objects",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
+    "Node": "covey.runtime.group.node",
     "OneBit": "covey.compress.quantisers",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",

@@ -86,6 +86,10 @@ class GroupConfig:
     """Which members may continue: a `majority` of the last view, or `any`, with which two halves may continue apart."""
     compress: str = ""
     """How gradients are compressed: a codec like `int8`, or a policy like `embed.*=topk(0.01), *=int8`."""
+    call_handlers: int = 64
+    """Functions that run at the same time for calls of other nodes; further calls wait, nodes being served in turn."""
+    call_bytes: int = 1 << 30
+    """Bytes of the arguments or the result of one call, and of all large arguments that a node holds for calls."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
@@ -93,6 +97,9 @@ class GroupConfig:
         for what, value, known in (("on_loss", self.on_loss, ON_LOSS), ("quorum", self.quorum, QUORUMS)):
             if value not in known:
                 raise ConfigError(f"{what}={value!r} is unknown; use one of {', '.join(known)}")
+        for what, number in (("call_handlers", self.call_handlers), ("call_bytes", self.call_bytes)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{what}={number!r} must be a whole number above 0")
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
         object.__setattr__(self, "patience", check_timeout(self.patience, "patience"))
         object.__setattr__(self, "streams", _check_streams(self.streams))
@@ -157,6 +164,13 @@ def _seconds(key: str, text: str) -> float:
         raise ConfigError(f"{key}={text!r} is not a number of seconds") from None
 
 
+def _whole(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text!r} is not a whole number") from None
+
+
 def flag(key: str, text: str) -> bool:
     if text.lower() in ("1", "true", "yes"):
         return True
@@ -179,4 +193,6 @@ _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_PATIENCE": ("patience", _seconds),
     "COVEY_QUORUM": ("quorum", _text),
     "COVEY_COMPRESS": ("compress", _text),
+    "COVEY_CALL_HANDLERS": ("call_handlers", _whole),
+    "COVEY_CALL_BYTES": ("call_bytes", _whole),
 }

@@ -21,6 +21,7 @@ from covey.runtime.group.failing import describe, ending_error, is_failure
 from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
+from covey.runtime.group.node import Node
 from covey.runtime.group.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Group(Reductions, Moves, Messages):
         self._has_told = False
         """Whether the other ranks were told of the exception that ends this program."""
         self._children = itertools.count(1)
+        self._node: Node | None = None
 
     # Description
 
@@ -145,6 +147,26 @@ class Group(Reductions, Moves, Messages):
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    # Calls
+
+    @property
+    def node(self) -> Node:
+        """This process as the other nodes know it: functions that they may call, and calls to theirs."""
+        if self._node is None:
+            from covey.runtime.calls.serve import calls_alone, serve_calls
+
+            engine = self._engine
+            engine.failure.require_open()
+            service = calls_alone(engine.config, self.name) if engine.node is None else serve_calls(engine.node)
+            self._node = Node(engine, service)
+        return self._node
+
+    def call(
+        self, rank: int, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> Any:
+        """Call a function that another rank has registered, and return its result; see `Node.call`."""
+        return self.node.call(rank, function, *args, timeout=timeout, **named)
 
     # Gradients and subgroups
 

@@ -137,6 +137,8 @@ class Node:
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
+        self.calls: object = None
+        """The calls of this process (`runtime.calls`), held here because the registry of groups does not."""
         self.is_closing = False
         self._is_closed = threading.Event()
         self.launcher_mesh = None if links_come else LauncherMesh(self)

@@ -14,6 +14,7 @@ import math
 import socket
 import threading
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, DeadlineError, PeerLostError
@@ -72,8 +73,8 @@ class Messenger:
         self._lock = threading.Lock()
         self._matcher = Matcher(rank, size)
         self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
-        self._lanes = LanePoll(size, self._matcher, self._driving, wake_fd)
-        self._opening = [threading.Lock() for _ in range(size)]
+        self._lanes = LanePoll(self._matcher, self._driving, wake_fd)
+        self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._pending: dict[Operation, Work[Any]] = {}
         self._expiring = ExpiringWorks()
         self._departed: list[int] = []
@@ -263,19 +264,20 @@ class Messenger:
             for lane, cause in ended:
                 peer = lane.peer
                 if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
-                    self._part_with(peer, cause)
+                    self.part_with(peer, cause)
                 elif self._lanes.by_rank[peer] is lane and self._fault() is None:  # else it was replaced already
                     self._renew_lane(peer, lane.sock, self._lanes.pause_after(lane))
         while self._departed:
             with self._lock:
                 departed, self._departed = self._departed, []
             for peer in departed:
-                self._part_with(peer, None)
+                self.part_with(peer, None)
         if not self._matcher.completed:
             return
         with self._lock:
             over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
             self._matcher.completed.clear()
+            self._take_heard(over)
         works = []
         for operation, work in over:
             if work is not None:
@@ -287,7 +289,10 @@ class Messenger:
             work.notify()
         self._driving.works_ended()
 
-    def _part_with(self, peer: int, cause: BaseException | None) -> None:
+    def _take_heard(self, over: list[tuple[Operation, Work[Any] | None]]) -> None:
+        """Take the operations without a work, with the lock; see `messages.listening`."""
+
+    def part_with(self, peer: int, cause: BaseException | None) -> None:
         """Fail all messages with a rank for good, with `cause` or the rank's loss."""
         if self._matcher.has_failed(peer):
             return

@@ -17,6 +17,7 @@ from covey.runtime import loop as control
 if TYPE_CHECKING:
     import asyncio
     import socket
+    from collections.abc import Callable
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
@@ -94,15 +95,13 @@ class MessageRouting:
 
     def messenger(self) -> Messenger:
         """Return the messenger of this group; make it on first use."""
-        from covey.runtime.messages.messenger import Messenger
-
         group = self._group
         with self.lock:
             if self._messenger is None:
                 if group.is_closed:
                     group.failure.require_open()
                 self._bell.open()
-                self._messenger = Messenger(
+                self._messenger = self._kind()(
                     group.rank,
                     group.size,
                     open_lane=self._socket,
@@ -120,6 +119,11 @@ class MessageRouting:
                         if seat in group.roster.rank_of:  # a seat outside of the group has no messages in it
                             self._messenger.adopt(group.roster.rank_of[seat], sock)
             return self._messenger
+
+    def _kind(self) -> Callable[..., Messenger]:
+        from covey.runtime.messages.messenger import Messenger  # most groups need none
+
+        return Messenger
 
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
         """Return the socket to `rank`, opened on first use."""
