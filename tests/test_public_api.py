@@ -27,11 +27,12 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
+    *("Member", "MemberHealth", "PeerLink"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
-    *("compression", "feedback"),
+    *("compression", "feedback", "members", "to_parent", "to_run", "split_by_host"),
     *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),

@@ -48,13 +48,14 @@ if TYPE_CHECKING:
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
     from covey.runtime.group.node import Node
+    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
     from covey.runtime.joining.bootstrap import join
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
     from covey.runtime.work import Work
 
-__all__ = [  # noqa: RUF022 - a test wants plain order
+__all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
     "ANY",
     "AuthError",
     "BF16",
@@ -78,9 +79,12 @@ __all__ = [  # noqa: RUF022 - a test wants plain order
     "Handle",
     "Int4",
     "Int8",
+    "Member",
+    "MemberHealth",
     "MismatchError",
     "Node",
     "OneBit",
+    "PeerLink",
     "PeerLostError",
     "PowerSGD",
     "QuorumLostError",
@@ -114,8 +118,11 @@ _HOMES = {
     "Handle": "covey.runtime.calls.objects",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
+    "Member": "covey.runtime.group.observing",
+    "MemberHealth": "covey.runtime.group.observing",
     "Node": "covey.runtime.group.node",
     "OneBit": "covey.compress.quantisers",
+    "PeerLink": "covey.runtime.group.observing",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
     "Threshold": "covey.compress.sparse",

@@ -98,6 +98,18 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
     """The path of the unix socket at which it accepts connections, or empty."""
 
 
+class Hardware(Worded, frozen=True, array_like=True):
+    """What the machine of a node has, for display and for the node's own plans."""
+
+    cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    """Cores that the process may use."""
+    memory: Annotated[int, msgspec.Meta(ge=0)]
+    """Bytes."""
+    accelerators: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
+    """Their names."""
+    platform: Name
+
+
 class Card(msgspec.Struct, frozen=True, array_like=True):
     """The identity of a node. In a cluster, TLS has proved the id."""
 
@@ -119,6 +131,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     """The first key of its machine, if it is not `id`; see `wire.machine`."""
     endorsement: Bytes = b""
     """The signature of that key over `id`."""
+    hardware: Hardware | None = None
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:

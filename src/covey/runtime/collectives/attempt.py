@@ -179,6 +179,11 @@ class Attempt(EnginePart):
         kinds = {self.engine.roster.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
         return "ring" if kinds <= {"shm", "memory"} else "stream"
 
+    def open_lane(self, rank: Rank) -> Lane | None:
+        """Return the open lane to a rank, if there is one."""
+        slot = self._slots.get(rank)
+        return None if slot is None else self._lanes[slot]
+
     def open_kinds(self) -> dict[Rank, str]:
         """Return the kinds of the open lanes, by rank."""
         return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}

@@ -1,4 +1,4 @@
-"""`Node`, the public face of this process in its run: calls between nodes.
+"""`Node`, the public face of this process in its run: who is there, and calls between nodes.
 
 A node belongs to a group, whose ranks name the other nodes. The groups of one process share their registered functions
 and exported objects, also from generation to generation.
@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
 from covey.runtime.calls.handlers import Caller, current_caller
+from covey.runtime.events import KINDS
+from covey.runtime.group import observing
+from covey.runtime.group.following import check_kinds, follow
 from covey.wire.call_values import ANYTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable
 
     from covey.base.numbers import Rank
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.service import CallService
     from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.events import Event
+    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.wire.call_values import ValueDecoder
 
     Peer = int | str | bytes
@@ -52,6 +57,60 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node of rank {self._engine.rank} of {self._engine.size} in {self._engine.name!r}>"
+
+    # Who is there
+
+    @property
+    def id(self) -> str:
+        """The public key of this node, in hexadecimal; empty in a run that uses a launcher's token."""
+        return self.members[self._engine.rank].id
+
+    @property
+    def name(self) -> str:
+        """The name of this node."""
+        return self.members[self._engine.rank].name
+
+    @property
+    def leader(self) -> int | None:
+        """The rank that leads when members agree on views; None if it is not in this group, or not known now."""
+        generation = self._engine.generation
+        leads = None if generation is None else generation.view_driver.leader()
+        if generation is None or leads is None:
+            return None
+        return self._engine.roster.rank_of.get(generation.seats[leads])
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the group by rank, lost ones included: names, machines and what these have."""
+        return observing.members(self._engine)
+
+    def hosts(self) -> dict[str, tuple[int, ...]]:
+        """Return the live ranks of each machine, by its name, in the order of their first ranks."""
+        return observing.hosts(self._engine)
+
+    def links(self) -> tuple[PeerLink, ...]:
+        """Return how this node reaches the other live members: lane, interface, round trip, speed."""
+        return observing.links(self._engine)
+
+    def health(self) -> tuple[MemberHealth, ...]:
+        """Return the state of each member by rank, as this node knows it: since when, and why."""
+        return observing.health(self._engine)
+
+    def on_event(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
+        """Call `listener(event)` for every event of these kinds from now on, on a thread of covey's."""
+        check_kinds(kinds)
+        if self._engine.node is not None:
+            self._engine.node.events.listen(listener, frozenset(kinds))
+
+    async def events(self, kinds: Collection[str] = KINDS) -> AsyncIterator[Event]:
+        """Yield the last events of these kinds, and then new ones as they come, until the run is over here.
+
+        A reader that falls behind by more than a thousand events misses the oldest ones.
+        """
+        check_kinds(kinds)
+        if self._engine.node is not None:
+            async for event in follow(self._engine.node.events, frozenset(kinds)):
+                yield event
 
     # Functions of this node
 

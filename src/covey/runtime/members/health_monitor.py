@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from covey.base.numbers import Seat
 from covey.proto import health
 from covey.runtime.driver import CoreDriver
-from covey.runtime.members.peers import PeerEvent
+from covey.runtime.members.peers import PeerEvent, PeerState
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
 
@@ -122,7 +122,9 @@ class HealthMonitor:
         """Take the answer to a ping."""
         sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
-            self._health.round_trip(_id(seat), time.monotonic() - at)
+            taken = time.monotonic() - at
+            self._node.peers[seat].last_ping = taken
+            self._health.round_trip(_id(seat), taken)
 
     def is_unheard(self, seat: Seat) -> bool:
         """Tell whether a peer is not heard on its link."""
@@ -167,7 +169,14 @@ class HealthMonitor:
     def _show(self, peer: Peer) -> None:
         """Make the opinion of health the state of a peer."""
         is_suspected = self._health.is_suspected(_id(peer.seat))
+        before = peer.state
         peer.note(PeerEvent.SUSPECTED if is_suspected else PeerEvent.TRUSTED)
+        if peer.state is before:
+            return
+        if peer.state is PeerState.SUSPECTED:
+            self._node.generation_table.tell_of_peer("suspected", peer)
+        elif before is PeerState.SUSPECTED:
+            self._node.generation_table.tell_of_peer("recovered", peer)
 
     def _ping(self, peer: Peer) -> None:
         if peer.link is None:

@@ -121,7 +121,7 @@ class Node:
         self._tasks = Tasks(f"run {run}")
         self.events = Events()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
-        self.newcomers = Newcomers()
+        self.newcomers = Newcomers(self.generation_table.tell_of_newcomer)
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False
