@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
 
-CHUNK: Final = 1 << 15
-"""Elements that are handled at a time: with their scratch memory they stay in a second-level cache of 512 KiB."""
+CHUNK: Final = 1 << 16
+"""Elements that are handled at a time. With scratch memory they take 576 KiB, which stays in a second-level cache of
+1 MiB; with half as many, the calls of numpy take a fifth longer."""
 
 
 class Codec(ABC):

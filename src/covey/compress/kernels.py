@@ -9,6 +9,7 @@ The scale of a block with a NaN is NaN. (Blocks of `onebit` have NaN in both cas
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
@@ -61,6 +62,7 @@ def magnitudes(x: Floats) -> Words:
     return x.view(np.uint32) & _MAGNITUDE
 
 
+@functools.cache
 def largest_scale(levels: float) -> np.float32:
     """Return the greatest scale with which the highest level decodes to a finite number."""
     scale = np.float32(_FLT_MAX / np.float32(levels))
@@ -346,8 +348,10 @@ def _encode_levels(
 ) -> None:
     """Scale each block to magnitudes up to `largest`, round it in place with `rounded`, and `store` its levels."""
     position = 0
+    scratch = np.empty(min(x.size, max(CHUNK, block)), np.uint32)
     for room, wire_scales, source in _blocks(wire, x, block, level_bytes):
-        bits = source.view(np.uint32) & _MAGNITUDE
+        bits = scratch[: source.size].reshape(source.shape)
+        np.bitwise_and(source.view(np.uint32), _MAGNITUDE, out=bits)
         absmax = bits.max(axis=1)
         scales, inverses = absmax_scales(absmax, largest)
         values = np.multiply(source, inverses[:, None], out=bits.view(np.float32))
@@ -385,8 +389,9 @@ def _decode(
 def _decode_add(
     wire: Bytes, out: Floats, block: int, level_bytes: Callable[[int], int], load: Callable[[Bytes, Floats], None]
 ) -> None:
+    scratch = np.empty(min(out.size, max(CHUNK, block)), np.float32)
     for room, scales, target in _blocks(wire, out, block, level_bytes):
-        values = np.empty(target.shape, np.float32)
+        values = scratch[: target.size].reshape(target.shape)
         load(room, values)
         np.multiply(values, scales, out=values)
         np.add(target, values, out=target)

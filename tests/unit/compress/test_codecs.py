@@ -29,6 +29,21 @@ def test_no_element_is_further_off_than_its_bound(codec: Codec, name: str) -> No
 
 
 @every_codec
+@pytest.mark.parametrize("seed", range(10))
+def test_any_bit_patterns_are_within_their_bounds_or_visibly_not_finite(codec: Codec, seed: int) -> None:
+    """All exponents, or five of them that follow each other: the latter meet every edge of scales and denormals."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 32, 2003, dtype=np.uint32)
+    exponents = rng.integers(0, 252) + rng.integers(0, 5, bits.size, dtype=np.uint32)
+    for x in (bits.view(np.float32), ((bits & 0x807FFFFF) | exponents.astype(np.uint32) << 23).view(np.float32)):
+        y, bound = around(codec, x, seed), codec.error_bound(x)
+        known = np.isfinite(bound)
+        assert (np.abs(y[known].astype(np.float64) - x[known]) <= bound[known]).all()
+        assert not np.isfinite(y[~np.isfinite(x)]).any()
+        assert np.isnan(y[np.isnan(x)]).all()
+
+
+@every_codec
 def test_the_bound_is_not_much_above_the_worst_error(codec: Codec) -> None:
     """A bound of infinity would hold, too."""
     x = gradient(200_000, 3)

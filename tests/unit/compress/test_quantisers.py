@@ -149,6 +149,21 @@ def test_stochastic_levels_are_the_floor_of_value_plus_random_number(kind: type,
 
 
 @pytest.mark.parametrize(("kind", "levels"), [(Int8, 127), (Int4, 7)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_stochastic_levels_stay_within_the_highest(kind: type, levels: int, sign: int) -> None:
+    """The greatest element, divided by its scale, can exceed the highest level by a unit in the last place."""
+    numbers = np.linspace(1, 2, 1000, dtype=np.float32)
+    greatest = next(each for each in numbers if each * (np.float32(1) / scale_of(np.full(1, each), levels)) > levels)
+    x = np.full(65536, sign * greatest, np.float32)
+    value = x[0] * (np.float32(1) / scale_of(x[:1], levels))
+    is_beyond = False
+    for salt in range(64):
+        is_beyond |= bool((np.abs(np.floor(value + uniform(0, x.size, random_key(0, salt)))) > levels).any())
+        assert (around(kind(block=65536, stochastic=True), x, salt) == sign * levels * scale_of(x[:1], levels)).all()
+    assert is_beyond, "these salts do not show it"
+
+
+@pytest.mark.parametrize(("kind", "levels"), [(Int8, 127), (Int4, 7)])
 def test_stochastic_rounding_is_unbiased(kind: type, levels: int) -> None:
     """The mean error is within three standard errors of zero, wherever elements lie between two levels."""
     x = np.concatenate([[1.0], np.linspace(-1, 1, 4095)]).astype(np.float32)
