@@ -112,7 +112,9 @@ def run(
     ] = None,
     compress: Annotated[
         str | None,
-        typer.Option(metavar="CODEC", help="Send gradients in fewer bytes: int8, or embed.*=topk(0.01), *=int8."),
+        typer.Option(
+            metavar="CODEC", help="Send gradients in fewer bytes, for instance as int8; see the guide to compression."
+        ),
     ] = None,
     tie_breaker: Annotated[
         str | None,
