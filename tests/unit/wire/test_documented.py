@@ -222,7 +222,6 @@ NUMBERS = (
     f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
-    f"are repeated after {stores.ASK_AGAIN_SECONDS:.0f} s",
 )
 
 

@@ -6,6 +6,7 @@ and exported objects, also from generation to generation.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
@@ -13,6 +14,7 @@ from covey.runtime.calls.handlers import Caller, current_caller
 from covey.runtime.events import KINDS
 from covey.runtime.group import observing
 from covey.runtime.group.following import check_kinds, follow
+from covey.runtime.group.store import RunStore
 from covey.wire.call_values import ANYTHING
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ class Node:
         if self._engine.node is not None:
             async for event in follow(self._engine.node.events, frozenset(kinds)):
                 yield event
+
+    @functools.cached_property
+    def store(self) -> RunStore:
+        """The key-value store of the run."""
+        return RunStore(self._engine)
 
     # Functions of this node
 

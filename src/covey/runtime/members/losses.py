@@ -153,7 +153,6 @@ class Losses:
             return
         node.events.phase("detect")
         node.lanes.dialler.link_lost(seat)
-        node.stores.link_down(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)
         node.generation_table.link_down(seat)

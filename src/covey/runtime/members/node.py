@@ -182,7 +182,6 @@ class Node:
     def exchanged(self, seat: Seat) -> None:
         """Go on with a process whose link was replaced: what was said on the last one may be lost."""
         self.lanes.dialler.link_lost(seat)
-        self.stores.link_down(seat)
         self.relinked(self.peers[seat])
 
     def ways_to(self, peer: Peer, kind: str = "") -> list[Where]:
