@@ -156,10 +156,11 @@ def test_small_repetitions_do_take_the_shortcut(name: str, monkeypatch: pytest.M
     def body(group: Group) -> None:
         x, out = arrays(group)
         shortcut = group._engine.shortcut
-        assert not group._took_shortcut(shortcut, what, x, out)
+        assert shortcut is not None
+        assert not group._took_shortcut(shortcut, shortcut.name(what), x, out)
         expected = getattr(group, name)(x, out=out).copy()
         out[...] = -1
-        assert group._took_shortcut(shortcut, what, x, out)
+        assert group._took_shortcut(shortcut, shortcut.name(what), x, out)
         same(out, expected)
         large = np.empty((2, 1 << 16))
         for _ in REPEATED:  # too large for the moment in which the interpreter's lock is held
