@@ -142,7 +142,11 @@ class Reductions(Issuer):
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if type(root) is int and self._took_shortcut(shortcut, ("reduce", root, op), x):
+        if (
+            shortcut is not None
+            and type(root) is int
+            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x)
+        ):
             return x
         root = self._check_rank(root, "root")
         operand = writable(x)
@@ -198,7 +202,7 @@ class Reductions(Issuer):
             if is_new:
                 start, stop = part(len(x), self.size, self.rank)
                 out = np.empty((stop - start, *x.shape[1:]), x.dtype)
-            if self._took_shortcut(shortcut, ("reduce_scatter", op), x, out):
+            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out):
                 return out
         operand = readable(x)
         rows = _rows(operand)
