@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support.torch_ranks import Lost, run_torch_ranks
 
 from covey.base.config import group_config
-from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
+from covey.base.errors import ConfigError, DeadlineError, PeerLostError
 from covey.base.numbers import Seat
 from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime import loop as control

@@ -404,7 +404,7 @@ class Replica:
             self._copy, self._index = _Copy(), 0
         for peer in self._acked:
             self._bring_up(peer)
-        self._append(LogEntry(0, self._me, NO_COPY, 0, wire.Forget()))
+        self._append(LogEntry(RUN_STORE, self._me, 0, 0, wire.Forget()))
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self._asked(*message)

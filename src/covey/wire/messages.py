@@ -21,7 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
-VERSION: Final = 1
+VERSION: Final = 2
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""

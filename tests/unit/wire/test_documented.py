@@ -21,7 +21,6 @@ from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
-from covey.runtime.members import store as stores
 from covey.wire import (
     beacon,
     door,
@@ -109,8 +108,8 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
 
 
 def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
-    known = by_name(store.Body)
-    rows = table("Key-value stores", "tag")
+    known = by_name(store.Change) | by_name(store.Body)
+    rows = table("Key-value stores", "tag") + table("Key-value stores", "tag ")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         for name in named(row[1]):

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
-from covey.base.errors import BusyError
+from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import Rank
 from covey.base.text import listed
 from covey.proto.ballot import first_record
