@@ -43,6 +43,7 @@ GROUP = {
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
     *("call", "call_async", "stream", "broadcast_call", "proxy"),
+    *("id", "name", "leader", "members", "hosts", "links", "health", "on_event", "events", "store"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")

@@ -28,7 +28,7 @@ class Reply(NamedTuple):
     answer: wire.Answer
 
 
-Waiting: TypeAlias = wire.Get | wire.Await | wire.Pop | wire.Watch
+Waiting: TypeAlias = wire.Get | wire.Await | wire.Pop | wire.Observe
 """Questions that may have to wait."""
 
 
@@ -151,7 +151,7 @@ class KeyValueStore:
             case wire.Delete(key):
                 was_there = self._remove(key)
                 return wire.Done(number=int(was_there)), ["w" + key] if was_there else []
-            case wire.Watch(key, version):
+            case wire.Observe(key, version):
                 return (None if self._versions.get(key, 0) == version else self._seen(key)), []
             case wire.Names():
                 return wire.Done(tuple(key.encode() for key in self._entries)), []
@@ -248,7 +248,7 @@ class KeyValueStore:
             raise QuestionRefusedError("too many questions of this process wait already; wait for fewer keys at a time")
         if isinstance(question, wire.Pop):
             wanted = {"q" + question.key}
-        elif isinstance(question, wire.Watch):
+        elif isinstance(question, wire.Observe):
             wanted = {"w" + question.key}
         else:
             wanted = {"g" + key for key in question.keys if key not in self._entries}
@@ -283,7 +283,7 @@ class KeyValueStore:
                 self._settle(waiter)
                 replies.append(Reply(*waiter, wire.Done((self._pop(question.key),))))
                 continue
-            if isinstance(question, wire.Watch):
+            if isinstance(question, wire.Observe):
                 self._settle(waiter)
                 replies.append(Reply(*waiter, _fitting(self._seen(question.key))))
                 continue
@@ -306,7 +306,7 @@ def _cost(key: str, value: bytes = b"") -> int:
 
 
 def _waiting_cost(question: Waiting) -> int:
-    keys = (question.key,) if isinstance(question, wire.Pop | wire.Watch) else question.keys
+    keys = (question.key,) if isinstance(question, wire.Pop | wire.Observe) else question.keys
     return sum(map(_cost, keys))
 
 

@@ -135,14 +135,14 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """Drop all questions that wait: after a change of members, processes repeat those that they still wait for."""
 
 
-class Watch(msgspec.Struct, frozen=True, array_like=True, tag=19):
+class Observe(msgspec.Struct, frozen=True, array_like=True, tag=19):
     """Wait until an entry has another version than this one; return its value and version, 0 if it does not exist."""
 
     key: Key
     version: Number
 
 
-Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Watch
+Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe
 Answer = Done | Refused
 Change = Question | Withdraw | Open | Forget
 """What is ordered, and applied to every copy in this order."""
@@ -196,7 +196,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=37):
     """A part of a copy for a member that has none: something to apply to the empty store of this number."""
 
     config: Count64
-    change: Put | Push | Open | Get | Await | Pop | Watch
+    change: Put | Push | Open | Get | Await | Pop | Observe
     asker: Count64 = -1
     """Of a question that waits."""
     versions: Annotated[tuple[Number, ...], msgspec.Meta(max_length=KEYS_LIMIT)] = ()

@@ -114,7 +114,7 @@ class RunStore:
                 return
 
     def _watch(self, key: str, version: int, timeout: float | None) -> Watched:
-        answer = self._ask(wire.Watch(key, version), timeout)
+        answer = self._ask(wire.Observe(key, version), timeout)
         return Watched(answer.values[0] if answer.values else None, answer.number)
 
     def _ask(self, question: wire.Question, timeout: float | None) -> wire.Done:
