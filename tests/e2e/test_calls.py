@@ -18,6 +18,7 @@ from tests.support.ranks import Ranks, await_go, run_ranks, say, timed
 from tests.support.survivors import CoveyRun
 
 import covey
+from covey.testing.call_stress import CallStress, run
 
 pytestmark = pytest.mark.slow
 
@@ -204,3 +205,13 @@ def test_a_small_call_is_quick_while_large_payloads_fill_the_same_link(lanes: st
     assert taken[int(0.99 * len(taken))] < 0.010, (
         f"p50 {taken[len(taken) // 2]:.4f}, p99 {taken[-len(taken) // 100]:.4f}"
     )
+
+
+def test_hundreds_of_concurrent_calls_of_all_sizes_end_right_and_leave_no_memory_behind() -> None:
+    """As `make stress` does with ten thousand."""
+    stress = CallStress(nodes=3, calls=600, total_bytes=60 << 20, largest_bytes=4 << 20, rounds=2, seed=1)
+    reports = run(stress)
+    assert len(reports) == 3
+    for report in reports:
+        assert report["answered"] + report["cancelled"] == 400
+        assert 10 <= report["cancelled"] <= 100
