@@ -6,7 +6,9 @@ A block that needs variables gets them from `GIVEN`; one that cannot run here is
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,32 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
     assert run_threads(2, rank_main) == [1.0, 1.0]
 
 
+def test_the_functions_of_the_guide_to_calls_run_on_two_ranks() -> None:
+    page = "docs/guides/calls.md"
+    tour, handles, double = blocks(page)
+    run(page, double, {})
+
+    def rank_main(group: covey.Group) -> list[Any]:
+        names: dict[str, Any] = {"__name__": "covey_guide"}
+        sys.modules["covey_guide"] = types.ModuleType("covey_guide")  # where dataclasses look for their own names
+        run(page, tour, names)
+        run(page, handles, names)
+        names["serve"](group)
+        group.barrier()
+        used = names["use"](group)
+        group.barrier()
+        total = names["count_together"](group)
+        group.barrier()
+        return [used, total]
+
+    try:
+        first, second = run_threads(2, rank_main, lanes="unix")
+    finally:
+        del sys.modules["covey_guide"]
+    assert first == [["step 1 of rank 1", "step 0", "step 1"], 3]
+    assert second == [["step 1 of rank 0", "step 0", "step 1"], 3]
+
+
 def test_the_function_of_the_guide_to_running_runs() -> None:
     page = "docs/guides/running.md"
     (code,) = blocks(page)
@@ -189,7 +217,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md", "docs/guides/running.md"), 1),
         "docs/guides/compression.md": 1,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/collectives.md"), 2),
-        "README.md": 3,
+        **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/pytorch.md": 5,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here

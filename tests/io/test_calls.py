@@ -9,6 +9,7 @@ import datetime
 import functools
 import gc
 import random
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator  # noqa: TC003 - annotations of functions are evaluated
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 import covey
+from covey.runtime.calls.lane_transport import LaneTransport
 from covey.runtime.calls.serve import serve_calls
 from covey.runtime.group.internals import node_of
 from covey.testing import run_threads
@@ -578,7 +580,7 @@ def test_groups_of_one_run_share_functions_and_number_nodes_their_own_way() -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_many_calls_of_all_sizes_both_ways_with_cancellations_end_right_and_leave_nothing(seed: int) -> None:
-    """The stress of `tests/stress_calls.py`, scaled down."""
+    """`covey.testing.call_stress` does the same between processes."""
     ran: list[set[tuple[int, int]]] = [set() for _ in range(3)]
     lock = threading.Lock()
 
@@ -620,3 +622,50 @@ def test_many_calls_of_all_sizes_both_ways_with_cancellations_end_right_and_leav
 
     answered = run_threads(3, body, lanes="unix", timeout=DEADLINE)
     assert all(150 <= count <= 250 for count in answered)
+
+
+def test_calls_go_on_over_connections_that_break_none_is_lost_and_none_runs_twice() -> None:
+    ran: list[list[int]] = [[], []]
+
+    def body(group: covey.Group) -> int:
+        node, other, chance = group.node, 1 - group.rank, random.Random(group.rank)
+        transport = serve_calls(_node(group))._transport._others
+        assert isinstance(transport, LaneTransport)
+
+        @node.rpc
+        def echo(number: int, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+            ran[group.rank].append(number)
+            return data + np.uint8(1)
+
+        group.barrier()
+        node.call(other, "echo", 0, np.zeros(LARGE, np.uint8))
+        over, breaks = threading.Event(), 0
+
+        def break_connections() -> None:
+            nonlocal breaks
+            while not over.wait(0.02):
+                lanes = chance.choice([transport._small, transport._large])
+                lane = lanes.messenger(_node(group).seat)._lanes.by_rank.get(other)
+                if lane is not None and not lane.is_ended:
+                    with contextlib.suppress(OSError):
+                        lane.sock.shutdown(socket.SHUT_RDWR)
+                        breaks += 1
+
+        thread = threading.Thread(target=break_connections)
+        thread.start()
+        try:
+            for start in range(1, 200, 20):
+                datas = {number: np.full(chance.choice([10, LARGE]), number % 200, np.uint8)
+                         for number in range(start, start + 20)}  # fmt: skip
+                works = {number: node.call_async(other, "echo", number, data) for number, data in datas.items()}
+                for number, work in works.items():
+                    assert np.array_equal(work.wait(DEADLINE), datas[number] + np.uint8(1))
+                time.sleep(0.02)
+        finally:
+            over.set()
+            thread.join()
+        return breaks
+
+    breaks = in_a_run(body, lanes="tcp")
+    assert all(breaks)
+    assert [sorted(numbers) for numbers in ran] == [list(range(201))] * 2

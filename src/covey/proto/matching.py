@@ -238,6 +238,7 @@ class Matcher:
         source, tag = arrival.source, arrival.header.tag
         if tag in self.listened:
             if arrival.header.kind != wire.EAGER:
+                arrival.is_dropped = True
                 raise RemoteProtocolError(f"a message of {arrival.header.payload_bytes} bytes with tag {tag}")
             self._match(arrival, Receive(source, tag, None, None, next(self.order)))
             return

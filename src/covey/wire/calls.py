@@ -132,7 +132,7 @@ class ReferenceRelease(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """The sender drops references to an exported object: as many as it received."""
 
     target: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-    count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    references: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
 
 
 CallMessage = CallRequest | CallResult | CallFailure | CallCancel | StreamItem | StreamCredit | ReferenceRelease

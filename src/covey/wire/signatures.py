@@ -47,6 +47,9 @@ class Signature:
         """Decodes what the function returns; of a stream, an item."""
         kinds = [(each.name, each.kind) for each in self._signature.parameters.values()]
         self._in_order = [each for each, kind in kinds if kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+        needs_names = any(kind is kind.KEYWORD_ONLY for _, kind in kinds)
+        self._positional = -1 if needs_names else len(self._in_order)
+        """How many positional arguments always fit; -1 if there is no such number."""
         self._rest = next((each for each, kind in kinds if kind is kind.VAR_POSITIONAL), "")
         self._keywords = next((self._decoders[each] for each, kind in kinds if kind is kind.VAR_KEYWORD), ANYTHING)
 
@@ -79,10 +82,11 @@ class Signature:
             raw, raw_named = self._lists.decode(body)
         except msgspec.ValidationError as error:
             raise RemoteProtocolError(f"not the arguments of a call: {error}") from error
-        try:
-            self._signature.bind(*raw, **raw_named)
-        except TypeError as error:
-            raise msgspec.ValidationError(f"{self.name}{self._signature}: {error}") from None
+        if raw_named or len(raw) != self._positional:  # else they fit: all of them are positional, and none is missing
+            try:
+                self._signature.bind(*raw, **raw_named)
+            except TypeError as error:
+                raise msgspec.ValidationError(f"{self.name}{self._signature}: {error}") from None
         names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order))]
         values = tuple(self._value(name, value) for name, value in zip(names, raw, strict=True))
         return values, {name: self._value(name, value) for name, value in raw_named.items()}

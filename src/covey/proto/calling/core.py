@@ -42,8 +42,8 @@ class Calling:
                 self.outgoing.answered(peer, message, now)
             case wire.StreamItem():
                 self.outgoing.item(peer, message)
-            case wire.ReferenceRelease(target, count):
-                self._effects.append(ReleaseObject(peer, target, count))
+            case wire.ReferenceRelease(target, references):
+                self._effects.append(ReleaseObject(peer, target, references))
 
     def fetched(self, peer: int, number: int, parts: Any, now: float, *, is_answer: bool) -> None:
         """Take the parts of a payload; None if they do not come."""

@@ -8,7 +8,6 @@ leaves. A function that still runs after the answer keeps its handler until it r
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,7 +80,7 @@ class IncomingCalls:
         self._handlers, self._per_peer, self._message_bytes = handlers, handlers_per_peer, message_bytes
         self._calls: dict[tuple[int, int], _Served] = {}
         """Not answered, or still running."""
-        self._open_from: Counter[int] = Counter()
+        self._open_from: dict[int, int] = {}
         """By peer: calls without an answer."""
         self._last: dict[int, int] = {}
         """By peer: the number of its last call."""
@@ -89,7 +88,7 @@ class IncomingCalls:
         self._for_handler: FairQueue[_Served] = FairQueue()
         self._held_bytes = 0
         self._running = 0
-        self._running_of: Counter[int] = Counter()
+        self._running_of: dict[int, int] = {}
         self._is_closing = False
         self.deadlines = Deadlines()
 
@@ -111,7 +110,7 @@ class IncomingCalls:
         """
         if request.number <= self._last.get(peer, 0):
             raise RemoteProtocolError(f"call {request.number} came after call {self._last[peer]}")
-        if self._open_from[peer] >= CALLS_LIMIT:
+        if self._open_from.get(peer, 0) >= CALLS_LIMIT:
             raise RemoteProtocolError(f"more than {CALLS_LIMIT} calls at a time")
         if request.payload.inline and request.payload.sizes:
             raise RemoteProtocolError("a payload with parts and their sizes")
@@ -119,7 +118,7 @@ class IncomingCalls:
         deadline = now + request.seconds
         served = _Served(peer, request.number, request, deadline, _CallState.NEW, request.credit)
         self._calls[peer, request.number] = served
-        self._open_from[peer] += 1
+        self._open_from[peer] = self._open_from.get(peer, 0) + 1
         self.deadlines.add((peer, request.number), deadline)
         total = request.payload.total_bytes
         if self._is_closing:
@@ -243,18 +242,21 @@ class IncomingCalls:
             self._held_bytes += served.held_bytes
             self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
         while self._running < self._handlers:
-            served = self._for_handler.pop(lambda peer, _: self._running_of[peer] < self._per_peer)
+            served = self._for_handler.pop(self._has_handler)
             if served is None:
                 break
             served.state = _CallState.RUNNING
             self._running += 1
-            self._running_of[served.peer] += 1
+            self._running_of[served.peer] = self._running_of.get(served.peer, 0) + 1
             if served.has_begun:
                 self._effects.append(StepStream(served.peer, served.number))
             else:
                 served.has_begun = True
                 parts, served.parts = served.parts, None
                 self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
+
+    def _has_handler(self, peer: int, _served: _Served) -> bool:
+        return self._running_of.get(peer, 0) < self._per_peer
 
     def _has_memory(self, _peer: int, served: _Served) -> bool:
         return not self._held_bytes or self._held_bytes + served.request.payload.total_bytes <= self._message_bytes

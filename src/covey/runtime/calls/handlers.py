@@ -32,12 +32,8 @@ class Caller:
         self.seat, self.name, self.deadline = seat, name, deadline
         self.rank = -1
         """The rank that called, in the group of the node that was asked; -1 if it is not in that group."""
-        self._is_cancelled = threading.Event()
-
-    @property
-    def is_cancelled(self) -> bool:
+        self.is_cancelled = False
         """Whether the caller does not wait any more; a long function should look from time to time, and return."""
-        return self._is_cancelled.is_set()
 
     @property
     def seconds_left(self) -> float:
@@ -46,7 +42,7 @@ class Caller:
 
     def cancelled(self) -> None:
         """Note that the caller does not wait any more."""
-        self._is_cancelled.set()
+        self.is_cancelled = True
 
 
 current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("covey_caller", default=None)

@@ -37,7 +37,7 @@ class LaneTransport:
         return self._node.seat
 
     def send(self, peer: Seat, data: bytes) -> None:
-        """Send a message of at most 64 KiB. Messages to one peer arrive in order."""
+        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
         with contextlib.suppress(ClosedError):
             self._small.messenger(peer).push(memoryview(data), peer, CALL_TAG)
 
@@ -47,6 +47,12 @@ class LaneTransport:
             messenger = self._large.messenger(peer)
             for part in parts:
                 messenger.push(memoryview(part), peer, tag)
+            messenger.flush()
+
+    def flush(self) -> None:
+        """Give the kernel the messages that were queued."""
+        with contextlib.suppress(ClosedError):
+            self._small.messenger(self.seat).flush()
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
         """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
@@ -100,10 +106,9 @@ class LaneTransport:
 
     # What the lanes report
 
-    def received(self, message: Received) -> None:
-        """Pass on a message."""
-        assert message.data is not None
-        self._listener.heard(Seat(message.source), message.data.tobytes())
+    def received(self, messages: list[Received]) -> None:
+        """Pass on messages."""
+        self._listener.heard([(Seat(each.source), each.data.tobytes()) for each in messages if each.data is not None])
 
     def parted(self, peer: Seat) -> None:
         """Pass on that a peer is gone."""

@@ -204,12 +204,21 @@ class CallService:
 
     # What the transport reports
 
-    def heard(self, peer: Seat, data: bytes) -> None:
-        """Take a message of another node."""
-        try:
-            self._tell(self._core.received, peer, wire.decode_call_message(data), time.monotonic())
-        except CoveyError as error:
-            self.broke_protocol(peer, error)
+    def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Take messages of other nodes."""
+        broken: dict[Seat, CoveyError] = {}
+        now = time.monotonic()
+        with self._lock:
+            for peer, data in messages:
+                try:
+                    if peer not in broken:
+                        self._core.received(peer, wire.decode_call_message(data), now)
+                except CoveyError as error:
+                    broken[peer] = error
+            at = self._take_effects()
+        self._go_on(at)
+        for peer, reason in broken.items():
+            self.broke_protocol(peer, reason)
 
     def lost(self, peer: Seat) -> None:
         """End all calls with a node that is gone."""
@@ -269,6 +278,7 @@ class CallService:
             try:
                 while self._queue:
                     self._perform(self._queue.popleft())
+                self._transport.flush()
             finally:
                 self._performing.release()
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class CallListener(Protocol):
     """What a transport reports; on any thread."""
 
-    def heard(self, peer: Seat, data: bytes) -> None:
-        """Take a message. One thread at a time reports those of a peer, in order."""
+    def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Take messages and their senders. One thread at a time reports those of a peer, in order."""
 
     def lost(self, peer: Seat) -> None:
         """Note that a peer is gone for good."""
@@ -40,7 +40,10 @@ class CallTransport(Protocol):
         """This node."""
 
     def send(self, peer: Seat, data: bytes) -> None:
-        """Send a message of at most 64 KiB. Messages to one peer arrive in order."""
+        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
+
+    def flush(self) -> None:
+        """Send the messages that were queued."""
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
@@ -69,15 +72,23 @@ class Loopback:
         self._listener, self._others = listener, others
         self.seat = Seat(0) if others is None else others.seat
         """This node."""
+        self._has_queued = False
         self._parts: dict[int, deque[list[Any]]] = {}
         """By tag: parts that this node sent to itself, as copies: the function must not change its caller's arrays."""
 
     def send(self, peer: Seat, data: bytes) -> None:
-        """Send a message."""
+        """Queue a message for another node, or deliver it here."""
         if peer == self.seat:
-            self._listener.heard(peer, data)
+            self._listener.heard([(peer, data)])
         elif self._others is not None:
+            self._has_queued = True
             self._others.send(peer, data)
+
+    def flush(self) -> None:
+        """Send the messages that were queued."""
+        if self._has_queued and self._others is not None:
+            self._has_queued = False
+            self._others.flush()
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload; before the message that they belong to."""

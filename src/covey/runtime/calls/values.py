@@ -49,11 +49,12 @@ class ValueConverter:
 
     def reference(self, reference: Reference) -> Any:
         """Return a handle of the peer's object, or the object of this node."""
-        if reference.is_senders and self._peer == self._seat:  # this node called itself
-            self._exported.drop(reference.number, self._seat)
-        elif reference.is_senders:
+        if reference.is_senders and self._peer != self._seat:
             return Handle(self._node, self._peer, reference.number, reference.type_name)
-        return self._exported.held(reference.number, self._peer)
+        value = self._exported.held(reference.number, self._peer)
+        if reference.is_senders:  # this node called itself, and has counted a handle that does not come to be
+            self._exported.drop(reference.number, self._seat)
+        return value
 
     def as_type(self, wanted: Any, value: Any) -> Any:
         """Return a value as a type that msgspec does not know."""

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class ListeningMessenger(Messenger):
     """Drives while it has lanes, because messages may come at any time."""
 
-    def __init__(self, *args: Any, tags: Collection[int], listener: Callable[[Received], None], **named: Any) -> None:
-        """Pass each message with one of `tags`, which has up to 64 KiB, to `listener`. For the rest, see `Messenger`.
+    def __init__(
+        self, *args: Any, tags: Collection[int], listener: Callable[[list[Received]], None], **named: Any
+    ) -> None:
+        """Pass messages with one of `tags`, which have up to 64 KiB, to `listener`. For the rest, see `Messenger`.
 
-        One thread at a time calls the listener, which must not block. Messages of a rank come in the order in which
-        they were sent.
+        One thread at a time calls the listener, which must not block, with all messages that have arrived. Messages of
+        a rank come in the order in which they were sent.
         """
         super().__init__(*args, **named)
         self._listener = listener
@@ -41,17 +43,22 @@ class ListeningMessenger(Messenger):
 
     def grow(self, size: int) -> None:
         """Take ranks below `size`, too."""
-        with self._lock:
-            self._size = self._matcher.size = max(self._size, size)
+        if size > self._size:
+            with self._lock:
+                self._size = self._matcher.size = max(self._size, size)
 
     def push(self, view: memoryview, dst: int, tag: int) -> None:
-        """Send bytes; `view` is read until they are sent. If the rank is lost, they are dropped."""
+        """Queue bytes for `flush`; `view` is read until they are sent. If the rank is lost, they are dropped."""
         with self._lock:
-            if self._driving.is_stopping:
-                return
-            self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
-            self._lanes.flush_ready()
+            if not self._driving.is_stopping:
+                self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
         self._ask_for_lane(dst)
+
+    def flush(self) -> None:
+        """Give the kernel what was pushed, as far as it takes it; the rest follows in the background."""
+        with self._lock:
+            if not self._driving.is_stopping:
+                self._lanes.flush_ready()
         self._settle()
 
     def pull(self, src: int, tag: int, out: memoryview) -> Work[Any]:
@@ -80,6 +87,7 @@ class ListeningMessenger(Messenger):
         while self._heard and self._telling.acquire(blocking=False):
             try:
                 while self._heard:
-                    self._listener(self._heard.popleft())
+                    heard = [self._heard.popleft() for _ in range(len(self._heard))]
+                    self._listener(heard)
             finally:
                 self._telling.release()

@@ -287,7 +287,8 @@ class Messenger:
                 works.append(work)
         for work in works:  # after all have ended: a callback may wait for another of them
             work.notify()
-        self._driving.works_ended()
+        if works:
+            self._driving.works_ended()
 
     def _take_heard(self, over: list[tuple[Operation, Work[Any] | None]]) -> None:
         """Take the operations without a work, with the lock; see `messages.listening`."""

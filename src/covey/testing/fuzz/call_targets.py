@@ -104,6 +104,7 @@ def argument_seeds() -> list[bytes]:
             {"z": 1.5},
         ),
         ((1, np.arange(3.0), 2.5), {"record": None}),
+        ((1, np.arange(3.0), np.float32(2), None, HandleDouble()), {}),
         ((), {"number": 1, "array": np.arange(8192.0)}),
     ]
     wrong: list[tuple[Any, Any]] = [
