@@ -192,7 +192,7 @@ class Replica:
         """Of the owner: answers, with the index that all copies must have before they are given."""
         self._ordered: dict[tuple[int, int], int] = {}
         """Of the owner, by asker and number: the index of a change that is not stable yet; in the order of indexes."""
-        self._waiting: deque[tuple[int, int, int, wire.Ask]] = deque()
+        self._waiting: deque[tuple[int, int, int, wire.Submit]] = deque()
         """Of the owner: questions that came before it was ready."""
         self._early: list[tuple[int, int, int, wire.Replication]] = []
         self._questions: dict[int, _Question] = {}
@@ -287,7 +287,7 @@ class Replica:
         if body.config < self._config:
             return
         match body:
-            case wire.Ask():
+            case wire.Submit():
                 self._asked(peer, store, number, body)
             case wire.Entry() if peer == self.owner or self._is_recovering(peer):
                 self._received(peer, store, number, body)
@@ -317,13 +317,13 @@ class Replica:
         owner = self.owner
         if owner is None:
             return
-        ask = wire.Ask(self._config, min(self._questions, default=number + 1), change)
+        ask = wire.Submit(self._config, min(self._questions, default=number + 1), change)
         if owner == self._me:
             self._asked(self._me, store, number, ask)
         else:
             self._effects.append(Send(owner, store, number, ask))
 
-    def _asked(self, asker: int, store: int, number: int, ask: wire.Ask) -> None:
+    def _asked(self, asker: int, store: int, number: int, ask: wire.Submit) -> None:
         if self.owner != self._me:
             return  # the asker repeats it when it knows the owner
         if not self._is_ready:

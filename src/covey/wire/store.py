@@ -149,7 +149,7 @@ Change = Question | Withdraw | Open | Forget
 Count64 = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=32):
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """A question to the member that orders the changes."""
 
     config: Count64
@@ -218,7 +218,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=39):
     index: Count64
 
 
-Replication = Ask | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded
+Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded
 Body = Answer | Replication
 
 _bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)

@@ -37,7 +37,7 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     return StoreClient(node.stores, number)
 
 
-class Watched(NamedTuple):
+class Observed(NamedTuple):
     """A value of an entry that is watched."""
 
     value: bytes | None
@@ -100,7 +100,7 @@ class RunStore:
         """Return the keys of all entries, sorted."""
         return sorted(key.decode() for key in self._ask(wire.Names(), timeout).values)
 
-    def watch(self, key: str, *, timeout: float | None = None) -> Iterator[Watched]:
+    def watch(self, key: str, *, timeout: float | None = None) -> Iterator[Observed]:
         """Yield the value of an entry now, and again whenever it has changed, until no change comes for `timeout`.
 
         A reader that is slower than the changes misses some of them, but never the last one.
@@ -113,9 +113,9 @@ class RunStore:
             except DeadlineError:
                 return
 
-    def _watch(self, key: str, version: int, timeout: float | None) -> Watched:
+    def _watch(self, key: str, version: int, timeout: float | None) -> Observed:
         answer = self._ask(wire.Observe(key, version), timeout)
-        return Watched(answer.values[0] if answer.values else None, answer.number)
+        return Observed(answer.values[0] if answer.values else None, answer.number)
 
     def _ask(self, question: wire.Question, timeout: float | None) -> wire.Done:
         seconds = self._seconds if timeout is None else timeout

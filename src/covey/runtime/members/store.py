@@ -172,7 +172,7 @@ class StoreClient:
 def _check(question: wire.Question | wire.Open) -> None:
     """Raise ConfigError for a question that others would take for a broken protocol, which ends the link."""
     try:
-        body = wire.encode_body(wire.Ask(0, 0, question))
+        body = wire.encode_body(wire.Submit(0, 0, question))
         wire.decode_body(body)
     except (RemoteProtocolError, OverflowError) as error:
         raise ConfigError(
