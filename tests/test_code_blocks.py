@@ -203,6 +203,27 @@ def test_the_codec_of_the_guide_to_compression_works(
     assert codec.error_bound(x).tolist() == [pytest.approx(0.255)] * 3 + [np.inf] * 3
 
 
+def test_the_functions_of_the_guide_to_observing_run_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/observing.md"
+
+    def rank_main(group: covey.Group) -> None:
+        names: dict[str, Any] = {}
+        for code in blocks(page):
+            run(page, code, names)
+        names["look"](group)
+        names["both"](group)
+        names["share"](group)
+        group.barrier()
+
+    run_threads(2, rank_main)
+    printed = capsys.readouterr().out
+    assert "has ranks (0, 1)" in printed
+    assert "to rank 1 by memory  local" in printed
+    assert "ticket 2 of" in printed
+    assert printed.count("came first") == 1
+    assert printed.count("first is rank") == 2
+
+
 def test_the_session_shows_what_python_prints() -> None:
     import doctest
 
@@ -217,7 +238,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md", "docs/guides/running.md"), 1),
         "docs/guides/compression.md": 1,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/collectives.md"), 2),
-        **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
+        **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
