@@ -16,7 +16,7 @@ from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
-from covey.wire.calls import CALL_TAG
+from covey.wire.call_tags import CALL_TAG
 
 if TYPE_CHECKING:
     import socket

@@ -37,6 +37,7 @@ from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
 from covey.wire import calls as wire
+from covey.wire.call_tags import parts_tag
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
 
 if TYPE_CHECKING:
@@ -312,11 +313,11 @@ class CallService:
             case done.StopHandler(peer, number, is_running):
                 self._serving.stop(Seat(peer), number, is_running=is_running)
             case done.FetchParts(peer, number, sizes, is_answer):
-                tag = wire.parts_tag(number, is_answer=is_answer)
+                tag = parts_tag(number, is_answer=is_answer)
                 report = functools.partial(self._fetched, peer, number, is_answer)
                 self._transport.fetch_parts(Seat(peer), tag, sizes, report)
             case done.RefuseParts(peer, number, sizes, is_answer):
-                tag = wire.parts_tag(number, is_answer=is_answer)
+                tag = parts_tag(number, is_answer=is_answer)
                 self._transport.refuse_parts(Seat(peer), tag, len(sizes))
             case done.ReleaseObject(peer, target, references):
                 self._release(Seat(peer), target, references)
@@ -324,7 +325,7 @@ class CallService:
     def _send(self, peer: Seat, message: wire.CallMessage, parts: list[Any] | None) -> None:
         if parts is not None:
             assert isinstance(message, wire.CallRequest | wire.CallResult | wire.StreamItem)
-            tag = wire.parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
+            tag = parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
             self._transport.send_parts(peer, tag, parts)
         self._transport.send(peer, wire.encode_call_message(message))
 
@@ -376,7 +377,7 @@ class CallService:
             else:
                 self.cancel(peer, number)
 
-        self._transport.fetch_parts(peer, wire.parts_tag(number, is_answer=True), payload.sizes, then)
+        self._transport.fetch_parts(peer, parts_tag(number, is_answer=True), payload.sizes, then)
 
     def _ending_error(self, peer: Seat, made: _Outgoing, why: Ending) -> CoveyError:
         match why:

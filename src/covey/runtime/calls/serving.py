@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.runtime.calls.handlers import Caller, HandlerLoop, HandlerThreads, current_caller
+from covey.runtime.calls.caller import Caller, current_caller
+from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
 from covey.runtime.calls.outcomes import raised, too_large
 from covey.wire import calls as wire
 from covey.wire.call_values import pack

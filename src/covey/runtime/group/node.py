@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
-from covey.runtime.calls.handlers import Caller, current_caller
+from covey.runtime.calls.caller import Caller, current_caller
 from covey.wire.call_values import ANYTHING
 
 if TYPE_CHECKING:
