@@ -32,14 +32,26 @@ class HandlerThreads:
         """Threads, and how many of them wait for a job that is not queued yet."""
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job, which raises nothing, on some thread. Returns at once."""
+        """Run a job, which raises nothing, on some thread. Returns at once.
+
+        Raises:
+            RuntimeError: the system starts no thread, and there is none yet that could run it later.
+        """
         with self._lock:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                self._threads += 1
-                threading.Thread(target=self._work, name=f"{self._name} handler", daemon=True).start()
+                self._start_one()
         self._jobs.put(job)
+
+    def _start_one(self) -> None:
+        try:
+            threading.Thread(target=self._work, name=f"{self._name} handler", daemon=True).start()
+            self._threads += 1
+        except RuntimeError:
+            if not self._threads:
+                raise
+            self._idle -= 1  # below 0: the job waits for one of the busy threads
 
     def _work(self) -> None:
         while True:

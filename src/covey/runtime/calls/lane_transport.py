@@ -117,3 +117,7 @@ class LaneTransport:
     def close(self) -> None:
         """Pass on that this node leaves."""
         self.listener.close()
+
+    def forked(self) -> None:
+        """Pass on that this process is a fork of the one that joined."""
+        self.listener.forked()

@@ -70,6 +70,8 @@ class LaneListener(Protocol):
 
     def close(self) -> None: ...
 
+    def forked(self) -> None: ...
+
 
 class _CallRouting(MessageRouting):
     """The sockets of one of the two messengers."""
@@ -188,6 +190,7 @@ class CallLanes:
         """Forget everything: this process is a fork of the one that joined."""
         self.is_closed, self.node = True, None
         self.routing.forked()
+        self.listener.forked()
 
     def close(self) -> None:
         """Close with the node."""

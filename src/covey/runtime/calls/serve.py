@@ -61,6 +61,12 @@ class AwaitedCalls:
         """Pass on that a node broke the protocol."""
         self.service().broke_protocol(peer, error)
 
+    def forked(self) -> None:
+        """Make the calls unusable: this process is a fork of the one that joined."""
+        self._making, self._is_closed = threading.Lock(), True  # a thread of the parent may have held the lock
+        if self._service is not None:
+            self._service.forked()
+
     def close(self) -> None:
         """Free the lanes."""
         with self._making:
