@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.support.jobs import DEADLINE as JOB_DEADLINE
 from tests.support.jobs import finish, finish_all, new_job
-from tests.support.ranks import Ranks, await_go, run_ranks, say, timed
+from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say, timed
 from tests.support.survivors import CoveyRun
 
 import covey
@@ -30,6 +30,7 @@ PROGRAM = """
 import json, os
 import numpy as np
 import covey
+from covey.runtime.group.internals import node_of
 
 with covey.join({arguments}) as group:
     node = group.node
@@ -41,10 +42,9 @@ with covey.join({arguments}) as group:
     group.barrier()
     x = np.arange(100_000.0)
     told = [node.call(rank, "where", x, by=rank + 1) for rank in range(group.size)]
-    names = []
-    for rank, name in enumerate(group.all_gather_object(os.environ.get("NODE_NAME", ""))):
-        if name:
-            names.append(node.call(name, "where", x[:2], 1)["rank"] == rank)
+    card, names = node_of(group).card, []
+    for rank, (name, id) in enumerate(group.all_gather_object([card.name, card.id])):
+        names += [node.call(each, "where", x[:2], 1)["rank"] == rank for each in (name, id) if {by_name}]
     report = {{"rank": group.rank, "told": told, "lanes": sorted(set(group.lanes().values())), "names": names}}
     group.barrier()
     os.write(1, json.dumps(report).encode() + b"\\n")
@@ -62,7 +62,7 @@ def check_program(reports: list[Any], size: int) -> None:
 def test_ranks_of_torchrun_call_each_other() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with new_job() as job:
-        ended = finish(job.start(PROGRAM.format(arguments=""), torchrun, OMP_NUM_THREADS=1))
+        ended = finish(job.start(PROGRAM.format(arguments="", by_name=False), torchrun, OMP_NUM_THREADS=1))
     assert ended.code == 0, ended.err
     check_program([json.loads(line) for line in ended.out.splitlines()], 2)
 
@@ -72,9 +72,10 @@ def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
     with new_job() as job:
         settings = {"COVEY_SECRET": secrets.token_hex(32), "COVEY_INTERFACES": "lo", "COVEY_LANES": lanes}
         settings["COVEY_RUN_PROGRAM"] = "calls.py"
-        code = PROGRAM.format(arguments=f"'run-a', size=3, timeout={JOB_DEADLINE}")
+        code = PROGRAM.format(arguments=f"'run-a', size=3, timeout={JOB_DEADLINE}", by_name=True)
         reports = [each.report for each in finish_all([job.start(code, **settings) for _ in range(3)])]
     check_program(reports, 3)
+    assert all(report["names"] == [True] * 6 for report in reports), "by name and by id"
     if lanes == "secure":
         assert all(report["lanes"] == ["secure"] for report in reports)
 
@@ -215,3 +216,36 @@ def test_hundreds_of_concurrent_calls_of_all_sizes_end_right_and_leave_no_memory
     for report in reports:
         assert report["answered"] + report["cancelled"] == 400
         assert 10 <= report["cancelled"] <= 100
+
+
+def fork_while_calling() -> Any:
+    """Fork while a call is under way; tell what child and parent get."""
+    with covey.join() as group:
+        node = group.node
+
+        @node.rpc
+        def later(x: int) -> int:
+            time.sleep(0.3)
+            return x
+
+        group.barrier()
+        told = None
+        if group.rank == 0:
+            work = node.call_async(1, "later", 5)
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                outcomes = [attempt(work.wait), attempt(lambda: node.call(1, "later", 6))]
+                os.write(writer, json.dumps([each["error"] for each in outcomes]).encode())
+                os._exit(0)
+            os.close(writer)
+            os.waitpid(pid, 0)
+            told = {"child": json.loads(os.read(reader, 1000)), "parent": [work.wait(), node.call(1, "later", 7)]}
+            os.close(reader)
+        group.barrier()
+        return told
+
+
+def test_a_forked_process_cannot_call_and_its_parent_can() -> None:
+    told = run_ranks(2, fork_while_calling, lanes="unix")[0]
+    assert told == {"child": ["ClosedError", "ClosedError"], "parent": [5, 7]}

@@ -617,7 +617,7 @@ def test_many_calls_of_all_sizes_both_ways_with_cancellations_end_right_and_leav
         group.barrier()
         core = service._core
         wait_until(lambda: not len(core.outgoing) and not len(core.incoming) and not core.incoming.running)
-        assert not service._made
+        assert len(service.made) == 0
         return answered
 
     answered = run_threads(3, body, lanes="unix", timeout=DEADLINE)

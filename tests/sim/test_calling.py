@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
@@ -262,3 +263,84 @@ def test_a_stream_whose_reader_is_slow_holds_no_handler() -> None:
     core.incoming.finished(1, 2, wire.CallResult(2, wire.CallPayload()))
     core.received(1, wire.StreamCredit(1, 1), 0.0)
     assert done.StepStream(1, 1) in core.effects()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_one_node_sends_the_core_raises_only_that_and_keeps_a_bounded_amount(seed: int) -> None:
+    """A hostile node, cut off at its first impossible message as a driver does it, and an honest one beside it."""
+    chance, now = random.Random(seed), 0.0
+    core = Calling(handlers=HANDLERS, message_bytes=MEMORY)
+    running: list[tuple[int, int]] = []
+    stopped: set[tuple[int, int]] = set()
+    concluded: list[tuple[int, int]] = []
+    fetching: list[done.FetchParts] = []
+    peer = 0
+
+    def settle() -> None:
+        for effect in core.effects():
+            match effect:
+                case done.RunHandler(source, number) | done.StepStream(source, number):
+                    running.append((source, number))
+                case done.StopHandler(source, number, True):
+                    stopped.add((source, number))
+                case done.Conclude(source, number):
+                    concluded.append((source, number))
+                case done.FetchParts():
+                    fetching.append(effect)
+
+    sizes: list[tuple[int, ...]] = [(50, 60), (10**9,)]
+    payloads = [wire.CallPayload(), wire.CallPayload((b"x",)), *(wire.CallPayload((), each) for each in sizes)]
+
+    def anything() -> wire.CallMessage:
+        number, payload = chance.choice([1, 2, 3, chance.randint(1, 60)]), chance.choice(payloads)
+        messages: list[wire.CallMessage] = [
+            wire.CallRequest(number, "f", chance.choice([0.0, 0.5, 100.0]), payload, 0, chance.choice([0, 0, 1, 5])),
+            wire.CallResult(number, payload),
+            wire.CallFailure(number, 1, "E", "t"),
+            wire.CallCancel(number),
+            wire.StreamItem(number, payload),
+            wire.StreamCredit(number, chance.choice([1, 1024])),
+            wire.ReferenceRelease(1, 1),
+        ]
+        return chance.choice(messages)
+
+    honest, made = 10_000, 0
+    for _ in range(2000):
+        now += chance.choice([0.0, 0.001, 0.3])
+        if core.next_deadline() <= now:
+            core.tick(now)
+        try:
+            core.received(peer, anything(), now)
+        except RemoteProtocolError:
+            core.lost(peer)
+            peer += 1  # it comes back as another process
+        if chance.random() < 0.2:
+            core.outgoing.call(peer, "f", wire.CallPayload(), now + 1.0, now, credit=chance.choice([0, 2]))
+        if chance.random() < 0.1:
+            made += 1
+            core.received(honest, wire.CallRequest(made, "f", 1e6, wire.CallPayload()), now)
+        settle()
+        if running and chance.random() < 0.8:
+            source, number = running.pop(0)
+            if chance.random() < 0.3 and source != honest:
+                core.incoming.yielded(source, number, wire.CallPayload())
+            else:
+                core.incoming.finished(source, number, wire.CallResult(number, wire.CallPayload()))
+        if fetching and chance.random() < 0.5:
+            fetch = fetching.pop(0)
+            core.fetched(fetch.peer, fetch.number, chance.choice([None, "parts"]), now, is_answer=fetch.is_answer)
+        settle()
+        assert core.incoming.running == len(running) <= HANDLERS
+        assert len(core.incoming) <= 2 * CALLS_LIMIT + len(fetching)
+    assert len(concluded) == len(set(concluded)), "a caller got two outcomes"
+    for source in range(peer + 1):
+        core.lost(source)
+    while running or fetching or len(core.incoming):
+        settle()
+        if running:
+            core.incoming.finished(*running.pop(0), wire.CallResult(1, wire.CallPayload()))
+        if fetching:
+            fetch = fetching.pop(0)
+            core.fetched(fetch.peer, fetch.number, None, now, is_answer=fetch.is_answer)
+        settle()
+    assert (len(core.outgoing), len(core.incoming), core.incoming.running) == (0, 0, 0)

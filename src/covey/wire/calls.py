@@ -29,11 +29,6 @@ CREDIT_LIMIT: Final = 1024
 LINES_LIMIT: Final = 60
 """Lines of a traceback."""
 
-CALL_TAG: Final = 1 << 62
-"""The tag, among those that `Group` refuses, of the messages in this module."""
-ANSWER_PARTS: Final = 1 << 61
-"""Set in the tag of a payload's parts if they belong to an answer; the rest of the tag is CALL_TAG plus the number."""
-
 CallNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
 ObjectNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 CallName = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
@@ -153,8 +148,3 @@ def payload_of(parts: list[bytes]) -> CallPayload:
     """Return the payload of a message: the parts themselves if they are small, else their sizes."""
     sizes = tuple(map(len, parts))
     return CallPayload(sizes=sizes) if sum(sizes) > INLINE_BYTES else CallPayload(inline=tuple(map(bytes, parts)))
-
-
-def parts_tag(number: int, *, is_answer: bool) -> int:
-    """Return the tag of the messages that carry the parts of a payload."""
-    return CALL_TAG | (ANSWER_PARTS if is_answer else 0) | number

@@ -39,6 +39,7 @@ from covey.wire import (
     store,
 )  # fmt: skip
 from covey.wire import message_header as framed
+from covey.wire.call_tags import CALL_TAG, parts_tag
 
 ROOT = Path(__file__).parents[3]
 WIRE = (ROOT / "docs" / "wire.md").read_text()
@@ -135,9 +136,9 @@ def test_the_kinds_of_failed_calls_and_the_tags_and_limits_of_calls_are_as_writt
         f"{kind} {name}" for kind, name in zip((*kinds, calls.CLOSING, calls.NO_RESULT), names, strict=True)
     )
     assert f"The kind of a failure is {listed}." in WORDS
-    assert calls.CALL_TAG == message_matching.RESERVED_TAGS == 2**62
-    assert calls.parts_tag(5, is_answer=False) == 2**62 + 5
-    assert calls.parts_tag(5, is_answer=True) == 2**62 + 2**61 + 5
+    assert CALL_TAG == message_matching.RESERVED_TAGS == 2**62
+    assert parts_tag(5, is_answer=False) == 2**62 + 5
+    assert parts_tag(5, is_answer=True) == 2**62 + 2**61 + 5
     assert f"At most {outgoing.CALLS_LIMIT} calls" in WORDS
     assert f"at most {calls.CREDIT_LIMIT} items of a stream" in WORDS
     assert f"up to {calls.INLINE_BYTES >> 10} KiB in all" in WORDS

@@ -7,45 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import queue
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from covey.base.numbers import Seat
-
 logger = logging.getLogger("covey")
 
 IDLE_SECONDS: Final = 10.0
 """How long an idle handler thread stays."""
-
-
-class Caller:
-    """The call that a function serves: `node.caller()` returns it inside of the function."""
-
-    def __init__(self, seat: Seat, name: str, deadline: float) -> None:
-        self.seat, self.name, self.deadline = seat, name, deadline
-        self.rank = -1
-        """The rank that called, in the group of the node that was asked; -1 if it is not in that group."""
-        self.is_cancelled = False
-        """Whether the caller does not wait any more; a long function should look from time to time, and return."""
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the deadline of the call, not below 0."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def cancelled(self) -> None:
-        """Note that the caller does not wait any more."""
-        self.is_cancelled = True
-
-
-current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("covey_caller", default=None)
 
 
 class HandlerThreads:
@@ -59,14 +32,26 @@ class HandlerThreads:
         """Threads, and how many of them wait for a job that is not queued yet."""
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job, which raises nothing, on some thread. Returns at once."""
+        """Run a job, which raises nothing, on some thread. Returns at once.
+
+        Raises:
+            RuntimeError: the system starts no thread, and there is none yet that could run it later.
+        """
         with self._lock:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                self._threads += 1
-                threading.Thread(target=self._work, name=f"{self._name} handler", daemon=True).start()
+                self._start_one()
         self._jobs.put(job)
+
+    def _start_one(self) -> None:
+        try:
+            threading.Thread(target=self._work, name=f"{self._name} handler", daemon=True).start()
+            self._threads += 1
+        except RuntimeError:
+            if not self._threads:
+                raise
+            self._idle -= 1  # below 0: the job waits for one of the busy threads
 
     def _work(self) -> None:
         while True:

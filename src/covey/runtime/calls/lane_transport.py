@@ -10,7 +10,7 @@ import numpy as np
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.runtime.calls.lanes import CallLanes
-from covey.wire.calls import CALL_TAG
+from covey.wire.call_tags import CALL_TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class LaneTransport:
 
     def __init__(self, node: Node, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
-        self._node, self._listener = node, listener
+        self._node, self.listener = node, listener
         self._small = CallLanes(node, "calls", self)
         self._large = CallLanes(node, "parts of calls", self)
 
@@ -70,7 +70,7 @@ class LaneTransport:
 
         def ended(work: Work[Any]) -> None:
             if isinstance(error := work.exception(), MismatchError):
-                self._listener.broke_protocol(peer, RemoteProtocolError(f"a part of another size: {error}"))
+                self.listener.broke_protocol(peer, RemoteProtocolError(f"a part of another size: {error}"))
             left[0] = -1 if error is not None else left[0] - 1
             if left[0] in (0, -1):
                 then(None if error is not None else parts)
@@ -108,12 +108,16 @@ class LaneTransport:
 
     def received(self, messages: list[Received]) -> None:
         """Pass on messages."""
-        self._listener.heard([(Seat(each.source), each.data.tobytes()) for each in messages if each.data is not None])
+        self.listener.heard([(Seat(each.source), each.data.tobytes()) for each in messages if each.data is not None])
 
     def parted(self, peer: Seat) -> None:
         """Pass on that a peer is gone."""
-        self._listener.lost(peer)
+        self.listener.lost(peer)
 
     def close(self) -> None:
         """Pass on that this node leaves."""
-        self._listener.close()
+        self.listener.close()
+
+    def forked(self) -> None:
+        """Pass on that this process is a fork of the one that joined."""
+        self.listener.forked()

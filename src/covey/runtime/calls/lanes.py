@@ -16,7 +16,7 @@ from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
-from covey.wire.calls import CALL_TAG
+from covey.wire.call_tags import CALL_TAG
 
 if TYPE_CHECKING:
     import socket
@@ -69,6 +69,8 @@ class LaneListener(Protocol):
     def parted(self, peer: Seat) -> None: ...
 
     def close(self) -> None: ...
+
+    def forked(self) -> None: ...
 
 
 class _CallRouting(MessageRouting):
@@ -188,6 +190,7 @@ class CallLanes:
         """Forget everything: this process is a fork of the one that joined."""
         self.is_closed, self.node = True, None
         self.routing.forked()
+        self.listener.forked()
 
     def close(self) -> None:
         """Close with the node."""

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.config import check_timeout
 from covey.base.errors import (
-    CallCancelledError,
     CallRefusedError,
     ClosedError,
     CoveyError,
-    DeadlineError,
     RemoteProtocolError,
 )
 from covey.base.numbers import Seat
@@ -30,34 +28,25 @@ from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
 from covey.runtime import loop as control
 from covey.runtime.calls.functions import FunctionRegistry
+from covey.runtime.calls.made import MadeCall, MadeCalls
 from covey.runtime.calls.objects import ExportedObjects, Handle
-from covey.runtime.calls.outcomes import failure_error, too_large
+from covey.runtime.calls.outcomes import too_large
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
 from covey.wire import calls as wire
+from covey.wire.call_tags import parts_tag
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from covey.base.config import GroupConfig
     from covey.runtime.calls.transport import CallListener, CallTransport
 
 logger = logging.getLogger("covey")
-
-
-class _Outgoing:
-    """A call of this node that has not ended."""
-
-    __slots__ = ("decoder", "description", "rank", "seconds", "state", "work")
-
-    def __init__(self, description: str, rank: int, seconds: float, decoder: ValueDecoder) -> None:
-        self.description, self.rank, self.seconds, self.decoder = description, rank, seconds, decoder
-        self.work: CallWork[Any] | None = None
-        self.state: StreamState | None = None
 
 
 class CallService:
@@ -75,7 +64,6 @@ class CallService:
         self._lock = threading.Lock()
         self._queue: deque[done.CallEffect] = deque()
         self._performing = threading.Lock()
-        self._made: dict[tuple[int, int], _Outgoing] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._is_closed = False
@@ -84,6 +72,7 @@ class CallService:
         self._transport = Loopback(self, connect(self))
         self.seat = self._transport.seat
         self.exported = ExportedObjects(self.seat)
+        self.made = MadeCalls(self, self._transport, self._converter)
         self._serving = Serving(
             self,
             self.functions,
@@ -110,7 +99,7 @@ class CallService:
         """Start a call; see `Node.call_async`. `rank` is what errors call the peer."""
         what = f"call of {printable(name, 100)!r} on rank {rank}"
         work: CallWork[Any] = CallWork(what, self)
-        made = _Outgoing(what, rank, self._seconds(timeout), decoder)
+        made = MadeCall(what, rank, self._seconds(timeout), decoder)
         made.work = work
         self._start(peer, name, args, named, made, target=target, credit=0)
         return work
@@ -127,7 +116,7 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
-        made = _Outgoing(f"stream of {printable(name, 100)!r} on rank {rank}", rank, self._seconds(timeout), decoder)
+        made = MadeCall(f"stream of {printable(name, 100)!r} on rank {rank}", rank, self._seconds(timeout), decoder)
         state = made.state = StreamState()
         number = self._start(peer, name, args, named, made, target=0, credit=STREAM_CREDIT)
         return CallStream(self, peer, number, state)
@@ -141,7 +130,7 @@ class CallService:
         name: str,
         args: tuple[Any, ...],
         named: dict[str, Any],
-        made: _Outgoing,
+        made: MadeCall,
         *,
         target: int,
         credit: int,
@@ -162,7 +151,7 @@ class CallService:
             number = self._core.outgoing.call(
                 peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
             )
-            self._made[peer, number] = made
+            self.made.add(peer, number, made)
             if made.work is not None:
                 made.work.began(peer, number)
             at = self._take_effects()
@@ -244,6 +233,13 @@ class CallService:
             self._serving.close()
             self.exported.clear()
 
+    def forked(self) -> None:
+        """Make the calls unusable: this process is a fork of the one that joined. Threads of it may have held locks."""
+        self._lock, self._performing = threading.Lock(), threading.Lock()
+        self._is_closed = True
+        self._queue.clear()
+        self.made.forked()
+
     # What serving reports
 
     def finished(self, peer: Seat, number: int, answer: wire.CallResult | wire.CallFailure | None, parts: Any) -> None:
@@ -277,7 +273,7 @@ class CallService:
         while self._queue and self._performing.acquire(blocking=False):
             try:
                 while self._queue:
-                    self._perform(self._queue.popleft())
+                    self._perform_safely(self._queue.popleft())
                 self._transport.flush()
             finally:
                 self._performing.release()
@@ -297,14 +293,20 @@ class CallService:
         self._timer = None
         self._tell(self._core.tick, time.monotonic())
 
+    def _perform_safely(self, effect: done.CallEffect) -> None:
+        try:
+            self._perform(effect)
+        except Exception:  # a fault of covey must not end the thread that performs the effects of all calls
+            logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
+
     def _perform(self, effect: done.CallEffect) -> None:
         match effect:
             case done.SendMessage(peer, message, parts):
                 self._send(Seat(peer), message, parts)
-            case done.Conclude(peer, number, outcome, parts):
-                self._conclude(Seat(peer), self._made.pop((peer, number)), outcome, parts)
-            case done.DeliverItem(peer, number, payload):
-                self._deliver(Seat(peer), number, payload)
+            case done.Conclude():
+                self.made.conclude(effect)
+            case done.DeliverItem():
+                self.made.deliver(effect)
             case done.RunHandler():
                 self._serving.run(effect)
             case done.StepStream(peer, number):
@@ -312,11 +314,11 @@ class CallService:
             case done.StopHandler(peer, number, is_running):
                 self._serving.stop(Seat(peer), number, is_running=is_running)
             case done.FetchParts(peer, number, sizes, is_answer):
-                tag = wire.parts_tag(number, is_answer=is_answer)
+                tag = parts_tag(number, is_answer=is_answer)
                 report = functools.partial(self._fetched, peer, number, is_answer)
                 self._transport.fetch_parts(Seat(peer), tag, sizes, report)
             case done.RefuseParts(peer, number, sizes, is_answer):
-                tag = wire.parts_tag(number, is_answer=is_answer)
+                tag = parts_tag(number, is_answer=is_answer)
                 self._transport.refuse_parts(Seat(peer), tag, len(sizes))
             case done.ReleaseObject(peer, target, references):
                 self._release(Seat(peer), target, references)
@@ -324,71 +326,13 @@ class CallService:
     def _send(self, peer: Seat, message: wire.CallMessage, parts: list[Any] | None) -> None:
         if parts is not None:
             assert isinstance(message, wire.CallRequest | wire.CallResult | wire.StreamItem)
-            tag = wire.parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
+            tag = parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
             self._transport.send_parts(peer, tag, parts)
         self._transport.send(peer, wire.encode_call_message(message))
 
     def _fetched(self, peer: int, number: int, is_answer: bool, parts: list[Any] | None) -> None:
         report = functools.partial(self._core.fetched, is_answer=is_answer)
         self._tell(report, peer, number, parts, time.monotonic())
-
-    def _conclude(
-        self, peer: Seat, made: _Outgoing, outcome: wire.CallResult | wire.CallFailure | Ending, parts: list[Any] | None
-    ) -> None:
-        error: CoveyError | None = None
-        if isinstance(outcome, Ending):
-            error = self._ending_error(peer, made, outcome)
-        elif isinstance(outcome, wire.CallFailure):
-            error = failure_error(outcome, made.description, made.rank)
-        elif outcome.payload.sizes and parts is None:
-            size = outcome.payload.total_bytes
-            error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
-        if made.state is not None:
-            made.state.end(error)
-        elif made.work is not None and error is not None:
-            made.work.fail(error)
-        elif made.work is not None:
-            assert isinstance(outcome, wire.CallResult)
-            made.work.answered(self._decode(peer, made, parts or outcome.payload.inline))
-
-    def _decode(self, peer: Seat, made: _Outgoing, parts: Sequence[Any]) -> Callable[[], Any]:
-        def decode() -> Any:
-            try:
-                return made.decoder.decode(parts[0] if parts else b"", parts, self._converter(peer))
-            except (TypeError, RemoteProtocolError) as error:
-                raise CallRefusedError(f"{made.description}: the result cannot be used: {error}") from error
-
-        return decode
-
-    def _deliver(self, peer: Seat, number: int, payload: wire.CallPayload) -> None:
-        made = self._made[peer, number]
-        state = made.state
-        if state is None:  # an item of a call that is no stream: the core has checked its credit
-            return
-        slot = state.reserve()
-        if not payload.sizes:
-            state.arrived(slot, self._decode(peer, made, payload.inline))
-            return
-
-        def then(parts: list[Any] | None) -> None:
-            if parts is not None:
-                state.arrived(slot, self._decode(peer, made, parts))
-            else:
-                self.cancel(peer, number)
-
-        self._transport.fetch_parts(peer, wire.parts_tag(number, is_answer=True), payload.sizes, then)
-
-    def _ending_error(self, peer: Seat, made: _Outgoing, why: Ending) -> CoveyError:
-        match why:
-            case Ending.LATE:
-                text = f"{made.description}: no answer within the timeout of {made.seconds:g} s"
-                return DeadlineError(text, late=(made.rank,))
-            case Ending.CANCELLED:
-                return CallCancelledError(f"{made.description} was cancelled")
-            case Ending.LOST:
-                return self._transport.lost_error(peer, made.rank, made.description)
-            case Ending.CLOSED:
-                return ClosedError(f"{made.description}: this node left its run before the answer came")
 
     def _release(self, peer: Seat, target: int, references: int) -> None:
         try:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.runtime.calls.handlers import Caller, HandlerLoop, HandlerThreads, current_caller
+from covey.runtime.calls.caller import Caller, current_caller
+from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
 from covey.runtime.calls.outcomes import raised, too_large
 from covey.wire import calls as wire
 from covey.wire.call_values import pack
@@ -107,7 +108,7 @@ class Serving:
         elif function.is_async:
             self._loop.run(serving.key, self._run_async(serving, parts))
         else:
-            self._threads.run(lambda: self._run(serving, parts))
+            self._on_thread(serving, lambda: self._run(serving, parts))
 
     def step(self, peer: Seat, number: int) -> None:
         """Make the next item of a stream."""
@@ -116,7 +117,7 @@ class Serving:
         if serving.function.is_async:
             self._loop.run(serving.key, self._step_async(serving))
         else:
-            self._threads.run(lambda: self._step(serving))
+            self._on_thread(serving, lambda: self._step(serving))
 
     def stop(self, peer: Seat, number: int, *, is_running: bool) -> None:
         """Cancel a function, or close a stream that is between two items."""
@@ -140,6 +141,12 @@ class Serving:
         """Cancel asynchronous functions, and end the threads, each after the function that it runs."""
         self._loop.close()
         self._threads.close()
+
+    def _on_thread(self, serving: _Serving, job: Callable[[], None]) -> None:
+        try:
+            self._threads.run(job)
+        except RuntimeError as error:
+            self._refuse(serving, wire.NO_RESULT, f"no thread could be started for the function: {error}")
 
     # On handler threads
 

@@ -31,6 +31,9 @@ class CallListener(Protocol):
     def close(self) -> None:
         """Note that this node leaves its run."""
 
+    def forked(self) -> None:
+        """Note that this process is a fork of the one that joined, and cannot use its calls."""
+
 
 class CallTransport(Protocol):
     """Connects one node with the others. No method waits for the network. Messages to a lost peer are dropped."""

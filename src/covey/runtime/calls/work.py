@@ -57,6 +57,11 @@ class CallWork(Work[T]):
         self._decode = decode
         self.finish(None)  # type: ignore[arg-type]
 
+    def forked(self, error: BaseException) -> None:
+        """End the call in a forked process; other threads of the parent may have held the locks."""
+        self._decoding = threading.Lock()
+        super().forked(error)
+
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the end of the call, and return the result.
 
@@ -131,6 +136,11 @@ class StreamState:
             self._is_over, self._error = True, error
             self._changed.notify_all()
         self._tell()
+
+    def forked(self, error: BaseException) -> None:
+        """End the stream in a forked process; other threads of the parent may have held the lock."""
+        self._changed = threading.Condition()
+        self.end(error)
 
     def _tell(self) -> None:
         for listener in list(self.listeners):

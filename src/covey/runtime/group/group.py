@@ -22,7 +22,6 @@ from covey.runtime.group.failing import describe, ending_error, is_failure
 from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
-from covey.runtime.group.node import Node
 from covey.runtime.group.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine, LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
+    from covey.runtime.group.node import Node
     from covey.runtime.group.observing import Member
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.group.savings import Compression
@@ -174,7 +174,8 @@ class Group(Reductions, Moves, Messages):
     def node(self) -> Node:
         """This process as the other nodes know it: functions that they may call, and calls to theirs."""
         if self._node is None:
-            from covey.runtime.calls.serve import calls_alone, serve_calls
+            from covey.runtime.calls.serve import calls_alone, serve_calls  # most programs make no calls
+            from covey.runtime.group.node import Node
 
             engine = self._engine
             engine.failure.require_open()

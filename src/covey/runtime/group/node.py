@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
-from covey.runtime.calls.handlers import Caller, current_caller
+from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.events import KINDS
 from covey.runtime.group import observing
 from covey.runtime.group.following import check_kinds, follow

@@ -16,7 +16,6 @@ from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
 from covey.runtime import tracebacks
-from covey.runtime.calls.serve import serve_calls
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
 from covey.runtime.group.group import Group
@@ -293,11 +292,13 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     """Return the group of all ranks of a node's generation; closing it closes the node."""
+    from covey.runtime.calls.serve import await_calls  # a group of one awaits no calls
+
     generation = node.generation
     members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
-    serve_calls(node)
+    await_calls(node)
 
     def leave(is_finished: bool) -> None:
         # Agreed with the other members, so that they take it neither for a crash nor for the end of the group; and
