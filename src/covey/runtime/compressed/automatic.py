@@ -101,6 +101,8 @@ def _reviewed(attempt: Attempt, auto: Auto, nbytes: int, known: _Class, *, is_fi
     figures[2:] *= -1  # the least of all is the slowest
     plan = plans.all_reduce(attempt.slot, attempt.size, figures.size, 8, attempt.lane_family, None)
     attempt.execute(plan, [figures], reduction("min", figures.dtype))
+    if not np.isfinite(figures[2:]).all() or not figures[0] > 0:  # every rank has these figures, and returns here
+        return Choice(None, "none: what a rank has measured is not a time")
     plain, coded = float(figures[0]), float(figures[1])
     if not is_first:
         if known.choice.codec is None or coded < plain:

@@ -125,12 +125,13 @@ class CompressedSum:
         """Tell whether this step is sent uncompressed; ranks that joined later follow the others."""
         if self._feedback is None or not self._feedback.warmup:
             return False
-        counts = np.array([step.step for step in self._steps], np.int64)
+        warmup = self._feedback.warmup
+        counts = np.array([min(step.step, warmup) for step in self._steps], np.int64)
         plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None)
         attempt.execute(plan, [counts], reduction("max", counts.dtype))
         for step, count in zip(self._steps, counts, strict=True):
-            step.step = int(count)
-        return bool(counts.min() < self._feedback.warmup)
+            step.step = max(step.step, min(int(count), warmup))  # whatever a peer says, it stays a number of steps
+        return bool(counts.min() < warmup)
 
     def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | LowRank | None) -> None:
         if codec is None:

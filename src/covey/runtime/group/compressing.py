@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.errors import ConfigError
-from covey.compress.codec import Codec
+from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import make_policy
+from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
-from covey.runtime.compressed import dense
+from covey.runtime.compressed import dense, sparse
 from covey.runtime.compressed.compressed_sum import CompressedSum, Part
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
@@ -75,8 +76,11 @@ def reduce_parts(
     check_op(op, codec)
     if isinstance(codec, Codec):
         dense.check_algorithm(algorithm)
+        check_sizes(codec, operand.flat.size)
     elif algorithm is not None:
         raise ConfigError(f"algorithm={algorithm!r}: {codec} has one way to be reduced; leave algorithm out")
+    elif isinstance(codec, Sparsifier) and not codec.is_shared and operand.flat.size > sparse.MOST_ELEMENTS:
+        raise ConfigError(f"{codec} goes up to {sparse.MOST_ELEMENTS} elements, not {operand.flat.size}; use int8")
     if weight is not None:
         check_weight(op, weight)
     if isinstance(codec, Codec) and not codec.is_lossy:
@@ -133,6 +137,8 @@ def reduce_scatter(
     """Do what `Group.reduce_scatter` does, with a codec; `shares` are rows by rank, `is_given` by the caller."""
     codec = require_codec("reduce_scatter", codec)
     check_op(op, codec)
+    for share in set(shares):
+        check_sizes(codec, share * math.prod(operand.shape[1:]))
     shape = (shares[group.rank], *operand.shape[1:])
     result = group._output(np.empty(shape, operand.flat.dtype) if out is None else out, operand.code, shape)
     row = math.prod(operand.shape[1:])
@@ -160,6 +166,7 @@ def broadcast(
     """Do what `Group.broadcast` does, with a codec; the root's array becomes what the others decode."""
     codec = require_codec("broadcast", codec)
     operand = writable(x)
+    check_sizes(codec, operand.flat.size)
     work = operand.flat if operand.flat.dtype == np.float32 else np.empty(operand.flat.size, np.float32)
     call = group._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=str(codec))
 
@@ -188,6 +195,7 @@ def all_gather(
     """Do what `Group.all_gather` does, with a codec and equal shapes; every row is what all ranks decode."""
     codec = require_codec("all_gather", codec)
     operand = readable(x)
+    check_sizes(codec, operand.flat.size)
     rows = None if out is None else writable(out)
     if rows is not None and (rows.shape != (group.size, *operand.shape) or rows.code != operand.code):
         raise TypeError(f"out must have the shape {[group.size, *operand.shape]} and the dtype of x")
