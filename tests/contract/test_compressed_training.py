@@ -1,4 +1,4 @@
-"""A small model trains to the same loss with compressed gradients; `tools.compression_proof` does it with all codecs."""
+"""A small model trains to the same loss with compressed gradients; `tools.compression_proof` trains it with all."""
 
 from __future__ import annotations
 

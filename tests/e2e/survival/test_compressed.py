@@ -113,6 +113,57 @@ def test_where_losses_raise_all_are_told_of_the_rank_and_residuals_stay_as_they_
         ranks.await_exit(others)
 
 
+def choose_and_die(deaths: list[list[int]]) -> Any:
+    """Let "auto" choose over slow lanes. `deaths` are rank, call and phase: there a rank kills itself."""
+    import hashlib
+
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.group.internals import node_of
+
+    execute = Attempt.execute
+    done = {"call": -1, "phase": 0}
+    with covey.join(on_loss="continue") as whole:
+        mine = {call: phase for rank, call, phase in deaths if rank == whole.rank}
+        node = node_of(whole)
+        assert node is not None
+        node.lanes.factory.bytes_per_second = 2_000_000
+        group = whole.split(0)
+
+        def counted(self: Any, *given: Any, **options: Any) -> Any:
+            done["phase"] += 1
+            if mine.get(done["call"]) == done["phase"]:
+                say("dying", call=done["call"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return execute(self, *given, **options)
+
+        setattr(Attempt, "execute", counted)  # noqa: B010  # mypy knows it as a method
+        records = []
+        for call in range(6):
+            x = np.random.default_rng([group.rank, call]).standard_normal(40_000).astype(np.float32)
+            balance = x.astype(np.float64)
+            done.update(call=call, phase=0)
+            group.all_reduce(x, compress="auto")
+            done.update(call=-1)
+            group.all_reduce(balance, compress="none")
+            error = float(np.abs(balance - x).max() / np.abs(balance).max())
+            digest = hashlib.sha256(x.tobytes()).hexdigest()
+            records.append([group.contributors, digest, error, group.compression.codec, group.compression.reason])
+        group.close()
+        return records
+
+
+def test_ranks_choose_alike_also_if_others_die_while_they_compare_what_they_have_measured() -> None:
+    deaths, others = [[1, 2, 1], [3, 3, 2], [4, 5, 1]], (0, 2)
+    with Members(5, choose_and_die, deaths, lanes="tcp") as ranks:
+        ranks.hear("dying", (1, 3, 4))
+        first, second = ranks.results(others)
+        ranks.await_exit(others)
+    assert [record[:2] + record[3:] for record in first] == [record[:2] + record[3:] for record in second]
+    assert [record[0] for record in first] == [[0, 1, 2, 3, 4]] * 2 + [[0, 2, 3, 4], [0, 2, 4], [0, 2, 4], [0, 2]]
+    assert [record[3] for record in first] == ["none"] * 2 + ["int8"] * 4
+    assert all(record[2] < 0.02 for record in first + second)
+
+
 def train(codec: str, warmup: int) -> Any:
     """Take steps through all generations, with one feedback for all of them, until a newcomer has taken ten."""
     import hashlib
