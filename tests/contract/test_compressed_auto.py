@@ -154,12 +154,32 @@ def test_a_codec_that_turns_out_to_be_slower_is_given_up_by_all(monkeypatch: pyt
     assert "ms with int8" in first[3][1]
 
 
+def test_links_are_measured_again_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "REVIEW", 5)
+    chosen = iter([covey.Int8(), covey.Int8(), covey.FP16(), covey.FP16()])  # one for each rank, each time
+    monkeypatch.setattr(automatic, "choose", lambda *_, **__: (next(chosen), "as the test says"))
+
+    def body(group: Group) -> list[str]:
+        with slow(group) as part:
+            said = []
+            for number in range(9):
+                part.all_reduce(values(part.rank, number), compress="auto")
+                said.append(part.compression.codec)
+            return said
+
+    first, second = run_threads(2, body, lanes="tcp", timeout=60.0)
+    assert first == second == ["none", "none", "int8", "int8", "int8", "none", "none", "fp16", "fp16"]
+
+
 def test_arrays_that_are_too_small_are_sent_as_they_are() -> None:
     def body(group: Group) -> None:
         x = values(group.rank, count=100)
         exact = group.all_reduce(x.copy())
         assert group.all_reduce(x, compress="auto").tobytes() == exact.tobytes()
         assert group.compression.reason == "none: the array has less than 64 KiB"
+        for operation in (group.broadcast, group.all_gather, group.reduce_scatter):
+            with pytest.raises(ConfigError, match="auto is for all_reduce"):
+                operation(x, compress="auto")
         with pytest.raises(ConfigError, match="leave algorithm out"):
             group.all_reduce(x, compress="auto", algorithm="ring")
         with pytest.raises(ConfigError, match="op='max'"):

@@ -271,10 +271,16 @@ def codec_for_all_reduce(
 
     A group compresses only what looks like gradients: sums and means of floats, of at least the policy's smallest size.
     """
+    is_number = isinstance(x, numbers.Number | np.bool_)
+    if compress is not None and is_number:
+        codec = make_policy(compress).rules[0][1] if isinstance(compress, str) else compress
+        if codec is None:
+            return None
+        raise TypeError(f"{codec} compresses arrays; a number is sent as it is: leave compress out")
     if compress is not None:
         operand = writable(x)
         return _worthwhile(codec_of(compress, operand, name), operand)
-    if policy is None or isinstance(x, numbers.Number | np.bool_):
+    if policy is None or is_number:
         return None
     return codec_for_gradient(policy, name, writable(x), op)
 
