@@ -189,7 +189,7 @@ def test_the_codec_of_the_guide_to_compression_works(
 
     monkeypatch.setattr(parsing, "_factories", dict(parsing._factories))
     page = "docs/guides/compression.md"
-    (code,) = blocks(page)
+    *_, code = blocks(page)
     names = run(page, code, {"__name__": "a_page"})
     assert f"# {capsys.readouterr().out}" in code
     codec = names["Fixed"](0.5)
@@ -224,6 +224,48 @@ def test_the_functions_of_the_guide_to_observing_run_on_two_ranks(capsys: pytest
     assert printed.count("first is rank") == 2
 
 
+def test_the_calls_of_the_guide_to_compression_run_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/compression.md"
+    calls, loop, *_ = blocks(page)
+
+    def array(rank: int, number: int) -> Any:
+        return np.random.default_rng([rank, number]).standard_normal((200, 200)).astype(np.float32)
+
+    def rank_main(group: covey.Group) -> list[bytes]:
+        grads = {name: array(group.rank, number) for number, name in enumerate(("embed.w", "layer.w", "layer.bias"))}
+        given = {"covey": covey, "group": group, "x": array(group.rank, 3), "grads": grads, "loss": group.rank}
+        names = run(page, calls, given)
+        assert set(group.feedback.names()) == {"embed.w", "layer.w"}
+        assert names["exact"] == 0.5
+        assert np.array_equal(grads["layer.bias"], (array(0, 2) + array(1, 2)) / 2)
+        assert np.abs(grads["layer.w"] - (array(0, 1) + array(1, 1)) / 2).max() < 0.05
+        run(page, loop, {**names, "compute_gradient": lambda step: array(group.rank, step)})
+        return [names["x"].tobytes(), np.stack(names["rows"]).tobytes(), *(grad.tobytes() for grad in grads.values())]
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+    assert capsys.readouterr().out.count("Compression(operations=") == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_hook_of_the_guide_to_compression_runs() -> None:
+    import torch
+    import torch.distributed as dist
+
+    import covey.torch
+
+    page = "docs/guides/compression.md"
+    *_, hook, _ = blocks(page)
+    dist.init_process_group("covey")
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 200))
+        run(page, hook, {"covey": covey, "ddp": ddp})
+        ddp(torch.ones(3, 300)).sum().backward()
+        assert all(parameter.grad is not None for parameter in ddp.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_session_shows_what_python_prints() -> None:
     import doctest
 
@@ -236,7 +278,7 @@ def test_the_session_shows_what_python_prints() -> None:
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md", "docs/guides/running.md"), 1),
-        "docs/guides/compression.md": 1,
+        "docs/guides/compression.md": 4,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/collectives.md"), 2),
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,

@@ -59,25 +59,22 @@ class Reductions(Issuer):
         `compress` sends fewer bytes of a sum or mean of floats: a codec like "int8", or "none" if the group compresses
         and this call must not. With `feedback`, what this call loses is added to the next one of the same `name`.
         """
+        if compress is not None or self._policy is not None:
+            asked = None
+            if type(x) is np.ndarray and (compress is None or type(compress) is str):
+                asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
+            if not self._savings.passes(self._engine, asked):
+                codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
+                if codec is not None:
+                    return compressing.all_reduce(
+                        self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
+                        timeout=timeout, async_op=async_op,
+                    )  # fmt: skip
         shortcut = self._engine.shortcut
-        if (
-            shortcut is not None
-            and weight is None
-            and compress is self._policy is None
-            and timeout is None
-            and algorithm is None
-            and not async_op
-        ):
+        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
             outcome = shortcut.run(x, op)
             if outcome is not False:
                 return x if outcome is True else self._resume(x, outcome)
-        if compress is not None or self._policy is not None:
-            codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
-            if codec is not None:
-                return compressing.all_reduce(
-                    self, x, op, codec, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
-                    timeout=timeout, async_op=async_op,
-                )  # fmt: skip
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
