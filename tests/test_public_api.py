@@ -122,7 +122,7 @@ def documents() -> dict[str, str]:
 def test_the_documents_name_only_what_exists() -> None:
     modules = {"_native"} | {name.split(".")[1] for name in MODULES if "." in name}
     for document, text in documents().items():
-        for name in re.findall(r"\bcovey\.([A-Za-z_]+)\b(?!/)", text):
+        for name in re.findall(r"\bcovey\.(?!toml\b)([A-Za-z_]+)\b(?!/)", text):
             assert name in PUBLIC | modules, f"{document} names covey.{name}"
         for name in re.findall(r"\bgroup\.([a-z_]+)\b", text):
             assert name in GROUP, f"{document} names group.{name}"

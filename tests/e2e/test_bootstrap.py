@@ -185,6 +185,16 @@ def test_a_rank_that_died_while_the_others_gathered_may_come_again(job: Job) -> 
 
 
 @pytest.mark.parametrize(
+    "where", ["size=3, address='127.0.0.1:4700'", f"peers={[f'localhost:{4700 + r}' for r in range(3)]}"]
+)
+def test_a_program_may_place_its_ranks_itself(job: Job, where: str) -> None:
+    codes = [JOB.replace("covey.join(", f"covey.join(rank={rank}, {where}, ") for rank in range(3)]
+    assert codes[0] != JOB
+    check(reports_of(finish_all([job.start(code) for code in codes])), 3)
+    assert job.left_behind() == []
+
+
+@pytest.mark.parametrize(
     ("one", "other", "text"),
     [
         ({"RANK": 0, "WORLD_SIZE": 2}, {"RANK": 1, "WORLD_SIZE": 3}, "size is 3 on rank 1 and 2 on rank 0"),
@@ -212,7 +222,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_both(
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"COVEY_LANES": "bogus"}, "lanes='bogus' is unknown; use one of auto, shm, unix, tcp"),
+        ({"COVEY_LANES": "bogus"}, "COVEY_LANES='bogus' is unknown; use one of auto, shm, unix, tcp"),
         ({"COVEY_LANES": "memory"}, "lanes='memory' is for covey.testing.run_threads"),
         ({"COVEY_LANSE": "shm"}, "COVEY_LANSE is set, but covey has no such setting; did you mean COVEY_LANES?"),
         ({"COVEY_TIMEOUT": "soon"}, "COVEY_TIMEOUT='soon' is not a number of seconds"),

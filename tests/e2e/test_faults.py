@@ -191,10 +191,7 @@ def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> N
 def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     """Wait for a rank that stops: in mid-transfer, in an operation it never enters, for a message."""
     os.environ.pop("COVEY_KEEPER", None)  # a keeper would tell of the stop before the deadline
-    import covey.runtime.collectives.operation
-
-    covey.runtime.collectives.operation.WARN_SECONDS = 0.6  # type: ignore[misc]
-    with covey.join() as group:
+    with covey.join(settings={"warn_after": 0.6}) as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
 

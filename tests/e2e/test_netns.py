@@ -179,6 +179,36 @@ def test_tcp_can_be_forced_on_a_host_too_and_rank_0_may_come_last(hosts: Hosts, 
     assert job.left_behind() == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "rank={rank}, size=4, address='10.213.7.1:29500'",
+        "rank={rank}, peers=['10.213.7.1:29500', '10.213.7.1:29501', '10.213.7.2:29500', '10.213.7.2:29501']",
+    ],
+    ids=["address", "peers"],
+)
+@pytest.mark.parametrize("secured", [True, False])
+def test_ranks_that_a_program_places_meet_at_the_address_it_names(
+    hosts: Hosts, job: Job, arguments: str, secured: bool
+) -> None:
+    env: dict[str, object] = {"COVEY_SECRET": SECRET} if secured else {"COVEY_INSECURE": 1}
+    given = [arguments.format(rank=rank) for rank in range(4)]
+    codes = [JOB.replace("covey.join(", f"covey.join({each}, ") for each in given]
+    ranks = [hosts.start(job, rank, code, RANK=0, WORLD_SIZE=9, **env) for rank, code in enumerate(codes)]
+    check([ended.report for ended in finish_all(ranks)], "shm", "secure" if secured else "tcp")
+    assert job.left_behind() == []
+
+
+def test_a_machine_finds_its_own_address_among_the_peers(hosts: Hosts, job: Job) -> None:
+    code = """
+import covey
+with covey.join(peers=["10.213.7.1:29500", "10.213.7.2:29500"], timeout=20) as group:
+    print([group.rank, group.size, group.local_rank, group.all_reduce(10 ** group.rank)])
+"""
+    ranks = [hosts.start(job, rank, code, COVEY_SECRET=SECRET) for rank in (2, 0)]
+    assert [ended.report for ended in finish_all(ranks)] == [[1, 2, 0, 11], [0, 2, 0, 11]]
+
+
 @pytest.mark.parametrize("lanes", ["shm", "unix"])
 def test_lanes_that_cannot_leave_a_host_are_refused_between_hosts(hosts: Hosts, job: Job, lanes: str) -> None:
     ranks = [hosts.start(job, rank, COVEY_INSECURE=1, COVEY_LANES=lanes) for rank in range(4)]
@@ -200,7 +230,7 @@ except covey.DeadlineError as error:
     for ended in finish_all(ranks):
         late, text = ended.report
         assert 3 in late
-        assert "same job id or MASTER_ADDR and MASTER_PORT" in text
+        assert "same job id, address, or MASTER_ADDR and MASTER_PORT" in text
     assert job.left_behind() == []
 
 

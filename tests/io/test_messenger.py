@@ -21,7 +21,8 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from covey.proto.matching import ANY, CREDIT_BYTES
+from covey.proto.matching import ANY
+from covey.proto.message_link import MessageSizes
 from covey.runtime.messages.messenger import Messenger
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -85,6 +86,7 @@ class MessengerGroup:
             fault=lambda: self.fault,
             lost=self.gone.get,
             name=f"test[{rank}]",
+            sizes=MessageSizes(),
         )
 
     def open_lane(self, rank: int, peer: int) -> socket.socket:
@@ -327,7 +329,7 @@ def test_one_thread_can_send_to_itself_first_and_receive_later(make_group: MakeG
 def test_a_sender_may_leave_four_mebibytes_and_then_waits(make_group: MakeGroup) -> None:
     group = make_group(2)
     works = [group.start_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
-    allowed = CREDIT_BYTES // (64 * KIB)
+    allowed = MessageSizes().credit_bytes // (64 * KIB)
     assert [work.done() for work in works] == [True] * allowed + [False] * (100 - allowed)
     with pytest.raises(DeadlineError, match="rank 1"):
         group.wait(0, works[-1], 0.02)

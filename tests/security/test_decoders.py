@@ -123,7 +123,10 @@ def test_valid_inputs_alone_do_not_reach_every_branch() -> None:
 @pytest.mark.parametrize("read", message_decoders(), ids=lambda read: read.__name__)
 def test_every_message_and_every_part_of_one_is_among_the_valid_inputs(read: Callable[[bytes], Any]) -> None:
     wanted = set().union(*(values.structs(kind) for kind in values.variants(values.return_type(read))))
-    made = [values.parts(read(data)) for data in TARGETS[read.__name__.removeprefix("decode_")].seeds()]
+    target, made = TARGETS[read.__name__.removeprefix("decode_")], list[set[type]]()
+    for data in target.seeds():
+        with contextlib.suppress(*target.promised):  # some are refused on purpose
+            made.append(values.parts(read(data)))
     assert set().union(*made) == wanted
 
 

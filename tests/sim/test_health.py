@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.proto import evidence, health
-from covey.proto.health import INTERVAL, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
+from covey.proto.health import REPORT_EVERY, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -114,7 +114,7 @@ class Ward:
         for actor in self.actors:
             self._arm(actor)
             if keepers:
-                self.at(chance.uniform(0, INTERVAL), self._vouch_on, actor)
+                self.at(chance.uniform(0, REPORT_EVERY), self._vouch_on, actor)
 
     # Faults
 
@@ -250,7 +250,7 @@ class Ward:
     def _vouch_on(self, actor: Actor) -> None:
         if not actor.is_gone:
             self._say(actor, Vouch.STOPPED if actor.is_stopped else Vouch.BUSY)
-            self.at(self.now + INTERVAL, self._vouch_on, actor)
+            self.at(self.now + REPORT_EVERY, self._vouch_on, actor)
 
     def _keeper_sees(self, actor: Actor, vouch: Vouch) -> None:
         if self.has_keepers:

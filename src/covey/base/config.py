@@ -1,28 +1,23 @@
-"""Settings: their names, defaults and sources; invalid values are refused.
+"""The settings of a group, and the variables of covey; unknown variables and invalid values are refused.
 
 Explicit arguments beat the environment, which beats the defaults. Nothing here reads the environment itself:
-callers pass the mapping.
+callers pass the mapping, with the settings of covey.toml below it (`covey.net.settings_files`).
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
+from covey.base.setting_kinds import check_timeout as check_timeout
+from covey.base.settings import PORTS as PORTS
+from covey.base.settings import SETTINGS, suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-YEAR_SECONDS: Final = 365 * 86400.0
-LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "memory")
-ON_LOSS: Final = ("raise", "continue")
-QUORUMS: Final = ("majority", "any")
-STREAMS_LIMIT: Final = 64
-PORTS: Final = range(47700, 47732)
-"""The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
 LAUNCHER_VARIABLES: Final = (
     "COVEY_RANK",
     "COVEY_SIZE",
@@ -60,49 +55,67 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_TIE_BREAKER",
 )
 """The variables that choose the cluster, and how to find it."""
-OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS", "COVEY_NATIVE", "COVEY_WARM_START")
-"""Tracebacks for the command line; a file to append events to; whether `covey run` forks its ranks."""
+KNOWN_VARIABLES: Final = tuple(
+    dict.fromkeys((*(each.variable for each in SETTINGS.values()), *LAUNCHER_VARIABLES, *RUN_VARIABLES))
+)
+"""All variables of covey: settings, and what launchers tell the processes they start."""
+
+
+def _default(name: str) -> Any:
+    return SETTINGS[name].default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """How the ranks of a run reach each other, and how long they wait."""
+    """How the ranks of a run reach each other, how long they wait, and how they work; `base.settings` explains each."""
 
-    lanes: str = "auto"
-    """`auto` uses the fastest safe lane for each pair; shm, unix, tcp or secure forces one; memory is for threads."""
-    timeout: float = 1800.0
-    """Seconds after which an operation raises DeadlineError. A lost process is noticed long before."""
-    insecure: bool = False
-    """Allow clear-text connections beyond this machine."""
-    interfaces: str = ""
-    """Which interfaces to use: `eth*,!docker*,10.0.0.0/8`. Empty: all that are up."""
-    streams: str = "auto"
-    """Connections per secure lane: a number, or `auto`, which depends on the round-trip time."""
-    on_loss: str = "raise"
-    """What operations do when a rank is lost: `raise`, or `continue` among the remaining ranks."""
-    patience: float = 30.0
-    """Seconds that members wait for a quorum of the others before they give up."""
-    quorum: str = "majority"
-    """Which members may continue: a `majority` of the last view, or `any`, with which two halves may continue apart."""
-    compress: str = ""
-    """How gradients are compressed: a codec like `int8`, or a policy like `embed.*=topk(0.01), *=int8`."""
-    call_handlers: int = 64
-    """Functions that run at the same time for calls of other nodes; further calls wait, nodes being served in turn."""
-    call_bytes: int = 1 << 30
-    """Bytes of the arguments or the result of one call, and of all large arguments that a node holds for calls."""
+    lanes: str = _default("lanes")
+    timeout: float = _default("timeout")
+    insecure: bool = _default("insecure")
+    interfaces: str = _default("interfaces")
+    streams: str = _default("streams")
+    on_loss: str = _default("on_loss")
+    patience: float = _default("patience")
+    quorum: str = _default("quorum")
+    compress: str = _default("compress")
+    warn_after: float = _default("warn_after")
+    bucket_bytes: int = _default("bucket_bytes")
+    heartbeat: float = _default("heartbeat")
+    host_silence: float = _default("host_silence")
+    process_silence: float = _default("process_silence")
+    exchange_bytes: int = _default("exchange_bytes")
+    doubling_bytes: int = _default("doubling_bytes")
+    tree_bytes: int = _default("tree_bytes")
+    segment_bytes: int = _default("segment_bytes")
+    cached_segment_bytes: int = _default("cached_segment_bytes")
+    ring_bytes: int = _default("ring_bytes")
+    eager_bytes: int = _default("eager_bytes")
+    credit_bytes: int = _default("credit_bytes")
+    call_handlers: int = _default("call_handlers")
+    call_bytes: int = _default("call_bytes")
 
     def __post_init__(self) -> None:
-        if self.lanes not in LANES:
-            raise ConfigError(f"lanes={self.lanes!r} is unknown; use one of {', '.join(LANES)}")
-        for what, value, known in (("on_loss", self.on_loss, ON_LOSS), ("quorum", self.quorum, QUORUMS)):
-            if value not in known:
-                raise ConfigError(f"{what}={value!r} is unknown; use one of {', '.join(known)}")
-        for what, number in (("call_handlers", self.call_handlers), ("call_bytes", self.call_bytes)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(f"{what}={number!r} must be a whole number above 0")
-        object.__setattr__(self, "timeout", check_timeout(self.timeout))
-        object.__setattr__(self, "patience", check_timeout(self.patience, "patience"))
-        object.__setattr__(self, "streams", _check_streams(self.streams))
+        for field in fields(self):
+            setting = SETTINGS[field.name]
+            object.__setattr__(self, field.name, setting.kind.read(field.name, getattr(self, field.name)))
+        if self.host_silence < 4.5 * self.heartbeat:
+            raise ConfigError(
+                f"host_silence={self.host_silence:g} must be at least 4.5 times heartbeat={self.heartbeat:g}: a peer "
+                "is pinged and suspected before its machine is lost"
+            )
+        if self.process_silence < self.host_silence:
+            raise ConfigError(
+                f"process_silence={self.process_silence:g} must be at least host_silence={self.host_silence:g}"
+            )
+
+    def agreed(self) -> str:
+        """Return the settings that all ranks must share and that are not at their defaults, as one text.
+
+        `lanes` and `on_loss` are not in it: ranks tell each other these in fields of their own.
+        """
+        shared = [each for each in SETTINGS.values() if each.is_shared and each.name not in ("lanes", "on_loss")]
+        values = {each.name: getattr(self, each.name) for each in shared}
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value != SETTINGS[name].default)
 
 
 def split_list(text: str) -> tuple[str, ...]:
@@ -119,80 +132,18 @@ def ports_from(text: str) -> range:
     return range(int(text), min(int(text) + len(PORTS), 1 << 16))
 
 
-def _check_streams(streams: str | int) -> str:
-    text = str(streams)
-    if text == "auto" or (text.isascii() and text.isdigit() and 1 <= int(text) <= STREAMS_LIMIT):
-        return text
-    raise ConfigError(f"streams={streams!r} must be auto or a number from 1 to {STREAMS_LIMIT}")
-
-
-def check_timeout(timeout: float, what: str = "timeout") -> float:
-    """Return `timeout` as a float, at most a year; raise ConfigError unless it is a number above 0."""
-    if type(timeout) is float and 0.0 < timeout <= YEAR_SECONDS:  # the common case, kept short: this is paid per call
-        return timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
-        raise ConfigError(f"{what}={timeout!r} must be a number of seconds above 0")
-    return min(float(timeout), YEAR_SECONDS)
-
-
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
     """Return the settings from the environment, overridden by the arguments that are not None."""
     refuse_unknown(env)
     if "memory" in (explicit.get("lanes"), env.get("COVEY_LANES")):
         raise ConfigError("lanes='memory' is for covey.testing.run_threads, whose ranks are threads of one process")
-    found = {field: parse(key, env[key]) for key, (field, parse) in _ENVIRONMENT.items() if key in env}
+    of_group = [setting for setting in SETTINGS.values() if setting.of_group and setting.variable in env]
+    found = {each.name: each.kind.read(each.variable, env[each.variable]) for each in of_group}
     return GroupConfig(**(found | {field: value for field, value in explicit.items() if value is not None}))
 
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
     """Raise ConfigError for an unknown COVEY_ variable, which is most likely a typing error."""
-    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, *OTHER_VARIABLES}
     for key in sorted(env):
-        if key.startswith("COVEY_") and key not in known:
-            import difflib  # rarely needed, and slow to load
-
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            raise ConfigError(
-                f"{key} is set, but covey has no such setting" + (f"; did you mean {near[0]}?" if near else "")
-            )
-
-
-def _seconds(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r} is not a number of seconds") from None
-
-
-def _whole(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r} is not a whole number") from None
-
-
-def flag(key: str, text: str) -> bool:
-    if text.lower() in ("1", "true", "yes"):
-        return True
-    if text.lower() in ("", "0", "false", "no"):
-        return False
-    raise ConfigError(f"{key}={text!r} must be 1 or 0")
-
-
-def _text(_key: str, text: str) -> str:
-    return text
-
-
-_ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
-    "COVEY_LANES": ("lanes", _text),
-    "COVEY_TIMEOUT": ("timeout", _seconds),
-    "COVEY_INSECURE": ("insecure", flag),
-    "COVEY_INTERFACES": ("interfaces", _text),
-    "COVEY_STREAMS": ("streams", _text),
-    "COVEY_ON_LOSS": ("on_loss", _text),
-    "COVEY_PATIENCE": ("patience", _seconds),
-    "COVEY_QUORUM": ("quorum", _text),
-    "COVEY_COMPRESS": ("compress", _text),
-    "COVEY_CALL_HANDLERS": ("call_handlers", _whole),
-    "COVEY_CALL_BYTES": ("call_bytes", _whole),
-}
+        if key.startswith("COVEY_") and key not in KNOWN_VARIABLES:
+            raise ConfigError(f"{key} is set, but covey has no such setting{suggestion(key, KNOWN_VARIABLES)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -13,6 +12,7 @@ from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
 from covey.net.keys import clusters
 from covey.net.keys.identity import short_id
+from covey.net.settings_files import effective_environment
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 
@@ -36,7 +36,7 @@ def among(cluster: Cluster, *, quiet: bool = False) -> Iterator[Visit]:
     """
     with (
         working(f"looking for nodes of {cluster.name} that run now ...", quiet=quiet),
-        visiting(cluster, group_config(os.environ)) as visit,
+        visiting(cluster, group_config(effective_environment())) as visit,
     ):
         look_around(visit)
         yield visit

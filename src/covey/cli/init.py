@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import ipaddress
 import json
-import os
 import secrets
 import sys
 from typing import Annotated, Final
@@ -19,6 +18,7 @@ from covey.net import audit
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity
+from covey.net.settings_files import effective_environment
 from covey.wire.secret import (
     KEY_BYTES,
     MAX_SEEDS,
@@ -89,8 +89,9 @@ def current_seeds() -> tuple[str, ...]:
     from covey.net.discovery.interfaces import usable_interfaces
 
     seeds: list[str] = []
-    port = ports_from(os.environ.get("COVEY_PORT", ""))[0]
-    for interface in usable_interfaces(os.environ.get("COVEY_INTERFACES", "")):
+    env = effective_environment()
+    port = ports_from(env.get("COVEY_PORT", ""))[0]
+    for interface in usable_interfaces(env.get("COVEY_INTERFACES", "")):
         ips = [ipaddress.ip_address(text) for text in interface.addresses]
         ips = [ip for ip in ips if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
         family = min((ip.version for ip in ips), default=4)

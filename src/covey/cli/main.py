@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "status": "Show the nodes of the cluster and the links between them.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
+    "config": "Print the settings in effect, and where each comes from.",
     "clusters": "List the clusters that this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",

@@ -230,9 +230,10 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     from covey.base.config import GroupConfig
     from covey.base.seeds import split_seeds
     from covey.net.discovery.interfaces import parse_pattern
+    from covey.net.settings_files import effective_environment
     from covey.runtime.keeper.service import ClusterKeeperService
 
-    env = {**os.environ, **variables}
+    env = {**effective_environment(), **variables}
     wanted = find_run(env, {})
     assert wanted is not None
     most = wanted.size if wanted.size is not None else wanted.max_size

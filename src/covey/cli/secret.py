@@ -21,6 +21,7 @@ from covey.net import audit
 from covey.net.keys import clusters, owner, rotation
 from covey.net.keys.clusters import GRACE, MAX_GRACE
 from covey.net.keys.identity import resolve_id, short_id
+from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
@@ -116,7 +117,7 @@ def rotate(
         raise ConfigError("there is no terminal to ask on; add --yes if you mean to change the secret")
     old = _saved(cluster)
     private = owner.require(old, "changing the secret")
-    with visiting(old, group_config(os.environ), announce=False) as visit:
+    with visiting(old, group_config(effective_environment()), announce=False) as visit:
         with working(f"looking for nodes of {old.name} that run now ...", quiet=as_json):
             look_around(visit)
         cards = _chosen([state.card for state in visit.members()], to)
@@ -147,7 +148,7 @@ def _saved(name: str | None) -> Cluster:
     for variable in ("COVEY_SECRET", "COVEY_SECRET_FILE"):
         if variable in os.environ:
             raise ConfigError(f"the secret is given by {variable}: change it there, or unset {variable} first")
-    return ClusterOptions(name).find(os.environ)
+    return ClusterOptions(name).find(effective_environment())
 
 
 def _ask(cluster: Cluster, cards: list[messages.Card]) -> None:

@@ -27,7 +27,7 @@ def home() -> Path:
     Raises:
         ConfigError: other users may enter it, it belongs to another user, or it cannot be made.
     """
-    return private_folder(_home_path())
+    return private_folder(home_path())
 
 
 def existing(name: str = "") -> Path:
@@ -36,11 +36,12 @@ def existing(name: str = "") -> Path:
     Raises:
         ConfigError: it exists, and other users may enter it, or it belongs to another user.
     """
-    folder = _check_folder(_home_path())
+    folder = _check_folder(home_path())
     return _check_folder(folder / name) if name else folder
 
 
-def _home_path() -> Path:
+def home_path() -> Path:
+    """Return the path of the configuration folder, which need not exist."""
     if chosen := os.environ.get("COVEY_HOME"):
         return Path(chosen).absolute()
     config = os.environ.get("XDG_CONFIG_HOME", "")

@@ -8,43 +8,56 @@ different plans.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import ConfigError
+from covey.base.settings import SETTINGS
 from covey.plan import direct, doubling, ring, tree
 from covey.plan.moves import placed
 
 if TYPE_CHECKING:
     from covey.plan.moves import Plan
 
-EXCHANGE_BYTES: Final = 256 << 10
-"""Up to this, two ranks swap whole buffers; above it, halves are cheaper."""
-DOUBLING_BYTES: Final = 256 << 10
-"""Up to this, more than two ranks use the plan with the fewest rounds; above it, that with the fewest bytes."""
-TREE_BYTES: Final = 128 << 10
-"""Up to this, broadcast and reduce use a binomial tree; above it, a pipelined chain."""
-SEGMENT_BYTES: Final = 4 << 20
-"""The size of pipelined transfers: large enough for few calls, small enough to fill the pipeline soon."""
-CACHED_SEGMENT_BYTES: Final = 256 << 10
-"""The same through shared memory: what a rank has reduced is still in its cache when it is sent on."""
+
+class PlanSizes(NamedTuple):
+    """The sizes at which plans change, and of transfers: equal on all ranks, or they would run different plans."""
+
+    exchange_bytes: int = SETTINGS["exchange_bytes"].default
+    """Up to this, two ranks swap whole buffers; above it, halves are cheaper."""
+    doubling_bytes: int = SETTINGS["doubling_bytes"].default
+    """Up to this, more than two ranks use the plan with the fewest rounds; above it, that with the fewest bytes."""
+    tree_bytes: int = SETTINGS["tree_bytes"].default
+    """Up to this, broadcast and reduce use a binomial tree; above it, a pipelined chain."""
+    segment_bytes: int = SETTINGS["segment_bytes"].default
+    """The size of pipelined transfers: large enough for few calls, small enough to fill the pipeline soon."""
+    cached_segment_bytes: int = SETTINGS["cached_segment_bytes"].default
+    """The same through shared memory: what a rank has reduced is still in its cache when it is sent on."""
+
+    def segment(self, itemsize: int, *, is_cached: bool = False) -> int:
+        """Return the number of elements in a pipelined transfer."""
+        return max(1, (self.cached_segment_bytes if is_cached else self.segment_bytes) // itemsize)
+
+
+DEFAULT_SIZES: Final = PlanSizes()
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
 
 
 @lru_cache(maxsize=256)
-def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algorithm: str | None) -> Plan:
+def all_reduce(
+    rank: int, size: int, count: int, itemsize: int, lanes: str, algorithm: str | None, sizes: PlanSizes
+) -> Plan:
     """Return this rank's plan; `lanes` is "ring" if all pairs share memory, else "stream"."""
     nbytes = count * itemsize
     if algorithm is None:
         if size == 2:
-            algorithm = "exchange" if nbytes <= EXCHANGE_BYTES else "direct"
-        elif nbytes <= DOUBLING_BYTES:
+            algorithm = "exchange" if nbytes <= sizes.exchange_bytes else "direct"
+        elif nbytes <= sizes.doubling_bytes:
             algorithm = "doubling"
         else:
             algorithm = "direct" if lanes == "ring" else "ring"
-    is_cached = lanes == "ring" and size > 2
-    segment = max(1, (CACHED_SEGMENT_BYTES if is_cached else SEGMENT_BYTES) // itemsize)
+    segment = sizes.segment(itemsize, is_cached=lanes == "ring" and size > 2)
     match algorithm:
         case "exchange" if size <= 2:
             return direct.exchange(rank, size, count)
@@ -58,24 +71,26 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
 
 
 @lru_cache(maxsize=256)
-def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None) -> Plan:
+def broadcast(
+    rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None, sizes: PlanSizes
+) -> Plan:
     """Return this rank's plan."""
-    match _rooted(count * itemsize, algorithm):
+    match _rooted(count * itemsize, algorithm, sizes):
         case "tree":
             return tree.broadcast(rank, size, root, count)
         case "ring":
-            return ring.broadcast(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
+            return ring.broadcast(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("broadcast", algorithm, ROOTED)
 
 
 @lru_cache(maxsize=256)
-def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None) -> Plan:
+def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None, sizes: PlanSizes) -> Plan:
     """Return this rank's plan."""
-    match _rooted(count * itemsize, algorithm):
+    match _rooted(count * itemsize, algorithm, sizes):
         case "tree":
             return tree.reduce(rank, size, root, count)
         case "ring":
-            return ring.reduce(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
+            return ring.reduce(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("reduce", algorithm, ROOTED)
 
 
@@ -124,17 +139,19 @@ def scatter(rank: int, root: int, lengths: tuple[int, ...]) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def reduce_scatter(rank: int, starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int) -> Plan:
+def reduce_scatter(
+    rank: int, starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int, sizes: PlanSizes
+) -> Plan:
     """Return this rank's plan to reduce its part of buffer 0, which is only read, into buffer 1.
 
     The part of rank j has counts[j] elements from starts[j] on. Buffer 1 starts as a copy of this rank's part.
     """
-    plan = direct.reduce_scatter(rank, counts, max(1, SEGMENT_BYTES // itemsize))
+    plan = direct.reduce_scatter(rank, counts, sizes.segment(itemsize))
     return placed(plan, [*((0, start) for start in starts), (1, 0)])
 
 
-def _rooted(nbytes: int, algorithm: str | None) -> str:
-    return algorithm or ("tree" if nbytes <= TREE_BYTES else "ring")
+def _rooted(nbytes: int, algorithm: str | None, sizes: PlanSizes) -> str:
+    return algorithm or ("tree" if nbytes <= sizes.tree_bytes else "ring")
 
 
 def unknown(operation: str, algorithm: str | None, known: tuple[str, ...]) -> ConfigError:

@@ -7,25 +7,56 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
-INTERVAL: Final = 0.5
-"""Seconds without a message after which a peer is pinged, and between the reports of a keeper. A quiet pair exchanges
-some four small messages a second."""
-REPEAT: Final = INTERVAL / 2
-"""Seconds between pings while none is answered: on a bad link each is another chance."""
-SUSPECT_LEAST: Final = 3 * INTERVAL
-"""Seconds of silence that make a peer suspected on a perfect link: four pings were not answered and the fifth is sent.
-A message that is lost, or stalls for 200 ms as on Wi-Fi, does not matter."""
-SUSPECT_MOST: Final = 3.0
-"""The same on the worst link, and on one that was never measured. It leaves time before HOST_SILENCE to dial anew:
-after an outage TCP waits as long again before it retransmits, a new connection does not."""
-HOST_SILENCE: Final = 4.5
-"""Seconds without any sign from a machine after which it is dead: with half a second for messages on the way and for
-this node's own timers, a pulled cable is noticed in under 5 s."""
-PROCESS_SILENCE: Final = 15.0
-"""The same for one process, if nothing shows that its machine is dead: longer than ordinary code keeps an interpreter
-from running other threads."""
+from covey.base.settings import SETTINGS
+
+
+class Silences(NamedTuple):
+    """How long a peer may be silent, in seconds; each member has its own. The settings of these names are the first."""
+
+    heartbeat: float = SETTINGS["heartbeat"].default
+    """Without a message for so long, a peer is pinged. A quiet pair exchanges some four small messages a second."""
+    host_silence: float = SETTINGS["host_silence"].default
+    """Without any sign from a machine for so long, it is dead: with half a second for messages on the way and for this
+    node's own timers, the default notices a pulled cable in under 5 s."""
+    process_silence: float = SETTINGS["process_silence"].default
+    """The same for one process, if nothing shows that its machine is dead: longer than ordinary code keeps an
+    interpreter from running other threads."""
+
+    @property
+    def repeat(self) -> float:
+        """The time between pings while none is answered: on a bad link each is another chance."""
+        return self.heartbeat / 2
+
+    @property
+    def suspect_least(self) -> float:
+        """The silence that makes a peer suspected on a perfect link: four pings had no answer and the fifth is sent.
+
+        A message that is lost, or stalls for 200 ms as on Wi-Fi, does not matter.
+        """
+        return 3 * self.heartbeat
+
+    @property
+    def suspect_most(self) -> float:
+        """The same on the worst link, and on one that was never measured.
+
+        It leaves time before `host_silence` to dial anew: after an outage TCP waits as long again before it
+        retransmits, a new connection does not.
+        """
+        return self.host_silence * 2 / 3
+
+    def suspect_after(self, round_trip: float, jitter: float) -> float:
+        """Return the silence that makes a peer suspected, from the mean and mean deviation of its round trip.
+
+        Answers may take four mean deviations (RFC 6298) more than usual, within bounds.
+        """
+        return min(self.suspect_least + round_trip + 4 * jitter, self.suspect_most)
+
+
+DEFAULT_SILENCES: Final = Silences()
+REPORT_EVERY: Final = 0.5
+"""Seconds between the reports of a keeper."""
 STOPPED_SILENCE: Final = 0.5
 """Seconds that a process may be stopped: a debugger that attaches stops it for a moment. A stopped process should be
 known within a second, and the keeper needs part of that to notice."""
@@ -33,7 +64,7 @@ ASK_VOUCHED: Final = 10.0
 """Seconds without a message after which a peer on this machine is pinged while its keeper vouches for it. Processes of
 one machine cannot be cut off from each other, and the kernel tells the keeper more than an answer would. With a hundred
 of them, pings twice a second for every pair would take both cores of a small machine."""
-FRESH: Final = SUSPECT_MOST
+FRESH: Final = 6 * REPORT_EVERY
 """Seconds for which a keeper's "alive, busy" replaces such an answer. Six reports of a keeper can be lost."""
 VOUCHED: Final = 300.0
 """Seconds of silence that a keeper's "alive, busy" explains; after that a process is taken to hang for good."""
@@ -68,14 +99,6 @@ class Cause(enum.IntEnum):
     EXITED = 5
 
 
-def suspect_after(round_trip: float, jitter: float) -> float:
-    """Return the seconds of silence that make a peer suspected, from the mean and mean deviation of its round trip.
-
-    Answers may take four mean deviations (RFC 6298) more than usual, within bounds.
-    """
-    return min(SUSPECT_LEAST + round_trip + 4 * jitter, SUSPECT_MOST)
-
-
 class HostEvidence:
     """The signs of life of one machine."""
 
@@ -92,8 +115,8 @@ class HostEvidence:
 class PeerEvidence:
     """The evidence about one member."""
 
-    def __init__(self, id: bytes, host: HostEvidence, now: float) -> None:
-        self.id, self.host = id, host
+    def __init__(self, id: bytes, host: HostEvidence, now: float, silences: Silences) -> None:
+        self.id, self.host, self._silences = id, host, silences
         self.standing = Standing.TRUSTED
         self.cause = Cause.SILENT
         """Why it is not trusted, unless it is."""
@@ -106,7 +129,7 @@ class PeerEvidence:
         self.pinged_at = -math.inf
         self.round_trip: float | None = None
         self.jitter = 0.0
-        self.patience = SUSPECT_MOST
+        self.patience = silences.suspect_most
         """What `suspect_after` says."""
 
     @property
@@ -122,17 +145,17 @@ class PeerEvidence:
     @property
     def ask_at(self) -> float:
         """When to ping it if no message comes before."""
-        quiet_until = self.heard_at + INTERVAL
+        quiet_until = self.heard_at + self._silences.heartbeat
         if self.host.is_own and self.has_keeper:
             asked_or_heard_at = max(self.heard_at, self.pinged_at)
             quiet_until = max(quiet_until, min(self.vouched_at + FRESH, asked_or_heard_at + ASK_VOUCHED))
-        return max(quiet_until, self.pinged_at + REPEAT)
+        return max(quiet_until, self.pinged_at + self._silences.repeat)
 
     def end(self) -> tuple[float, Cause]:
         """Return when it is dead if nothing more is received, and the cause."""
-        ends = [(self.alive_at + PROCESS_SILENCE, Cause.SILENT)]
+        ends = [(self.alive_at + self._silences.process_silence, Cause.SILENT)]
         if self.host.gives_signs:
-            ends.append((self.host.heard_at + HOST_SILENCE, Cause.HOST_SILENT))
+            ends.append((self.host.heard_at + self._silences.host_silence, Cause.HOST_SILENT))
         if self.stopped_at is not None:
             ends.append((self.stopped_at + STOPPED_SILENCE, Cause.STOPPED))
         return min(ends)
@@ -144,11 +167,12 @@ class PeerEvidence:
         else:
             self.jitter += (abs(seconds - self.round_trip) - self.jitter) / 4
             self.round_trip += (seconds - self.round_trip) / 8
-        self.patience = suspect_after(self.round_trip, self.jitter)
+        self.patience = self._silences.suspect_after(self.round_trip, self.jitter)
 
     def distrust_link(self) -> None:
         """Take the link for the worst until it is measured better: a suspicion was false."""
-        self.patience, self.jitter = SUSPECT_MOST, (SUSPECT_MOST - SUSPECT_LEAST) / 4
+        least, most = self._silences.suspect_least, self._silences.suspect_most
+        self.patience, self.jitter = most, (most - least) / 4
 
     def shift(self, seconds: float, now: float) -> None:
         """Shift its deadlines by a time in which this node did not listen."""

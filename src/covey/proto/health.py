@@ -5,8 +5,8 @@ node's own machine is pinged rarely while its keeper vouches for it. A silent pe
 soon depends on other evidence:
 
 - *Another sign from its machine* (of another member, of the keeper, an acknowledgement of its kernel) tells a busy
-  process from a dead host. A host that can give such signs and gives none is dead after HOST_SILENCE. A process on a
-  host that is heard, or that never gave other signs, has PROCESS_SILENCE: it may only be in a long C call.
+  process from a dead host. A host that can give such signs and gives none is dead after `host_silence`. A process on a
+  host that is heard, or that never gave other signs, has `process_silence`: it may only be in a long C call.
 - *The keeper*, which sees its processes in the kernel, vouches for a process that is alive and busy, and reports one
   that is stopped or has exited.
 - *The end of a link* proves nothing about the machine behind it, and a reset can be forged. It makes a peer suspected
@@ -27,47 +27,38 @@ from typing import Final, TypeAlias
 
 from covey.proto.evidence import (
     ASK_VOUCHED,
+    DEFAULT_SILENCES,
     FRESH,
-    HOST_SILENCE,
-    INTERVAL,
-    PROCESS_SILENCE,
-    REPEAT,
+    REPORT_EVERY,
     STOPPED_SILENCE,
-    SUSPECT_LEAST,
-    SUSPECT_MOST,
     VOUCHED,
     Cause,
     HostEvidence,
     PeerEvidence,
+    Silences,
     Standing,
     Vouch,
-    suspect_after,
 )
 
 __all__ = [
     "ASK_VOUCHED",
     "FRESH",
     "GRAIN",
-    "HOST_SILENCE",
-    "INTERVAL",
     "LATE",
-    "PROCESS_SILENCE",
-    "REPEAT",
+    "REPORT_EVERY",
     "STOPPED_SILENCE",
-    "SUSPECT_LEAST",
-    "SUSPECT_MOST",
     "VOUCHED",
     "Cause",
     "Dead",
     "Effect",
     "Health",
     "Ping",
+    "Silences",
     "Standing",
     "Suspect",
     "Trust",
     "Unheard",
     "Vouch",
-    "suspect_after",
 ]
 
 BEAT: Final = 0.25
@@ -133,9 +124,9 @@ class Health:
     `next_deadline` may come earlier after any call but `heard` and `round_trip`.
     """
 
-    def __init__(self, host: str, now: float) -> None:
+    def __init__(self, host: str, now: float, silences: Silences = DEFAULT_SILENCES) -> None:
         """Begin without peers; `host` is the machine of this member, which is never silent."""
-        self._own_host = host
+        self._own_host, self._silences = host, silences
         self._peers: dict[bytes, PeerEvidence] = {}
         self._hosts: dict[str, HostEvidence] = {}
         self._effects: list[Effect] = []
@@ -153,8 +144,8 @@ class Health:
         self.forget(peer_id)
         if host not in self._hosts:
             self._hosts[host] = HostEvidence(host, now, is_own=host == self._own_host)
-        self._peers[peer_id] = PeerEvidence(peer_id, self._hosts[host], now)
-        self._look_by(now + SUSPECT_MOST)
+        self._peers[peer_id] = PeerEvidence(peer_id, self._hosts[host], now, self._silences)
+        self._look_by(now + self._silences.suspect_most)
 
     def forget(self, peer_id: bytes) -> None:
         """Judge a peer no more."""
@@ -191,7 +182,7 @@ class Health:
         """Note an authenticated link with a peer."""
         if (peer := self._peers.get(peer_id)) is not None:
             peer.is_linked = True
-            self._look_by(now + INTERVAL)
+            self._look_by(now + self._silences.heartbeat)
             self.heard(peer_id, now)
 
     def link_lost(self, peer_id: bytes, now: float) -> None:
@@ -202,12 +193,12 @@ class Health:
             self._suspect(peer, Cause.LINK_LOST, now)
 
     def vouched(self, peer_id: bytes, vouch: Vouch, now: float) -> None:
-        """Take a keeper's report about a peer's process; expected every INTERVAL, and at once after a change."""
+        """Take a keeper's report about a peer's process; expected every REPORT_EVERY, and at once after a change."""
         peer = self._peers.get(peer_id)
         if peer is None or peer.has_exited:
             return
         peer.host.gave_sign(now)
-        self._look_by(now + HOST_SILENCE)
+        self._look_by(now + self._silences.host_silence)
         match vouch:
             case Vouch.BUSY:
                 peer.vouched_at, peer.stopped_at, peer.has_keeper = now, None, True
@@ -305,7 +296,7 @@ class Health:
         if peer.standing is Standing.TRUSTED or (peer.standing is Standing.SUSPECT and cause > peer.cause):
             peer.standing, peer.cause = Standing.SUSPECT, cause
             self._effects.append(Suspect(peer.id, cause, peer.why(cause, now)))
-            self._look_by(now + INTERVAL)
+            self._look_by(now + self._silences.heartbeat)
 
     def _give_up(self, peer: PeerEvidence, cause: Cause, now: float) -> None:
         was_dead = peer.standing is Standing.DEAD

@@ -1,8 +1,8 @@
 """Tagged messages between the ranks of a group, without sockets: matching, credit, and when bytes may move.
 
 A receive takes the earliest announced message that fits its source and tag. Small messages are *eager*: they are sent
-at once, as copies, while the peer holds less than CREDIT_BYTES of this rank's messages that no receive has taken; then
-sends wait until the peer gives credit back. Of a large message only the header is sent; the payload moves when a
+at once, as copies, while the peer holds less than `credit_bytes` of this rank's messages that no receive has taken;
+then sends wait until the peer gives credit back. Of a large message only the header is sent; the payload moves when a
 receive asks for it, straight into the receiver's memory.
 
 The driver writes `outgoing(peer)` to the connection with that peer and calls `sent`; it reads from the connection into
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.message import Arrival, Operation, Receive, Received, Send
-from covey.proto.message_link import CREDIT_BYTES, MessageLink
+from covey.proto.message_link import DEFAULT_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ANY", "CREDIT_BYTES", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
+__all__ = ["ANY", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
 
 ANY: Final = -1
 """As a source or a tag: any."""
@@ -38,8 +38,8 @@ RESERVED_TAGS: Final = 1 << 62
 class Matcher:
     """The messages of one rank: matches, credit and payloads with every peer."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, sizes: MessageSizes = DEFAULT_SIZES) -> None:
+        self.rank, self.size, self.sizes = rank, size, sizes
         self.completed: list[Operation] = []
         """Operations that are over; the driver takes them out."""
         self.ready: set[int] = set()

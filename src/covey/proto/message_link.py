@@ -1,33 +1,49 @@
 """The messages between this rank and one peer: frames in both directions, credit, and acknowledgements.
 
-A sender may announce messages while the peer holds less than CREDIT_BYTES of its messages that no receive has taken;
+A sender may announce messages while the peer holds less than `credit_bytes` of its messages that no receive has taken;
 then sends wait until the peer gives credit back. What no correct peer sends raises RemoteProtocolError.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.settings import SETTINGS
 from covey.proto.message import HEADER_COST, Arrival, Operation, Send
-from covey.proto.message_stream import EAGER_BYTES, Inlet, Landing, Outlet, Payload
+from covey.proto.message_stream import Inlet, Landing, Outlet, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-CREDIT_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that one rank may send to another before a receive takes them; exceeded by one eager message at most."""
-CREDIT_BATCH: Final = CREDIT_BYTES // 16
-"""Credit is returned in batches of this size, or at once when the sender may be out of it."""
 ACK_BATCH: Final = 256 * 1024
 """Small frames are acknowledged in batches of this size: a sender keeps this much, and what is under way."""
 
 
+class MessageSizes(NamedTuple):
+    """The limits of messages, equal on all ranks of a group."""
+
+    eager_bytes: int = SETTINGS["eager_bytes"].default
+    """Messages up to this size travel with their header."""
+    credit_bytes: int = SETTINGS["credit_bytes"].default
+    """Bytes that one rank may send to another before a receive takes them; exceeded by one eager message at most."""
+
+    @property
+    def credit_batch(self) -> int:
+        """Credit is returned in batches of this size, or at once when the sender may be out of it."""
+        return self.credit_bytes // 16
+
+
+DEFAULT_SIZES: Final = MessageSizes()
+
+
 class MessageHost(Protocol):
     """What the links of one rank share."""
+
+    sizes: MessageSizes
 
     ready: set[int]
     """Peers for which there are bytes to send."""
@@ -51,8 +67,9 @@ class MessageLink:
 
     def __init__(self, peer: int, host: MessageHost) -> None:
         self._peer, self._host = peer, host
+        self._sizes = host.sizes
         self.outlet = Outlet(self._payload_arrived)
-        self.inlet = Inlet(self._begin, self._landed, self._resumed)
+        self.inlet = Inlet(self._begin, self._landed, self._resumed, host.sizes.eager_bytes)
         self.is_over = False
         """Whether the peer has said that nothing follows."""
         self.is_failed = False
@@ -121,11 +138,11 @@ class MessageLink:
         self._push(wire.encode(header))
 
     def _announce(self) -> None:
-        while self._waiting and self._used < CREDIT_BYTES:
+        while self._waiting and self._used < self._sizes.credit_bytes:
             send = self._waiting.popleft()
             send.message_id, self._next_id = self._next_id, self._next_id + 1
             self._used += HEADER_COST
-            if len(send.view) <= EAGER_BYTES:
+            if len(send.view) <= self._sizes.eager_bytes:
                 self._used += len(send.view)
                 self._push(send.header(wire.EAGER) + send.view)
                 self._host.end(send)
@@ -213,9 +230,9 @@ class MessageLink:
 
     def _received_announcement(self, header: Header) -> Arrival | None:
         is_eager = header.kind == wire.EAGER
-        if header.message_id != self._expected_id or is_eager != (header.payload_bytes <= EAGER_BYTES):
+        if header.message_id != self._expected_id or is_eager != (header.payload_bytes <= self._sizes.eager_bytes):
             raise RemoteProtocolError(f"a message out of turn (expected {self._expected_id}): {header}")
-        if self._held >= CREDIT_BYTES:
+        if self._held >= self._sizes.credit_bytes:
             raise RemoteProtocolError(f"a message without credit: {header}")
         arrival = Arrival(self._peer, header, next(self._host.order))
         self._expected_id += 1
@@ -226,9 +243,10 @@ class MessageLink:
         return arrival if is_eager else None
 
     def _give_credit(self) -> None:
-        # The sender is out of credit when `held`, with what is still under way, reaches CREDIT_BYTES. Once all of that
+        # The sender is out of credit when `held`, with what is still under way, reaches `credit_bytes`. Once all of it
         # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
-        if not self.is_failed and self._owed and (self._owed >= CREDIT_BATCH or self._held >= CREDIT_BYTES):
+        is_due = self._owed >= self._sizes.credit_batch or self._held >= self._sizes.credit_bytes
+        if not self.is_failed and self._owed and is_due:
             self.push(Header(wire.CREDIT, payload_bytes=self._owed))
             self._held -= self._owed
             self._owed = 0

@@ -18,14 +18,11 @@ from covey.wire.message_header import Header
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EAGER_BYTES: Final = 64 * 1024
-"""Messages up to this size travel with their header."""
 PIECE_BYTES: Final = 1024 * 1024
 """Larger payloads are cut into pieces of this size; a small frame waits for one piece at most."""
 
-_SCRATCH_BYTES: Final = EAGER_BYTES + 1024
 _AHEAD_BYTES: Final = 4096
-"""How much is read past the end of a large piece: enough for the next headers, little enough to copy."""
+"""How much is read past the end of a piece: enough for the next headers, little enough to copy."""
 _GATHER: Final = 64
 """Buffers offered to one send call."""
 
@@ -53,14 +50,17 @@ class Inlet:
         begin: Callable[[Header], Landing | None],
         landed: Callable[[Landing], None],
         resumed: Callable[[int], None],
+        eager_bytes: int,
     ) -> None:
+        """Messages of up to `eager_bytes` travel with their header."""
         self._begin, self._landed, self._resumed = begin, landed, resumed
+        self._eager_bytes = eager_bytes
         self.received = 0
         """Bytes of the stream that have arrived."""
         self._resume_frame = memoryview(bytearray(wire.FIXED_BYTES))
         self._resume_bytes = 0
         """`resume_frame[:resume_bytes]` is the start of the first frame, which is not part of the stream."""
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch = memoryview(bytearray(eager_bytes + _AHEAD_BYTES))
         self._stop = 0
         """`scratch[:stop]` is the start of a header. While a payload lands it is 0."""
         self._landing: Landing | None = None
@@ -78,7 +78,7 @@ class Inlet:
         if self._landing is None:
             return [self._scratch[self._stop :]]
         filled, left = self._landing.filled, self._left
-        ahead = self._scratch if left <= EAGER_BYTES else self._scratch[:_AHEAD_BYTES]
+        ahead = self._scratch if left <= self._eager_bytes else self._scratch[:_AHEAD_BYTES]
         return [self._landing.target[filled : filled + left], ahead]
 
     def advance(self, count: int) -> None:

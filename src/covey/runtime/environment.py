@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
+from covey.base.settings import SETTINGS
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES, rendezvous_folder
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
-CLUSTER_JOIN_SECONDS: Final = 60.0
-DEFAULT_MIN_SIZE: Final = 2
+CLUSTER_JOIN_SECONDS: Final[float] = SETTINGS["join_timeout"].default
+DEFAULT_MIN_SIZE: Final = int(SETTINGS["run_min_size"].default)
+PORT_OFFSET: Final = 1
+"""Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
 _tokens: dict[int, bytes] = {}
 """By descriptor, what `covey run` wrote into the pipe there: it can be read once, but a program may join again."""
 
@@ -33,7 +36,8 @@ class LaunchedRank:
 
     rank: int
     size: int
-    local_rank: int = 0
+    local_rank: int | None = 0
+    """None: the ranks find out when they are linked."""
     local_size: int = 1
     folder: str = ""
     """The folder of this host where all ranks listen; empty if they are on several hosts, and rank 0 is at `master`."""
@@ -44,11 +48,21 @@ class LaunchedRank:
     is_restarted: bool = False
     """An earlier process had this rank: the run goes on, and this process is a newcomer to it."""
     master: tuple[str, int] | None = None
+    """The address of torch's store."""
+    listens_at: tuple[tuple[str, int], ...] = ()
+    """Where rank 0, rank 1 and so on listen, as far as a program has said it."""
     name: str = "run"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} is not one of the {self.size} ranks 0 to {self.size - 1}")
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where rank 0 listens, and perhaps the next ones; empty if all ranks listen in a folder."""
+        if self.listens_at or self.master is None:
+            return self.listens_at
+        return ((self.master[0], self.master[1] + PORT_OFFSET),)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import GroupConfig
+from covey.base.settings import from_argument
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 T = TypeVar("T")
@@ -26,15 +27,17 @@ def run_threads(
     *args: Any,
     lanes: str = "memory",
     timeout: float = 30.0,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[T]:
     """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
 
-    `lanes` may be memory, unix, tcp or shm. `timeout` is each group's default and bounds the whole. If ranks fail,
-    raises an ExceptionGroup of what they raised, each with a note that names its rank.
+    `lanes` may be memory, unix, tcp or shm. `timeout` is each group's default and bounds the whole. `settings`
+    are those of `covey.join`. If ranks fail, raises an ExceptionGroup of what they raised, each with a note that names
+    its rank.
     """
     results: list[Any] = [None] * size
     errors: list[Exception] = []
-    config = GroupConfig(lanes=lanes, timeout=timeout)
+    config = GroupConfig(lanes=lanes, timeout=timeout, **from_argument(settings or {}))
     token = secrets.token_bytes(TOKEN_BYTES)
 
     def rank_main(rank: int, folder: str) -> None:

@@ -12,9 +12,10 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.settings import differences_of
 from covey.wire.lineage import Ending, Lineage
 from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
-from covey.wire.messages import Worded
+from covey.wire.messages import SharedSettings, Worded
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
@@ -45,6 +46,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     version: Text
     lanes: Text
     on_loss: Text = "raise"
+    settings: SharedSettings = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest <= MAX_MEMBERS:
@@ -79,6 +81,7 @@ def difference(mine: Terms, theirs: Terms) -> str:
             ("has covey", theirs.version, mine.version),
             ("has lanes", theirs.lanes, mine.lanes),
             ("has on_loss", theirs.on_loss, mine.on_loss),
+            *((f"has {name}", there, here) for name, here, there in differences_of(mine.settings, theirs.settings)),
         )
         if there != here
     ]

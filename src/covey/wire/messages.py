@@ -44,6 +44,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 """A short name of printable ASCII characters."""
 Ip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]{0,45}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+SharedSettings = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,256}\Z")]
+"""Settings that all ranks must share and that are not at their defaults: `name=value, name=value`."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]
 """An error of a program, in one line."""
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
@@ -161,6 +163,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     on_loss: Name = "raise"
     charter: Charter | None = None
     """The latest charter that the sender knows: a node that has missed it may not know that the sender is allowed."""
+    settings: SharedSettings = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.base.config import STREAMS_LIMIT, YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
+from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
 from covey.base.errors import ConfigError
+from covey.base.settings import STREAMS_LIMIT
 
 
 def test_without_any_setting_the_defaults_hold() -> None:

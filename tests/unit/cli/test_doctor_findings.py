@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Wait, Way
+from covey.base.settings import EffectiveSetting
+from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Wait, Way
 from covey.cli.doctor.finding import WEIGHTS, Finding
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.report import as_json, as_text
@@ -65,7 +66,7 @@ MACHINE = Machine(
     home="/home/me/.config/covey",
     clusters=("home",),
     default_cluster="home",
-    settings=(Setting(name="interfaces", value="", source="default", variable="COVEY_INTERFACES"),),
+    settings=(EffectiveSetting(name="interfaces", value="", source="default", variable="COVEY_INTERFACES"),),
 )
 WELL = Facts(machine=MACHINE, cluster="home", interfaces=(LOOPBACK, CABLE), looked=True, nodes=(BETA,))
 ALONE = replace(WELL, nodes=())
@@ -134,7 +135,7 @@ def test_a_cluster_that_cannot_be_read_because_of_its_permissions_is_one_finding
 
 @pytest.mark.parametrize(("source", "named"), [("environment", "COVEY_INTERFACES"), ("argument", "--interfaces")])
 def test_a_pattern_that_leaves_no_interface_is_a_problem_and_named_where_it_comes_from(source: str, named: str) -> None:
-    setting = Setting(name="interfaces", value="eth9", source=source, variable="COVEY_INTERFACES")
+    setting = EffectiveSetting(name="interfaces", value="eth9", source=source, variable="COVEY_INTERFACES")
     unused = replace(CABLE, is_used=False, reason="excluded")
     facts = replace(ALONE, machine=replace(MACHINE, settings=(setting,)), interfaces=(LOOPBACK, unused), looked=False)
     finding = only(replace(facts, interfaces_problem='interfaces="eth9" matches nothing'))
@@ -337,7 +338,7 @@ def test_no_word_is_cut_and_no_fact_lost_where_there_is_little_room(width: int) 
     cable = replace(
         CABLE, name="enp0s31f6", addresses=local, heard_from=("10.123.123.102",), errors=("no such device",)
     )
-    setting = Setting(name="join_timeout", value="60", source="environment", variable="COVEY_JOIN_TIMEOUT")
+    setting = EffectiveSetting(name="join_timeout", value="60", source="environment", variable="COVEY_JOIN_TIMEOUT")
     machine = replace(MACHINE, settings=(setting,))
     wait = Wait(cause="nodes", text="1 of 2 nodes", here=("beta-x7a2",), seeds={"10.0.0.9:47700": "Connection refused"})
     facts = replace(with_beta(wait=wait, is_here=True), interfaces=(LOOPBACK, cable), machine=machine)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import command_reference, site
+from tools import command_reference, settings_reference, site
+
+from covey.base.settings import SETTINGS
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,6 +68,12 @@ def test_the_navigation_of_the_site_names_every_page_once() -> None:
 def test_the_page_of_commands_is_what_the_commands_say() -> None:
     text = command_reference.PAGE.read_text()
     assert text == command_reference.page(), "run `python -m tools.command_reference`"
+
+
+def test_the_page_of_settings_has_every_setting_as_the_table_does() -> None:
+    text = settings_reference.PAGE.read_text()
+    assert text == settings_reference.page(), "run `python -m tools.settings_reference`"
+    assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == list(SETTINGS)
 
 
 def offered(package: str) -> list[str]:

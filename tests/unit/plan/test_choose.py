@@ -15,31 +15,34 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
 
 FAMILIES = ("ring", "stream")
+DEFAULT = choose.DEFAULT_SIZES
 
 
 def segment(itemsize: int) -> int:
-    return choose.SEGMENT_BYTES // itemsize
+    return DEFAULT.segment_bytes // itemsize
 
 
 @pytest.mark.parametrize("lanes", FAMILIES)
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
 def test_two_ranks_swap_small_buffers_and_own_halves_of_large_ones(lanes: str, itemsize: int) -> None:
-    limit = choose.EXCHANGE_BYTES // itemsize
+    limit = DEFAULT.exchange_bytes // itemsize
     for rank in (0, 1):
-        assert choose.all_reduce(rank, 2, limit, itemsize, lanes, None) == direct.exchange(rank, 2, limit)
+        assert choose.all_reduce(rank, 2, limit, itemsize, lanes, None, DEFAULT) == direct.exchange(rank, 2, limit)
         owned = direct.owner_reduce(rank, 2, limit + 1, segment(itemsize))
-        assert choose.all_reduce(rank, 2, limit + 1, itemsize, lanes, None) == owned
+        assert choose.all_reduce(rank, 2, limit + 1, itemsize, lanes, None, DEFAULT) == owned
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_ones(size: int) -> None:
     large: dict[str, Callable[..., Plan]] = {"ring": direct.owner_reduce, "stream": ring.all_reduce}
     for lanes in FAMILIES:
-        limit = choose.DOUBLING_BYTES // 4
+        limit = DEFAULT.doubling_bytes // 4
         for rank in range(size):
-            assert choose.all_reduce(rank, size, limit, 4, lanes, None) == doubling.all_reduce(rank, size, limit)
+            assert choose.all_reduce(rank, size, limit, 4, lanes, None, DEFAULT) == doubling.all_reduce(
+                rank, size, limit
+            )
             expected = large[lanes](rank, size, limit + 1, segment(4))
-            assert choose.all_reduce(rank, size, limit + 1, 4, lanes, None) == expected
+            assert choose.all_reduce(rank, size, limit + 1, 4, lanes, None, DEFAULT) == expected
 
 
 @pytest.mark.parametrize(("chosen", "small", "large"), [
@@ -47,12 +50,12 @@ def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_on
     (choose.reduce, tree.reduce, ring.reduce),
 ])  # fmt: skip
 def test_rooted_operations_use_a_tree_up_to_the_limit_and_a_chain_above(chosen: Any, small: Any, large: Any) -> None:
-    limit = choose.TREE_BYTES // 8
+    limit = DEFAULT.tree_bytes // 8
     for rank in range(5):
-        assert chosen(rank, 5, 2, limit, 8, None) == small(rank, 5, 2, limit)
-        assert chosen(rank, 5, 2, limit + 1, 8, None) == large(rank, 5, 2, limit + 1, segment(8))
-        assert chosen(rank, 5, 2, 3, 8, "ring") == large(rank, 5, 2, 3, segment(8))
-        assert chosen(rank, 5, 2, 1 << 20, 8, "tree") == small(rank, 5, 2, 1 << 20)
+        assert chosen(rank, 5, 2, limit, 8, None, DEFAULT) == small(rank, 5, 2, limit)
+        assert chosen(rank, 5, 2, limit + 1, 8, None, DEFAULT) == large(rank, 5, 2, limit + 1, segment(8))
+        assert chosen(rank, 5, 2, 3, 8, "ring", DEFAULT) == large(rank, 5, 2, 3, segment(8))
+        assert chosen(rank, 5, 2, 1 << 20, 8, "tree", DEFAULT) == small(rank, 5, 2, 1 << 20)
 
 
 def test_gathered_blocks_go_directly_through_memory_and_round_the_ring_on_a_wire() -> None:
@@ -66,15 +69,15 @@ def test_gathered_blocks_go_directly_through_memory_and_round_the_ring_on_a_wire
 @pytest.mark.parametrize("algorithm", choose.ALL_REDUCE)
 def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> None:
     for count in (0, 1, 1 << 20):
-        plan = choose.all_reduce(0, 1, count, 4, "ring", algorithm)
+        plan = choose.all_reduce(0, 1, count, 4, "ring", algorithm, DEFAULT)
         assert not plan.sends
         assert not plan.recvs
 
 
 @pytest.mark.parametrize("call", [
-    lambda name: choose.all_reduce(0, 3, 5, 4, "ring", name),
-    lambda name: choose.broadcast(0, 3, 0, 5, 4, name),
-    lambda name: choose.reduce(0, 3, 0, 5, 4, name),
+    lambda name: choose.all_reduce(0, 3, 5, 4, "ring", name, DEFAULT),
+    lambda name: choose.broadcast(0, 3, 0, 5, 4, name, DEFAULT),
+    lambda name: choose.reduce(0, 3, 0, 5, 4, name, DEFAULT),
     lambda name: choose.all_gather(0, (1, 2), "stream", name),
 ], ids=["all_reduce", "broadcast", "reduce", "all_gather"])  # fmt: skip
 def test_an_unknown_algorithm_is_named_with_the_known_ones(call: Callable[[str], Plan]) -> None:
@@ -84,11 +87,13 @@ def test_an_unknown_algorithm_is_named_with_the_known_ones(call: Callable[[str],
 
 def test_an_exchange_among_three_says_that_it_is_for_two() -> None:
     with pytest.raises(ConfigError, match="exchange is for two ranks"):
-        choose.all_reduce(0, 3, 5, 4, "ring", "exchange")
+        choose.all_reduce(0, 3, 5, 4, "ring", "exchange", DEFAULT)
 
 
 def test_a_choice_is_the_same_however_often_it_is_made() -> None:
-    assert choose.all_reduce(1, 4, 1000, 4, "stream", None) is choose.all_reduce(1, 4, 1000, 4, "stream", None)
+    assert choose.all_reduce(1, 4, 1000, 4, "stream", None, DEFAULT) is choose.all_reduce(
+        1, 4, 1000, 4, "stream", None, DEFAULT
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -132,7 +137,7 @@ def test_parts_of_one_array_are_reduced_also_if_some_are_left_out(size: int) -> 
     )
     whole = starts[-1] + counts[-1] + 1
     inputs: list[list[Hashable]] = [[(rank, e) for e in range(whole)] for rank in range(size)]
-    plans = [choose.reduce_scatter(rank, starts, counts, 4) for rank in range(size)]
+    plans = [choose.reduce_scatter(rank, starts, counts, 4, DEFAULT) for rank in range(size)]
     parts = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
     sums: list[Hashable] = [frozenset((rank, e) for rank in range(size)) for e in range(whole)]
     initial = [[x, x[part]] for x, part in zip(inputs, parts, strict=True)]

@@ -11,27 +11,25 @@ from covey.proto.health import (
     ASK_VOUCHED,
     FRESH,
     GRAIN,
-    HOST_SILENCE,
-    INTERVAL,
-    PROCESS_SILENCE,
     STOPPED_SILENCE,
-    SUSPECT_LEAST,
-    SUSPECT_MOST,
     VOUCHED,
     Cause,
     Dead,
     Health,
     Ping,
+    Silences,
     Standing,
     Suspect,
     Trust,
     Unheard,
     Vouch,
-    suspect_after,
 )
 
 A, B, C = (letter.encode() * 32 for letter in "abc")
 LAN = 0.001
+SILENCES = Silences()
+INTERVAL, HOST_SILENCE, PROCESS_SILENCE = SILENCES
+SUSPECT_LEAST, SUSPECT_MOST = SILENCES.suspect_least, SILENCES.suspect_most
 
 
 class Watch:
@@ -323,9 +321,13 @@ def test_one_that_never_gets_a_link_is_missed_too() -> None:
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_patience_grows_with_the_round_trip_and_its_jitter_within_bounds(round_trip: float, jitter: float) -> None:
-    patience = suspect_after(round_trip, jitter)
+    patience = SILENCES.suspect_after(round_trip, jitter)
     assert SUSPECT_LEAST <= patience <= SUSPECT_MOST < HOST_SILENCE
-    assert patience <= suspect_after(round_trip + 0.1, jitter) <= suspect_after(round_trip + 0.1, jitter + 0.1)
+    assert (
+        patience
+        <= SILENCES.suspect_after(round_trip + 0.1, jitter)
+        <= SILENCES.suspect_after(round_trip + 0.1, jitter + 0.1)
+    )
 
 
 def test_a_slow_link_gets_more_patience_and_one_that_improves_loses_it_again() -> None:

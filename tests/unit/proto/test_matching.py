@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.matching import ANY, CREDIT_BYTES, Matcher
+from covey.proto.matching import ANY, Matcher
 from covey.proto.message import HEADER_COST, Operation, Receive, Send
-from covey.proto.message_stream import EAGER_BYTES, PIECE_BYTES
+from covey.proto.message_link import MessageSizes
+from covey.proto.message_stream import PIECE_BYTES
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
@@ -22,6 +23,7 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 UINT8 = dtype_code(np.dtype(np.uint8))
 INT32 = dtype_code(np.dtype(np.int32))
+EAGER_BYTES, CREDIT_BYTES = MessageSizes()
 LARGE = EAGER_BYTES + 1
 COST = EAGER_BYTES + HEADER_COST
 

@@ -15,7 +15,7 @@ from covey.base.errors import PeerLostError, RemoteProtocolError
 from covey.proto import message_link, message_stream
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import HEADER_COST
-from covey.proto.message_link import MessageLink
+from covey.proto.message_link import MessageLink, MessageSizes
 from covey.proto.message_stream import Inlet, Outlet
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -38,11 +38,7 @@ TAGS = 3
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few hundred bytes go through all that otherwise takes megabytes."""
-    for module in (message_link, message_stream):
-        monkeypatch.setattr(module, "EAGER_BYTES", EAGER)
     monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(message_link, "CREDIT_BYTES", CREDIT)
-    monkeypatch.setattr(message_link, "CREDIT_BATCH", CREDIT // 16)
     monkeypatch.setattr(message_link, "ACK_BATCH", ACK_BATCH)
 
 
@@ -68,7 +64,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.matchers = [Matcher(rank, 2) for rank in range(2)]
+        self.matchers = [Matcher(rank, 2, MessageSizes(EAGER, CREDIT)) for rank in range(2)]
         self.connections = [Connection()]
         self.at: list[int | None] = [None, None]
         self.last = [-1, -1]
@@ -240,7 +236,7 @@ def test_every_message_arrives_once_and_in_order_however_often_the_connection_br
 
 def kept_of_long_talk(sizes: list[int]) -> int:
     """Return the most that one rank kept of its own memory while it sent many messages that were all received."""
-    pair, most = [Matcher(0, 2), Matcher(1, 2)], 0
+    pair, most = [Matcher(0, 2, MessageSizes(EAGER, CREDIT)), Matcher(1, 2, MessageSizes(EAGER, CREDIT))], 0
     connect(*pair)
     for number in range(3000):
         start_send(pair[0], bytes(sizes[number % len(sizes)]))
@@ -433,7 +429,7 @@ def start_send(matcher: Matcher, data: bytes, tag: int = 0) -> Send:
 
 
 def test_the_first_message_does_not_wait_for_the_other_end() -> None:
-    matcher = Matcher(0, 2)
+    matcher = Matcher(0, 2, MessageSizes(EAGER, CREDIT))
     matcher.lane_opened(1)
     start_send(matcher, b"first")
     matcher.sent(1, wire.FIXED_BYTES)  # RESUME
@@ -442,7 +438,7 @@ def test_the_first_message_does_not_wait_for_the_other_end() -> None:
 
 @pytest.mark.parametrize("position", [0, 10**6], ids=["less than it acknowledged", "more than was sent"])
 def test_a_peer_that_claims_to_have_what_it_cannot_have_breaks_the_protocol(position: int) -> None:
-    pair = [Matcher(0, 2), Matcher(1, 2)]
+    pair = [Matcher(0, 2, MessageSizes(EAGER, CREDIT)), Matcher(1, 2, MessageSizes(EAGER, CREDIT))]
     connect(*pair)
     large = start_send(pair[0], bytes(2 * PIECE))
     pair[1].receive(0, ANY)
@@ -459,7 +455,7 @@ def test_a_peer_that_claims_to_have_what_it_cannot_have_breaks_the_protocol(posi
 
 
 def test_a_peer_that_said_its_end_is_known_to_have_parted() -> None:
-    pair = [Matcher(0, 2), Matcher(1, 2)]
+    pair = [Matcher(0, 2, MessageSizes(EAGER, CREDIT)), Matcher(1, 2, MessageSizes(EAGER, CREDIT))]
     connect(*pair)
     start_send(pair[0], b"last words")
     pair[0].say_end()
@@ -470,7 +466,7 @@ def test_a_peer_that_said_its_end_is_known_to_have_parted() -> None:
 
 
 def test_what_may_have_been_lost_is_undelivered_until_the_other_end_says_how_much_it_has() -> None:
-    pair = [Matcher(0, 2), Matcher(1, 2)]
+    pair = [Matcher(0, 2, MessageSizes(EAGER, CREDIT)), Matcher(1, 2, MessageSizes(EAGER, CREDIT))]
     connect(*pair)
     assert not pair[0].undelivered()
     start_send(pair[0], b"small")
@@ -489,7 +485,7 @@ def test_what_may_have_been_lost_is_undelivered_until_the_other_end_says_how_muc
 
 
 def test_nothing_of_a_lost_peer_is_kept() -> None:
-    matcher = Matcher(0, 2)
+    matcher = Matcher(0, 2, MessageSizes(EAGER, CREDIT))
     matcher.lane_opened(1)
     for _ in range(3):
         start_send(matcher, b"unread")

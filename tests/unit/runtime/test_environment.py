@@ -96,7 +96,7 @@ def with_pipe(descriptor: int) -> dict[str, str]:
     return {**COVEY, "COVEY_MEET": "/run/meet", "COVEY_TOKEN_FD": str(descriptor)}
 
 
-def where(launched: LaunchedRank) -> tuple[int, int, int, int]:
+def where(launched: LaunchedRank) -> tuple[int, int, int | None, int]:
     return launched.rank, launched.size, launched.local_rank, launched.local_size
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.runtime.members.health_monitor import HealthMonitor
 from covey.runtime.members.peers import TRANSITIONS, Peer, PeerEvent, PeerState
@@ -91,7 +92,12 @@ def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> N
     told: list[str] = []
     table = SimpleNamespace(tell_of_peer=lambda kind, _peer: told.append(kind))
     node: Any = SimpleNamespace(
-        host="here", peers={1: peer}, send=lambda *_: None, is_closing=False, generation_table=table
+        host="here",
+        peers={1: peer},
+        send=lambda *_: None,
+        is_closing=False,
+        generation_table=table,
+        config=GroupConfig(),
     )
     monitor = HealthMonitor(node, lambda *_: None, lambda *_: None, lambda *_: None)
     monitor.watch(peer)

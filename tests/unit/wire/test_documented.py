@@ -16,10 +16,11 @@ import pytest
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, message, message_link, message_stream, views
+from covey.proto import health, message, message_link, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
+from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
@@ -165,7 +166,7 @@ def test_every_frame_of_messages_is_listed_with_its_kind() -> None:
     rows = {row[1]: int(row[0]) for row in table("Messages", "kind")}
     kinds = ("EAGER", "RTS", "CTS", "DATA", "CREDIT", "ACK", "RESUME", "END")
     assert rows == {name: getattr(framed, name) for name in kinds}
-    assert f"a message of up to {message_stream.EAGER_BYTES >> 10} KiB" in WORDS
+    assert f"a message of up to {MessageSizes().eager_bytes >> 10} KiB (`eager_bytes`)" in WORDS
     assert f"counting {message.HEADER_COST} bytes for each header" in WORDS
 
 
@@ -208,9 +209,9 @@ def test_the_purposes_of_links_are_those_of_the_code() -> None:
     assert {named(row[0])[0] for row in table("Links", "purpose")} == found
 
 
-def test_the_last_field_of_a_hello_and_of_a_welcome_is_the_charter() -> None:
-    for kind in (messages.Hello, messages.Welcome):
-        assert kind.__struct_fields__[-1] == "charter"
+def test_a_hello_and_a_welcome_have_a_charter_and_a_hello_the_settings() -> None:
+    assert messages.Hello.__struct_fields__[-2:] == ("charter", "settings")
+    assert messages.Welcome.__struct_fields__[-1] == "charter"
 
 
 def test_what_a_here_tells_is_as_written() -> None:

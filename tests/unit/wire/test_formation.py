@@ -78,6 +78,12 @@ def test_deeply_nested_data_and_impossible_terms_are_protocol_errors() -> None:
             wire.decode_formation(data)
 
 
+def test_terms_that_differ_in_a_setting_are_named_with_both_values() -> None:
+    other = msgspec.structs.replace(TERMS, settings="segment_bytes=8192")
+    assert wire.difference(TERMS, other) == "has segment_bytes 8192, this node 4194304; use the same on both"
+    assert wire.difference(other, other) == ""
+
+
 def test_differences_of_terms_are_said_in_words() -> None:
     other = Terms("a run", "eval.py", 4, 2, None, "1", "auto")
     assert wire.difference(TERMS, TERMS) == ""

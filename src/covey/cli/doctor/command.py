@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections import ChainMap
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -23,6 +24,7 @@ from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
 from covey.cli.terminal import working
 from covey.net.discovery.interfaces import parse_pattern, usable_interfaces
+from covey.net.settings_files import effective_environment, settings_of_files
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
@@ -83,11 +85,11 @@ def _print(text: RenderableType) -> None:
 def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None) -> Facts:
     logging.getLogger("covey").addHandler(logging.NullHandler())  # covey's warnings become findings
     env = dict(os.environ)
-    config = group_config(known_part(env), interfaces=interfaces)
+    config = group_config(ChainMap(known_part(env), *settings_of_files().values()), interfaces=interfaces)
     parse_pattern(config.interfaces)
     given = split_seeds(seeds) if seeds is not None else None
     arguments = {"COVEY_CLUSTER": cluster, "COVEY_INTERFACES": interfaces, "COVEY_SEEDS": seeds}
-    facts = Facts(machine=examine_machine(env, arguments, config))
+    facts = Facts(machine=examine_machine(env, arguments))
     with working("looking at this machine") as show:
         return _examine(facts, ClusterOptions(cluster, seeds=given), config, show or (lambda _text: None))
 
@@ -101,7 +103,7 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
     except ConfigError as error:
         facts = replace(facts, interfaces_problem=str(error).rstrip("."))
     try:
-        cluster = options.find(os.environ)
+        cluster = options.find(effective_environment())
     except (ConfigError, OSError) as error:
         return replace(facts, cluster_problem=str(error).rstrip("."))
     facts = replace(facts, cluster=cluster.name)

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from covey.base.settings import EffectiveSetting  # noqa: TC001 - a dataclass field, which msgspec reads
+
 FORMAT: Final = 1
 """Version of the JSON layout; keys are only ever added."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting, its value, and its source."""
-
-    name: str
-    value: str
-    """Never a secret."""
-    source: str
-    """`argument`, `environment`, `file` or `default`."""
-    variable: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +53,7 @@ class Machine:
     """The names of this user's node identities on this machine."""
     clusters: tuple[str, ...] = ()
     default_cluster: str = ""
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[EffectiveSetting, ...] = ()
     unknown_variables: dict[str, str] = field(default_factory=dict)
     """Unknown COVEY_ variables, each with the known one that is most like it."""
     folders: tuple[Folder, ...] = ()

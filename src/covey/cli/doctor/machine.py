@@ -12,20 +12,20 @@ import ssl
 import stat
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.base import config as settings
-from covey.base.config import GroupConfig
+from covey.base.config import KNOWN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.base.settings import SETTINGS, EffectiveSetting, effective_settings
 from covey.base.version import __version__
-from covey.cli.doctor.facts import Folder, Machine, PrivatePath, Setting
+from covey.cli.doctor.facts import Folder, Machine, PrivatePath
 from covey.net.keys import clusters
 from covey.net.keys.identity import node_name
 from covey.net.native import describe_executor
-from covey.runtime.environment import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
+from covey.net.settings_files import settings_of_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,23 +33,7 @@ if TYPE_CHECKING:
 MOST_PATHS: Final = 1000
 WRITTEN_BYTES: Final = 1 << 16
 """How much is written into a folder to test whether it is writable."""
-SECRETS: Final = ("COVEY_SECRET", "COVEY_SECRET_FD", "COVEY_TOKEN_FD")
-DEFAULTS: Final = {
-    "COVEY_RUN_MIN_SIZE": f"{DEFAULT_MIN_SIZE}",
-    "COVEY_JOIN_TIMEOUT": f"{CLUSTER_JOIN_SECONDS:g}",
-    "COVEY_PORT": f"first free of {settings.PORTS[0]}-{settings.PORTS[-1]}",
-    "COVEY_DEBUG": "0",
-    "COVEY_NATIVE": "1",
-}
-"""Defaults of variables that are not fields of `GroupConfig`. Variables not listed have no default."""
-GROUP_VARIABLES: Final = tuple(f"COVEY_{field.name.upper()}" for field in fields(GroupConfig))
-KNOWN_VARIABLES: Final = (
-    *GROUP_VARIABLES,
-    *settings.CLUSTER_VARIABLES,
-    *settings.RUN_VARIABLES,
-    *settings.LAUNCHER_VARIABLES,
-    *settings.OTHER_VARIABLES,
-)
+SECRETS: Final = ("COVEY_SECRET_FD", "COVEY_TOKEN_FD")
 
 
 def known_part(env: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +41,7 @@ def known_part(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if not key.startswith("COVEY_") or key in KNOWN_VARIABLES}
 
 
-def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None], config: GroupConfig) -> Machine:
+def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None]) -> Machine:
     """Return the facts about this machine.
 
     `env` is the environment of the process; `arguments` has command-line values, by the variables that they override.
@@ -73,7 +57,7 @@ def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None],
         identities=tuple(_identities(home)),
         clusters=names,
         default_cluster=default,
-        settings=tuple(_settings(env, arguments, config, home, default)),
+        settings=tuple(_settings(env, arguments, home, default)),
         unknown_variables={
             key: next(iter(difflib.get_close_matches(key, KNOWN_VARIABLES, n=1)), "")
             for key in sorted(env)
@@ -168,26 +152,21 @@ def _identities(home: Path) -> Iterator[str]:
 
 
 def _settings(
-    env: Mapping[str, str], arguments: Mapping[str, str | None], config: GroupConfig, home: Path, default: str
-) -> Iterator[Setting]:
-    values = {f"COVEY_{field.name.upper()}": getattr(config, field.name) for field in fields(GroupConfig)}
-    computed = {key: f"{value:g}" if isinstance(value, float) else f"{value}" for key, value in values.items()}
-    for variable in KNOWN_VARIABLES:
-        is_launchers = variable in settings.LAUNCHER_VARIABLES
-        if is_launchers and variable not in env:  # set by launchers, not by users
-            continue
-        name = variable.removeprefix("COVEY_").lower()
-        if arguments.get(variable) is not None:
-            value, source = str(arguments[variable]), "argument"
-        elif variable in env:
-            value, source = env[variable], "environment"
-        elif variable == "COVEY_CLUSTER" and default:
-            value, source = default, "file"
-        elif variable == "COVEY_SECRET" and default and "COVEY_SECRET_FILE" not in env:
-            value, source = "set", "file"
+    env: Mapping[str, str], arguments: Mapping[str, str | None], home: Path, default: str
+) -> Iterator[EffectiveSetting]:
+    given = {variable: value for variable, value in arguments.items() if value is not None}
+    for each in effective_settings({"argument": given, "environment": env} | settings_of_files()):
+        if each.source == "default" and each.name == "home":
+            yield replace(each, value=str(home))
+        elif each.source == "default" and each.name == "cluster" and default:
+            yield replace(each, value=default, source="file")
+        elif each.source == "default" and each.name == "secret" and default and "COVEY_SECRET_FILE" not in env:
+            yield replace(each, value="(hidden)", source="file")
         else:
-            value, source = computed.get(variable, DEFAULTS.get(variable, "")), "default"
-            value = str(home) if variable == "COVEY_HOME" else value
-        if variable in SECRETS and source != "default":
-            value = "(hidden)"
-        yield Setting(name=name, value=value, source=source, variable=variable)
+            yield each
+    told = {each.variable for each in SETTINGS.values()}
+    for variable in KNOWN_VARIABLES:
+        if variable in env and variable not in told:  # set by launchers, not by users
+            value = "(hidden)" if variable in SECRETS else env[variable]
+            name = variable.removeprefix("COVEY_").lower()
+            yield EffectiveSetting(name=name, value=value, source="environment", variable=variable)

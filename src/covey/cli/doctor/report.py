@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Setting, Way
+    from covey.base.settings import EffectiveSetting
+    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Way
     from covey.cli.doctor.finding import Finding, Weight
 
 STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -114,7 +115,7 @@ def _settings(machine: Machine) -> RenderableType:
     return Group(ByWidth(_given(given, with_variable=True), _given(given, with_variable=False)), grid)
 
 
-def _given(settings: Sequence[Setting], *, with_variable: bool) -> Table:
+def _given(settings: Sequence[EffectiveSetting], *, with_variable: bool) -> Table:
     table = _columns("setting", "value", "from", *(["variable"] if with_variable else []))
     for column in table.columns:
         column.no_wrap = column.header != "value"

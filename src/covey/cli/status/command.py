@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture
 from covey.cli.status.view import nothing_found, view
 from covey.cli.terminal import is_lively, say, working
+from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
@@ -55,10 +55,11 @@ def status(
 
     Exits with 0 if there is a node, and with 1 if there is none.
     """
-    config = group_config(os.environ)
+    env = effective_environment()
+    config = group_config(env)
     if wait is not None:
         check_timeout(wait)
-    found = ClusterOptions(cluster).find(os.environ)
+    found = ClusterOptions(cluster).find(env)
     console = Console(highlight=False)
     with visiting(found, config, announce=False) as visit:
         with working(f"looking for nodes of {found.name} ...", quiet=as_json):

@@ -79,7 +79,7 @@ class Attempt(EnginePart):
         self.undo = undo
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
-        self.has_idle_core = engine.has_idle_core
+        self.has_idle_core, self.sizes = engine.has_idle_core, engine.sizes
         self.deadline = 0.0
         """When the current operation must have ended."""
         self.knows_change = self.is_stopped = False

@@ -21,6 +21,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import NO_RANK, Seat
 from covey.net.descriptors import explained
+from covey.plan.choose import PlanSizes
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import Attempt, DisagreedError
@@ -92,6 +93,13 @@ class Engine:
         self.members, self.size, self.rank, self.ranks = members, roster.size, roster.rank, roster.ranks
         self.contributors = tuple(self.ranks)
         """The ranks whose input is in the result of the last operation that returned."""
+        self.sizes = PlanSizes(
+            config.exchange_bytes,
+            config.doubling_bytes,
+            config.tree_bytes,
+            config.segment_bytes,
+            config.cached_segment_bytes,
+        )
         self.nothing = np.empty(0, np.uint8)
         self.quiet = contextvars.Context()
         """A context in which numpy does not warn about infinities and nans; cheaper to enter than np.errstate."""

@@ -22,8 +22,6 @@ NO_INFO: Final[dict[str, Any]] = {}
 
 ANNOUNCE_SECONDS: Final = 0.2
 """After a stall of this length a rank asks the others which operation they are in."""
-WARN_SECONDS: Final = 30.0
-"""After a stall of this length a warning names the late ranks."""
 
 
 class CurrentOperation(EnginePart):
@@ -76,9 +74,9 @@ class CurrentOperation(EnginePart):
             if self.warn_at:  # this process itself was stopped: the others need time to answer
                 self.warn_at = max(self.warn_at, now + ANSWER_SECONDS)
         if not self.warn_at:
-            self.warn_at = now + WARN_SECONDS
+            self.warn_at = now + self.engine.config.warn_after
         elif now >= self.warn_at:
-            self.warn_at = now + WARN_SECONDS
+            self.warn_at = now + self.engine.config.warn_after
             waited = now - (self.deadline - self.timeout)
             late = stalls.late(waiting_for)
             roster = self.engine.roster

@@ -144,7 +144,7 @@ class CompressedSum:
             return False
         warmup = self._feedback.warmup
         counts = np.array([min(step.step, warmup) for step in self._steps], np.int64)
-        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None)
+        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None, attempt.sizes)
         attempt.execute(plan, [counts], reduction("max", counts.dtype))
         for step, count in zip(self._steps, counts, strict=True):
             step.step = max(step.step, min(int(count), warmup))  # whatever a peer says, it stays a number of steps

@@ -57,7 +57,7 @@ def reduce_scatter(attempt: Attempt, parts: list[Floats], codec: Codec, *, divid
 
 def broadcast(attempt: Attempt, x: Floats, root: Slot, codec: Codec, algorithm: str | None) -> None:
     """Overwrite `x` of every rank, the root's as well, with the decoded `x` of the slot `root`."""
-    plan = _broadcast_plan(attempt.slot, attempt.size, root, x.size, codec, algorithm)
+    plan = _broadcast_plan(attempt.slot, attempt.size, root, x.size, codec, algorithm, attempt.sizes)
     wire = np.empty(codec.wire_bytes(x.size), np.uint8)
     attempt.execute(plan.plan, [wire], coder=PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt)))
 
@@ -91,9 +91,11 @@ def _reduce_scatter_plan(rank: int, counts: tuple[int, ...], codec: Codec) -> Co
 
 
 @lru_cache(CACHED_PLANS)
-def _broadcast_plan(rank: int, size: int, root: int, count: int, codec: Codec, algorithm: str | None) -> CodedPlan:
+def _broadcast_plan(
+    rank: int, size: int, root: int, count: int, codec: Codec, algorithm: str | None, sizes: choose.PlanSizes
+) -> CodedPlan:
     # The size of a unit as it travels, so that the choice of a plan knows how many bytes there are.
-    plan = choose.broadcast(rank, size, root, _units(count, codec), codec.wire_bytes(codec.unit), algorithm)
+    plan = choose.broadcast(rank, size, root, _units(count, codec), codec.wire_bytes(codec.unit), algorithm, sizes)
     return coded(plan, (count,), codec.unit, codec.wire_bytes, is_copy=True)
 
 

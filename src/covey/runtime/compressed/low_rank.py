@@ -46,7 +46,7 @@ def all_reduce(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD, *,
         _orthonormal_total(attempt, lefts, codec)
         rights = [matrix.x.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
         packed = np.concatenate([right.reshape(-1) for right in rights])
-        plan = choose.all_reduce(attempt.slot, attempt.size, packed.size, 4, attempt.lane_family, None)
+        plan = choose.all_reduce(attempt.slot, attempt.size, packed.size, 4, attempt.lane_family, None, attempt.sizes)
         attempt.execute(plan, [packed], reduction("mean", packed.dtype))
         _unpack(packed, rights)
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
@@ -64,7 +64,7 @@ def _bases(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD) -> lis
         digest.update(b"" if basis is None else basis.tobytes())
     number = int.from_bytes(digest.digest(), "little")
     extremes = np.array([number, -number], np.int64)
-    plan = choose.all_reduce(attempt.slot, attempt.size, 2, 8, attempt.lane_family, None)
+    plan = choose.all_reduce(attempt.slot, attempt.size, 2, 8, attempt.lane_family, None, attempt.sizes)
     attempt.execute(plan, [extremes], reduction("max", extremes.dtype))
     is_agreed = extremes[0] == -extremes[1]
     salt = attempt.engine.operation.sequence
@@ -79,14 +79,14 @@ def _orthonormal_total(attempt: Attempt, lefts: list[Floats], codec: PowerSGD) -
     packed = np.concatenate([left.reshape(-1) for left in lefts])
     root = Slot(0)
     count = packed.size
-    plan = choose.reduce(attempt.slot, attempt.size, root, count, 4, None)
+    plan = choose.reduce(attempt.slot, attempt.size, root, count, 4, None, attempt.sizes)
     attempt.execute(plan, [packed], reduction("sum", packed.dtype))
     if attempt.slot == root:
         _unpack(packed, lefts)
         for left in lefts:
             codec.orthogonalise(left)
         packed = np.concatenate([left.reshape(-1) for left in lefts])
-    attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, count, 4, None), [packed])
+    attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, count, 4, None, attempt.sizes), [packed])
     _unpack(packed, lefts)
 
 

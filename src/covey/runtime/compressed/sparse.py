@@ -54,7 +54,7 @@ def all_reduce_shared(attempt: Attempt, x: Floats, selected: NDArray[Any], *, di
     values = np.empty(selected.size + 1, np.float32)
     values[:-1] = x[selected]
     values[-1] = 0.0 if np.isfinite(x).all() else np.nan
-    plan = choose.all_reduce(attempt.slot, attempt.size, values.size, 4, attempt.lane_family, None)
+    plan = choose.all_reduce(attempt.slot, attempt.size, values.size, 4, attempt.lane_family, None, attempt.sizes)
     attempt.execute(plan, [values], reduction("mean" if divides else "sum", values.dtype))
     x[...] = values[-1]
     x[selected] += values[:-1]

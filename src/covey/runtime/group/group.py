@@ -196,12 +196,12 @@ class Group(Reductions, Moves, Messages):
         grads: Mapping[str, Any],
         op: str = "mean",
         *,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int | None = None,
         compress: CompressValue = None,
         feedback: ErrorFeedback | bool = True,
         timeout: float | None = None,
     ) -> None:
-        """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes`.
+        """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes` (a setting).
 
         `compress` sends fewer bytes: a codec like "int8", or a mapping of patterns of names to codecs; default: what
         the group was joined with. What a step loses is added to the next one of the same name, by `group.feedback`,
@@ -212,7 +212,8 @@ class Group(Reductions, Moves, Messages):
         """
         policy = self._policy if compress is None else make_policy(compress)
         own = self.feedback if feedback is True else feedback or None
-        gradients.sync(self, grads, op, bucket_bytes, policy, None if policy is None else own, timeout)
+        limit = self._engine.config.bucket_bytes if bucket_bytes is None else bucket_bytes
+        gradients.sync(self, grads, op, limit, policy, None if policy is None else own, timeout)
 
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:

@@ -137,12 +137,12 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
 def broadcast_bytes(attempt: Attempt, data: bytes, root: Slot) -> bytes:
     """Return `data` of the slot `root`; the other ranks need not know its length."""
     length = np.array([len(data)], np.uint64)
-    attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, 1, 8, "tree"), [length])
+    attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, 1, 8, "tree", attempt.sizes), [length])
     if attempt.slot == root:
         payload = np.frombuffer(data, np.uint8)
     else:
         payload = _allocated(attempt, root, BYTES, (int(length[0]),))
-    plan = choose.broadcast(attempt.slot, attempt.size, root, payload.size, 1, None)
+    plan = choose.broadcast(attempt.slot, attempt.size, root, payload.size, 1, None, attempt.sizes)
     attempt.execute(plan, [payload])
     return payload.tobytes()
 

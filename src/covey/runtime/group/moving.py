@@ -62,19 +62,21 @@ class Moves(Issuer):
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         size, itemsize = operand.flat.size, operand.flat.itemsize
-        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm)
+        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm, self._engine.sizes)
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
-            plan = choose.broadcast(attempt.slot, attempt.size, attempt.slot_of(root), size, itemsize, algorithm)
+            slot = attempt.slot_of(root)
+            plan = choose.broadcast(attempt.slot, attempt.size, slot, size, itemsize, algorithm, attempt.sizes)
             attempt.execute(plan, [operand.load()], keeps=operand.is_own)
             return x
 
         then = operand.deliver if self.rank != root else None
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
         if shortcut is not None and type(x) is np.ndarray and operand.is_own:
-            plan, what = choose.broadcast(self.rank, self.size, root, size, itemsize, None), ("broadcast", root)
-            shortcut.add(operand.flat, shortcut.name(what), operand.shape, call, plan, None, self._engine.attempt)
+            plan = choose.broadcast(self.rank, self.size, root, size, itemsize, None, self._engine.sizes)
+            what = shortcut.name(("broadcast", root))
+            shortcut.add(operand.flat, what, operand.shape, call, plan, None, self._engine.attempt)
         return result
 
     def all_gather(

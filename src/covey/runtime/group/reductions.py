@@ -148,12 +148,16 @@ class Reductions(Issuer):
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
-        choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
+        choose.reduce(
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm, self._engine.sizes
+        )
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
             size, slot = operand.flat.size, attempt.slot_of(root)
-            plan = choose.reduce(attempt.slot, attempt.size, slot, size, operand.flat.itemsize, algorithm)
+            plan = choose.reduce(
+                attempt.slot, attempt.size, slot, size, operand.flat.itemsize, algorithm, attempt.sizes
+            )
             # A rank that forwards contributions of others combines them in a copy.
             is_root = attempt.slot == slot
             flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
@@ -164,7 +168,7 @@ class Reductions(Issuer):
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
         if shortcut is not None and type(x) is np.ndarray and operand.is_own:
             size, itemsize = operand.flat.size, operand.flat.itemsize
-            plan = choose.reduce(self.rank, self.size, root, size, itemsize, None)
+            plan = choose.reduce(self.rank, self.size, root, size, itemsize, None, self._engine.sizes)
             if self.rank == root or not plan.recvs:  # a rank that forwards needs a copy
                 what = shortcut.name(("reduce", root, op))
                 shortcut.add(operand.flat, what, operand.shape, call, plan, rule, self._engine.attempt)
@@ -224,7 +228,7 @@ class Reductions(Issuer):
                 attempt.undo.save(result.flat)
             result.flat[...] = source[first : first + length]
             plan = choose.reduce_scatter(
-                attempt.slot, tuple(attempt.chosen(starts)), tuple(attempt.chosen(lengths)), itemsize
+                attempt.slot, tuple(attempt.chosen(starts)), tuple(attempt.chosen(lengths)), itemsize, attempt.sizes
             )
             attempt.execute(plan, (source, result.flat), rule)
             return out
@@ -232,7 +236,7 @@ class Reductions(Issuer):
         returned = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=result.deliver)
         if shortcut is not None and type(x) is type(out) is np.ndarray and operand.is_own and result.is_own:
             what, attempt = shortcut.name(("reduce_scatter", op)), self._engine.attempt
-            plan = choose.reduce_scatter(attempt.slot, tuple(starts), tuple(lengths), itemsize)
+            plan = choose.reduce_scatter(attempt.slot, tuple(starts), tuple(lengths), itemsize, attempt.sizes)
             shortcut.add(operand.flat, what, x.shape, call, plan, rule, attempt, out, (first, 0, length))
         return returned
 
@@ -280,7 +284,9 @@ class Reductions(Issuer):
 def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
     """Return plan and reduction for arrays like `flat` in this attempt, and cache them."""
     dtype, _, op, algorithm, is_plain = key
-    plan = choose.all_reduce(attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm)
+    plan = choose.all_reduce(
+        attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm, attempt.sizes
+    )
     # The weighted shares add up to the mean.
     prepared = plan, reduction(op if is_plain else "sum", dtype)
     if len(attempt.prepared) > CACHED_CALLS:

@@ -27,7 +27,7 @@ def check_weight(op: str, weight: float) -> None:
 def weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
     """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
     total = np.array([weight], np.float64)
-    plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling")
+    plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling", attempt.sizes)
     attempt.execute(plan, [total], reduction("sum", total.dtype))
     if not 0 < total[0] < np.inf:
         return False

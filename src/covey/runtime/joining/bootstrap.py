@@ -8,13 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
+from covey.net.settings_files import effective_environment
 from covey.runtime import tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
@@ -24,7 +25,7 @@ from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from covey.compress.policy import CompressValue
     from covey.runtime.members.node import Node
@@ -62,20 +63,25 @@ def join(
     compress: CompressValue = None,
     tie_breaker: str | None = None,
     new: bool | None = None,
+    rank: int | None = None,
+    address: str | None = None,
+    peers: Sequence[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Group:
     """Return the group of a run: of a run in a cluster, or of the run that a launcher started.
 
     With a `run` (or under `covey run RUN`), the nodes of the cluster that join it find each other and agree on the
     members and their ranks. Without, the variables of a launcher decide, in this order: `covey run -n`; RANK and
-    WORLD_SIZE (torchrun, or set by hand); mpirun; a Slurm step of several tasks. Without a launcher, it is a group of
-    one. A second call for the same run returns the same group while it is open.
+    WORLD_SIZE (torchrun, or set by hand); mpirun; a Slurm step of several tasks. Without a launcher, it is a group
+    of one. `rank`, `size` and `address`, or `peers`, take the place of a launcher. A second call for the same run
+    returns the same group while it is open.
 
     Args:
         run: the name of the run; nodes that give the same name are in it together.
         cluster: the name of the cluster (COVEY_CLUSTER); default: the cluster that this machine is in.
         min_size: the fewest nodes with which the run begins (default 2).
         max_size: the most nodes in the run.
-        size: the exact number of nodes, instead of `min_size` and `max_size`.
+        size: the exact number of nodes, instead of `min_size` and `max_size`; with `rank`, the number of ranks.
         timeout: seconds to wait for the other nodes (default 60; 300 under a launcher).
         secret: the cluster's secret: 32 bytes, a join code or a passphrase (COVEY_SECRET_FILE, COVEY_SECRET);
             default: what `covey init` or `covey enroll` stored here.
@@ -97,6 +103,16 @@ def join(
             host (COVEY_TIE_BREAKER); default: rank 0.
         new: give up an earlier run of this name that this machine knows of and that is not known to be over. Without
             it, this process waits for that run.
+        rank: the rank of this process among `size` ranks, which meet at `address`.
+        address: where rank 0 listens, `host:port`. With a loopback address, all ranks are on this host, and no port is
+            opened. Otherwise all machines need the secret of the cluster, or `insecure`.
+        peers: where every rank listens, in the order of ranks, instead of `size` and `address`. `rank` may be left out
+            if exactly one of the addresses is of this machine.
+        settings: values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has
+            a table of all settings; `covey config` prints those that are in effect.
+
+    A setting that is not given here comes from its COVEY_ variable, else from `covey.toml` in the working folder, else
+    from `covey.toml` in the configuration folder.
 
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
@@ -125,6 +141,10 @@ def join(
             compress=compress,
             tie_breaker=tie_breaker,
             new=new,
+            rank=rank,
+            address=address,
+            peers=peers,
+            settings=settings,
         )
     )
 
@@ -134,7 +154,7 @@ def join_with(request: JoinRequest) -> Group:
     """Return the group that a request asks for; the open one, if it came of an equal request."""
     tracebacks.install()
     _take_secret()
-    target = request.resolve(os.environ)
+    target = request.resolve(effective_environment())
     global _joined
     if not _joining.acquire(timeout=target.wait):
         raise DeadlineError(f"the timeout of {target.wait:g} s ended while another thread was joining a group")
@@ -178,9 +198,10 @@ def join_as(launched: LaunchedRank, *, on_loss: str | None = None) -> Group:
     global _joined
     _take_secret()
     with _joining:
-        config = group_config(os.environ, on_loss=on_loss)
+        env = effective_environment()
+        config = group_config(env, on_loss=on_loss)
         group = join_at(launched, config)
-        wait = launcher_wait(os.environ, None)
+        wait = launcher_wait(env, None)
         _joined = JoinTarget(config=config, launched=find_launched_rank(os.environ), wait=wait), group
         return group
 
@@ -202,11 +223,12 @@ def join_at(
 ) -> Group:
     """Return the group of a launched rank."""
     tracebacks.install()
+    env = effective_environment()
     target = JoinTarget(
-        config=config if config is not None else group_config(os.environ),
+        config=config if config is not None else group_config(env),
         launched=launched,
         options=options or ClusterOptions(),
-        wait=launcher_wait(os.environ, timeout),
+        wait=launcher_wait(env, timeout),
     )
     return _join_launched(launched, target)
 
@@ -220,7 +242,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"
         )
     if launched.size == 1:
-        return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank)
+        return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank or 0)
     from covey.runtime.members.node import Node
 
     endpoint = _open_endpoint(launched, config, target.options)
@@ -245,7 +267,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         endpoint.leave()
         raise
     node.form(target.wait)
-    return group_of(node, launched.local_rank)
+    return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
 
 
 def _join_late(launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, wait: float) -> Group:
@@ -268,7 +290,7 @@ def _join_late(launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, 
     except BaseException:
         node.close()
         raise
-    return group_of(node, launched.local_rank)
+    return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
 
 
 def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: ClusterOptions) -> Endpoint:
@@ -278,16 +300,24 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
         return launched_endpoint.in_folder(launched, config)
     if config.insecure:
         return launched_endpoint.insecure(launched)
-    assert launched.master is not None
     try:
-        cluster = options.find(os.environ)
+        cluster = options.find(effective_environment())
     except ConfigError as error:
         raise ConfigError(
-            f"the ranks of {launched.name} are on several hosts ({launched.master[0]}), and covey does not talk beyond "
-            f"this machine in clear text: {error}. On a network you trust, insecure=True, --insecure or "
+            f"the ranks of {launched.name} are on several hosts ({launched.addresses[0][0]}), and covey does not talk "
+            f"beyond this machine in clear text: {error}. On a network you trust, insecure=True, --insecure or "
             "COVEY_INSECURE=1 allows it."
         ) from error
     return launched_endpoint.in_cluster(launched, config, cluster)
+
+
+def local_rank_of(node: Node) -> int:
+    """Return the number of this node among the run's nodes on its host."""
+    return sum(
+        1
+        for peer in node.peers.values()
+        if peer.seat < node.seat and peer.contact is not None and peer.contact.host == node.host
+    )
 
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:

@@ -10,10 +10,11 @@ from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
 from covey.net.lanes import shm
+from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
-from covey.runtime.joining.bootstrap import group_of
+from covey.runtime.joining.bootstrap import group_of, local_rank_of
 from covey.runtime.joining.torch_env import export_torch_env
 from covey.runtime.members.node import Node
 from covey.runtime.mesh.endpoint import cluster_endpoint
@@ -44,8 +45,9 @@ def join_run(target: JoinTarget) -> Group:
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), local_rank=0), None)
-    cluster = target.options.find(os.environ)
-    ports = ports_from(os.environ.get("COVEY_PORT", ""))
+    env = effective_environment()
+    cluster = target.options.find(env)
+    ports = ports_from(env.get("COVEY_PORT", ""))
     endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
     abandoned = frozenset(wanted.abandoned)
     if wanted.is_new and not target.is_returning:
@@ -59,6 +61,7 @@ def join_run(target: JoinTarget) -> Group:
         version=f"{messages.VERSION}",
         lanes=config.lanes,
         on_loss=config.on_loss,
+        settings=config.agreed(),
     )
 
     async def become_a_node() -> Node:
@@ -77,7 +80,7 @@ def join_run(target: JoinTarget) -> Group:
         return await _seat(joiner, config, wanted.timeout, floor=floor)
 
     node = control.make(become_a_node(), discard=Node.close, otherwise=endpoint.leave)
-    return _ready(group_of(node, local_rank=_local_rank(node)), node)
+    return _ready(group_of(node, local_rank=local_rank_of(node)), node)
 
 
 def _ready(group: Group, node: Node | None) -> Group:
@@ -137,12 +140,3 @@ def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:
         logger.warning("run %r: the earlier run with %s (%s) is given up on this machine", run,
                        ", ".join(names) or "unknown nodes", lineage.hex())  # fmt: skip
     return frozenset(given_up)
-
-
-def _local_rank(node: Node) -> int:
-    """Return this node's number among the run's nodes on its host: ranks of one host are consecutive."""
-    return sum(
-        1
-        for peer in node.peers.values()
-        if peer.seat < node.seat and peer.contact is not None and peer.contact.host == node.host
-    )

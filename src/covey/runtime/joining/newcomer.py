@@ -135,6 +135,7 @@ class Newcomer:
             self._config.lanes,
             self._endpoint.card,
             self._config.on_loss,
+            settings=self._config.agreed(),
         )
 
     def _hold(self, link: Link, card: messages.Card, *, is_dialled: bool, is_newcomer: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence  # noqa: TC003 - dataclass fields
+from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclass fields
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig, group_config
+from covey.base.settings import from_argument
 from covey.compress.policy import make_policy
 from covey.runtime.environment import (
     ClusterOptions,
@@ -17,10 +18,9 @@ from covey.runtime.environment import (
     launcher_wait,
     restarts,
 )
+from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from covey.compress.policy import CompressValue
 
 
@@ -47,6 +47,10 @@ class JoinRequest:
     compress: CompressValue = None
     tie_breaker: str | None = None
     new: bool | None = None
+    rank: int | None = None
+    address: str | None = None
+    peers: Sequence[str] | None = None
+    settings: Mapping[str, Any] | None = None
     is_elastic: bool = False
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
     is_newcomer: bool = False
@@ -76,11 +80,15 @@ class JoinRequest:
             patience=self.patience,
             quorum=self.quorum,
             compress=None if self.compress is None else str(make_policy(self.compress)),
+            **from_argument(self.settings or {}),
         )
         if config.compress:
             make_policy(config.compress)  # raises for a codec that does not exist
-        wanted = find_run(env, {name: getattr(self, name) for name in _OF_RUN})
-        launched = None if wanted is not None else find_launched_rank(env)
+        asked = {name: getattr(self, name) for name in _OF_RUN}
+        launched = find_placed_rank({**asked, "rank": self.rank, "address": self.address, "peers": self.peers})
+        wanted = find_run(env, asked) if launched is None else None
+        if launched is None and wanted is None:
+            launched = find_launched_rank(env)
         if launched is not None and self.is_newcomer:
             launched = replace(launched, is_restarted=True)
         return JoinTarget(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import IO, TYPE_CHECKING, Final
 
-from covey.base.config import flag
+from covey.base.settings import SETTINGS
 from covey.net.descriptors import track
 from covey.runtime.keeper import template
 from covey.runtime.processes import die_with
@@ -46,7 +46,7 @@ def is_of_use(argv: Sequence[str], size: int, env: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: COVEY_WARM_START is malformed.
     """
-    wanted = flag(SETTING, env[SETTING]) if env.get(SETTING) else None
+    wanted = SETTINGS["warm_start"].kind.read(SETTING, env[SETTING]) if env.get(SETTING) else None
     if wanted is False or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     if wanted is None and size <= len(os.sched_getaffinity(0)):

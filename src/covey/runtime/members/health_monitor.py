@@ -48,7 +48,8 @@ class HealthMonitor:
             unheard: called for a peer that is not heard on its link, but may be heard on another.
         """
         self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
-        self._health = health.Health(node.host, time.monotonic())
+        silences = health.Silences(node.config.heartbeat, node.config.host_silence, node.config.process_silence)
+        self._health = health.Health(node.host, time.monotonic(), silences)
         self._pings: dict[Seat, tuple[int, float]] = {}
         """By seat: the number of the last ping, and when it was sent."""
         self._process_table: dict[Seat, ProcessStatus] = {}

@@ -11,8 +11,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.config import STREAMS_LIMIT
 from covey.base.errors import ConnectError
+from covey.base.settings import STREAMS_LIMIT
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.links.handshake import receive_exactly
@@ -66,7 +66,7 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
-        if offer.capacity not in acceptable_capacities(offer.kind, offer.purpose):
+        if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
         name = self._node.generation_table.name_of(seat)
         if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):

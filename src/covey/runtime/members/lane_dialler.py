@@ -134,7 +134,7 @@ class LaneDialler:
         segment: Any = None
         descriptor, name = -1, ""
         if is_ring(kind, purpose):
-            capacity = ring_capacity(self._table.ring_bytes())
+            capacity = ring_capacity(self._node, self._table.ring_bytes())
             try:
                 if kind == "shm":
                     descriptor, segment = shm.create(memory_bytes(capacity))

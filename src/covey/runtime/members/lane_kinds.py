@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from covey.runtime.members.peers import Peer
     from covey.wire import messages
 
-LARGE_RING_BYTES: Final = 512 << 10
-"""A ring stays in the cache; a larger one is not faster, and with eight ranks on a host half as fast."""
 SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
-"""Rings are large until a process has this many bytes of them, then small: a program may have dozens of groups."""
+"""Rings have `ring_bytes` until a process has this many bytes of them, then they are small: a program may have dozens
+of groups. By default a ring stays in the cache: a larger one is not faster, and with eight ranks on a host half as
+fast."""
 STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 """Connections of a lane, by round trip in seconds: on each the kernel sends a few megabytes without acknowledgement."""
 STREAMS_FAR: Final = 8
@@ -68,14 +68,19 @@ def is_ring(kind: str, purpose: str) -> bool:
     return purpose == "collectives" and kind in ("shm", "memory")
 
 
-def ring_capacity(in_use: int) -> int:
+def ring_capacity(node: Node, in_use: int) -> int:
     """Return the bytes of the next ring, if the open rings occupy `in_use` bytes."""
-    return LARGE_RING_BYTES if in_use + 2 * LARGE_RING_BYTES <= LARGE_RINGS_TOTAL_BYTES else SMALL_RING_BYTES
+    large, small = _ring_sizes(node)
+    return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
 
 
-def acceptable_capacities(kind: str, purpose: str) -> tuple[int, ...]:
+def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
     """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
-    return (LARGE_RING_BYTES, SMALL_RING_BYTES) if is_ring(kind, purpose) else (0,)
+    return _ring_sizes(node) if is_ring(kind, purpose) else (0,)
+
+
+def _ring_sizes(node: Node) -> tuple[int, int]:
+    return node.config.ring_bytes, min(node.config.ring_bytes, SMALL_RING_BYTES)
 
 
 def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.numbers import Seat
+from covey.base.settings import differences_of
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.early_messages import EarlyMessages
@@ -80,7 +81,7 @@ class LauncherMesh:
             raise DeadlineError(
                 f"rank {node.seat} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
                 f"{within:g} s ended. "
-                f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
+                f"Is it running, and with the same job id, address, or MASTER_ADDR and MASTER_PORT?{self._refusal}"
                 + (f" Here {strangers}." if strangers else ""),
                 late=tuple(self._missing()),
             ) from None
@@ -254,6 +255,7 @@ class LauncherMesh:
             ("size", self._node.size, hello.size),
             ("lanes", self._node.config.lanes, hello.lanes),
             ("on_loss", self._node.config.on_loss, hello.on_loss),
+            *differences_of(self._node.config.agreed(), hello.settings),
         ):
             if here != there:
                 reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self._node.seat}"
@@ -280,13 +282,18 @@ class LauncherMesh:
             lanes=self._node.config.lanes,
             card=self._node.card,
             on_loss=self._node.config.on_loss,
+            settings=self._node.config.agreed(),
         )
 
     def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
         if self._node.generation is None:
             return messages.Refusal("the run has not begun", retry=True)
         config = self._node.config
-        for what, here, there in (("lanes", config.lanes, hello.lanes), ("on_loss", config.on_loss, hello.on_loss)):
+        for what, here, there in (
+            ("lanes", config.lanes, hello.lanes),
+            ("on_loss", config.on_loss, hello.on_loss),
+            *differences_of(config.agreed(), hello.settings),
+        ):
             if here != there:
                 return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
         key = messages.key_of(hello.card)

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.health import INTERVAL, LATE, STOPPED_SILENCE, Vouch
+from covey.proto.health import LATE, REPORT_EVERY, STOPPED_SILENCE, Vouch
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Rounds:
         tell: Callable[[messages.Vouch], None],
         also: Callable[[float], None] = lambda _now: None,
     ) -> None:
-        """`tell` is called every INTERVAL and after each change, `also` after every look."""
+        """`tell` is called every REPORT_EVERY and after each change, `also` after every look."""
         self._process_table, self._tell, self._also = process_table, tell, also
         self._tell_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -150,7 +150,7 @@ class Rounds:
             return
         try:
             if self._process_table.look(now) or now >= self._tell_at:
-                self._tell_at = now + INTERVAL
+                self._tell_at = now + REPORT_EVERY
                 self._tell(self._process_table.vouch())
             self._also(now)
         finally:

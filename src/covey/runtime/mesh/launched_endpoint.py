@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.environment import LaunchedRank
-
-PORT_OFFSET: Final = 1
-"""Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
 
 
 def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
@@ -67,11 +64,9 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
 
 def insecure(launched: LaunchedRank) -> Endpoint:
     """Listen in clear text where ranks of other hosts can connect; rank 0 knows how to reach them all."""
-    assert launched.master is not None
-    host, port = launched.master
+    own = _own_address(launched) or (local_address_towards(launched.addresses[0][0]), 0)
     with contextlib.ExitStack() as undo:
-        own = host if launched.rank == 0 else local_address_towards(host)
-        listener = undo.enter_context(_listen_at(own, port + PORT_OFFSET if launched.rank == 0 else 0))
+        listener = undo.enter_context(_listen_at(*own))
         folder = RunFolder()
         undo.callback(folder.remove)
         path = str(socket_path(check_folder(Path(folder.path)), launched.rank))
@@ -85,23 +80,25 @@ def insecure(launched: LaunchedRank) -> Endpoint:
         card = _anonymous_card(Contact(host_token(Path(folder.path).parent), (address,), path))
         acceptor = Acceptor([listener, local], credentials.door_key, launched.name)
         release = undo.pop_all().close
-    return Endpoint(credentials, card, acceptor, _rank_zero(launched), release)
+    return Endpoint(credentials, card, acceptor, _known_ranks(launched), release)
 
 
 def in_cluster(launched: LaunchedRank, config: GroupConfig, cluster: Cluster) -> Endpoint:
     """Listen where ranks of other hosts can connect with the cluster's secret; rank 0 knows how to reach them all."""
-    assert launched.master is not None
-    port = launched.master[1] + PORT_OFFSET if launched.rank == 0 else 0
-    return cluster_endpoint(cluster, config, run=launched.name, ports=(port,), contacts=_rank_zero(launched))
+    own = _own_address(launched)
+    ports = (own[1] if own is not None else 0,)
+    return cluster_endpoint(cluster, config, run=launched.name, ports=ports, contacts=_known_ranks(launched))
 
 
-def _rank_zero(launched: LaunchedRank) -> dict[Seat, Contact]:
-    """Return how to reach rank 0, by rank; nothing for rank 0 itself."""
-    if launched.rank == 0:
-        return {}
-    assert launched.master is not None
-    host, port = launched.master
-    return {Seat(0): Contact("", numeric(host, port + PORT_OFFSET), "")}
+def _own_address(launched: LaunchedRank) -> tuple[str, int] | None:
+    """Return where this rank has to listen; None if it may choose."""
+    return launched.addresses[launched.rank] if launched.rank < len(launched.addresses) else None
+
+
+def _known_ranks(launched: LaunchedRank) -> dict[Seat, Contact]:
+    """Return how to reach the lower ranks whose address is known, which this rank dials, by rank."""
+    lower = launched.addresses[: launched.rank]
+    return {Seat(rank): Contact("", numeric(*address), "") for rank, address in enumerate(lower)}
 
 
 def _anonymous_card(contact: Contact) -> Card:

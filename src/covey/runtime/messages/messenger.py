@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.message import Received
+    from covey.proto.message_link import MessageSizes
 
 LOOK_SECONDS: Final = 0.003
 """How often `close` checks whether the kernel has delivered what it was given."""
@@ -50,6 +51,7 @@ class Messenger:
         lost: Callable[[int], BaseException | None],
         told: Callable[[BaseException], None] = lambda _: None,
         name: str,
+        sizes: MessageSizes,
         may_spin: bool = False,
     ) -> None:
         """Nothing is opened until a message needs it.
@@ -65,13 +67,14 @@ class Messenger:
             lost: returns why a rank whose lane ended is lost, or None if that is not known; may block for a moment.
             told: called with every error that ends an operation or keeps one from starting.
             name: the group's name, for error messages.
+            sizes: which messages are sent at once, and how many.
             may_spin: whether there are enough cores for waiting threads to poll without sleeping.
         """
         self._rank, self._size, self._name = rank, size, name
         self._open_lane, self._renew_lane, self._give_up = open_lane, renew_lane, give_up
         self._fault, self._lost, self._told = fault, lost, told
         self._lock = threading.Lock()
-        self._matcher = Matcher(rank, size)
+        self._matcher = Matcher(rank, size, sizes)
         self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
         self._lanes = LanePoll(self._matcher, self._driving, wake_fd)
         self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)

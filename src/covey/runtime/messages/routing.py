@@ -95,6 +95,8 @@ class MessageRouting:
 
     def messenger(self) -> Messenger:
         """Return the messenger of this group; make it on first use."""
+        from covey.proto.message_link import MessageSizes
+
         group = self._group
         with self.lock:
             if self._messenger is None:
@@ -112,6 +114,7 @@ class MessageRouting:
                     lost=lambda rank: group.failure.lost_error(Rank(rank)),
                     told=lambda error: group.failure.note_raised(error),
                     name=group.name,
+                    sizes=MessageSizes(group.config.eager_bytes, group.config.credit_bytes),
                     may_spin=group.may_spin,
                 )
                 if group.node is not None:

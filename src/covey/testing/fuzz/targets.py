@@ -103,7 +103,8 @@ def _message_target(read: Callable[[bytes], Any]) -> Target:
     def seeds() -> list[bytes]:
         maker = Maker(random.Random(read.__name__))
         kinds = values.variants(values.return_type(read))
-        return [data for kind in kinds for data in values.examples(kind, maker, read, _VALUES_OF_EACH)]
+        valid = [data for kind in kinds for data in values.examples(kind, maker, read, _VALUES_OF_EACH)]
+        return valid + [data for kind in kinds for data in values.refused(kind, maker, read)]
 
     return Target(
         name=read.__name__.removeprefix("decode_"),

@@ -20,6 +20,7 @@ TEXTS: Final = ("", "a", "run", "10.0.0.1", "fd00::1", "auto", "\x1b[31mred\nlin
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)
 _MOST_ITEMS: Final = 3
 _TRIES: Final = 1000
+_REFUSED_TRIES: Final = 20
 
 
 class Maker:
@@ -117,6 +118,17 @@ def valid(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> byt
             continue
         return data
     raise TypeError(f"{_TRIES} values of {kind} were all refused")
+
+
+def refused(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> list[bytes]:
+    """Return the bytes of a value whose fields are all allowed but that `read` refuses; none if none is found soon."""
+    for _ in range(_REFUSED_TRIES):
+        data = msgspec.msgpack.encode(maker.plain(kind))
+        try:
+            read(data)
+        except (CoveyError, ValueError):
+            return [data]
+    return []
 
 
 def structs(kind: inspect.Type) -> set[type]:

@@ -148,7 +148,6 @@ class TensorGroup(Group):
         _check_alike([target, parts[self.rank]], "the output and this rank's part of the input")
         rule = reduction(op, target.flat.dtype)
         lengths = [part.flat.size for part in parts]
-        segment = max(1, choose.SEGMENT_BYTES // target.flat.itemsize)
         call = self._call("reduce_scatter", target.code, None, op=op, lengths=_compact(tuple(lengths)))
         # The parts are read until the end, so the result must not overwrite them.
         is_apart = not any(np.may_share_memory(target.flat, part.flat) for part in parts)
@@ -157,7 +156,9 @@ class TensorGroup(Group):
             blocks = [part.load() for part in parts]
             result = target.flat if is_apart else np.empty_like(target.flat)
             result[...] = blocks[self.rank]
-            plan = direct.reduce_scatter(attempt.slot, attempt.chosen(lengths), segment)
+            plan = direct.reduce_scatter(
+                attempt.slot, attempt.chosen(lengths), attempt.sizes.segment(target.flat.itemsize)
+            )
             attempt.execute(plan, [*attempt.chosen(blocks), result], rule)
             return None if is_apart else result
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
+from covey.net.settings_files import effective_environment
 from covey.net.temporary import temporary_folder
 from covey.runtime.environment import LaunchedRank, find_launched_rank
 from covey.runtime.group.internals import engine_of
@@ -138,7 +139,7 @@ def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: 
             place = replace(place, folder=str(rendezvous_folder(name)))
         else:
             place = replace(place, master=(_master(store, rank, size), int(port) - 1))
-    return World(join_at(place, group_config(os.environ), timeout=timeout), nonce, owns_run=True)
+    return World(join_at(place, group_config(effective_environment()), timeout=timeout), nonce, owns_run=True)
 
 
 def _check_place(top: Group, rank: int, size: int) -> None:

@@ -1,0 +1,179 @@
+"""The kinds of values that settings have: how a value is read from text, from covey.toml or from an argument.
+
+A kind returns the value in its own form, or raises ConfigError; `label` says in that error where the value stands.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from covey.base.errors import ConfigError
+
+YEAR_SECONDS: Final = 365 * 86400.0
+_UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+class Kind(Protocol):
+    """A kind of value."""
+
+    @property
+    def words(self) -> str:
+        """What values of this kind are, for the documentation."""
+
+    def read(self, label: str, value: Any) -> Any:
+        """Return a value of this kind; raise ConfigError if `value` is none."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A duration above 0, at most a year."""
+
+    least: float = 0.0
+
+    @property
+    def words(self) -> str:
+        return f"seconds, at least {self.least:g}" if self.least else "seconds"
+
+    def read(self, label: str, value: Any) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise ConfigError(f"{label}={value!r} is not a number of seconds") from None
+        seconds = check_timeout(value, label)
+        if seconds < self.least:
+            raise ConfigError(f"{label}={value!r} must be at least {self.least:g} seconds")
+        return seconds
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """A number of bytes, or text like `4MiB`."""
+
+    least: int
+    most: int
+    multiple: int = 1
+
+    @property
+    def words(self) -> str:
+        return f"bytes, {show_bytes(self.least)} to {show_bytes(self.most)}" + (
+            f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        )
+
+    def read(self, label: str, value: Any) -> int:
+        size = value
+        if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMG]iB|)", value, re.IGNORECASE)):
+            size = int(match[1]) * _UNITS[match[2].lower()]
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise ConfigError(f"{label}={value!r} is not a number of bytes; write 65536, 64KiB or 4MiB")
+        size = int(size)
+        if not self.least <= size <= self.most or size % self.multiple:
+            raise ConfigError(f"{label}={value!r} must be {self.words}")
+        return size
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few words."""
+
+    known: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
+    """Words that are accepted but not for people to use."""
+
+    @property
+    def words(self) -> str:
+        return " or ".join(f"`{word}`" for word in self.known)
+
+    def read(self, label: str, value: Any) -> str:
+        if value not in (*self.known, *self.hidden):
+            raise ConfigError(f"{label}={value!r} is unknown; use one of {', '.join(self.known)}")
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """On or off."""
+
+    words: str = "1 or 0"
+
+    def read(self, label: str, value: Any) -> bool:
+        word = ("1" if value else "0") if isinstance(value, bool) else str(value).lower()
+        if word in ("1", "true", "yes"):
+            return True
+        if word in ("", "0", "false", "no"):
+            return False
+        raise ConfigError(f"{label}={value!r} must be 1 or 0")
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Any text."""
+
+    words: str = "text"
+
+    def read(self, label: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{label}={value!r} must be text")
+        return value
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Texts that are separated by commas; a list in covey.toml and in Python."""
+
+    words: str = "a list, separated by commas"
+
+    def read(self, label: str, value: Any) -> str:
+        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return ",".join(value)
+        if not isinstance(value, str):
+            raise ConfigError(f"{label}={value!r} must be a list of texts")
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """A whole number, or a word instead of one."""
+
+    least: int
+    most: int
+    word: str = ""
+
+    @property
+    def words(self) -> str:
+        return (f"`{self.word}` or " if self.word else "") + f"a number from {self.least} to {self.most}"
+
+    def read(self, label: str, value: Any) -> str:
+        text = str(value)
+        if text == self.word or (text.isascii() and text.isdigit() and self.least <= int(text) <= self.most):
+            return text
+        raise ConfigError(f"{label}={value!r} must be {self.words.replace('`', '')}")
+
+
+@dataclass(frozen=True)
+class Whole(Number):
+    """A whole number, as such."""
+
+    def read(self, label: str, value: Any) -> Any:
+        return int(super().read(label, value))
+
+
+def check_timeout(timeout: float, what: str = "timeout") -> float:
+    """Return `timeout` as a float, at most a year; raise ConfigError unless it is a number above 0."""
+    if type(timeout) is float and 0.0 < timeout <= YEAR_SECONDS:  # the common case, kept short: this is paid per call
+        return timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
+        raise ConfigError(f"{what}={timeout!r} must be a number of seconds above 0")
+    return min(float(timeout), YEAR_SECONDS)
+
+
+def show_bytes(count: int) -> str:
+    """Return a number of bytes as a person would write it."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)

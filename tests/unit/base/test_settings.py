@@ -1,0 +1,169 @@
+"""The table of settings: complete, read, and strict about names and values."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import covey
+from covey.base.config import KNOWN_VARIABLES, GroupConfig, group_config
+from covey.base.errors import ConfigError
+from covey.base.setting_kinds import ByteCount
+from covey.base.settings import (
+    ANY_FILE,
+    SETTINGS,
+    USER_FILE,
+    differences_of,
+    effective_settings,
+    from_argument,
+    from_file,
+)
+
+SRC = Path(__file__).parents[3] / "src" / "covey"
+
+
+def test_every_field_of_a_group_is_in_the_table_with_its_default() -> None:
+    config = GroupConfig()
+    named = {setting.name: setting.default for setting in SETTINGS.values() if setting.of_group}
+    assert named == {field.name: getattr(config, field.name) for field in fields(GroupConfig)}
+
+
+def test_every_argument_of_the_table_is_one_of_join() -> None:
+    arguments = inspect.signature(covey.join).parameters
+    assert {setting.argument for setting in SETTINGS.values() if setting.argument} <= set(arguments)
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+def test_every_setting_is_read_somewhere(setting: Any) -> None:
+    used = re.compile(rf"\.{setting.name}\b|{setting.variable}\b")
+    if setting.of_group:
+        used = re.compile(rf"config\.{setting.name}\b")
+    readers = [path for path in SRC.rglob("*.py") if path.parent.name != "base" and used.search(path.read_text())]
+    if setting.name == "native":  # all layers ask this module
+        readers = [SRC / "base" / "native.py"]
+        assert setting.variable in readers[0].read_text()
+    assert readers
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+def test_a_default_is_a_value_of_its_kind_and_survives_being_written(setting: Any) -> None:
+    if setting.default is not None:
+        assert setting.kind.read("x", setting.default) == setting.default
+        assert setting.kind.read("x", setting.show(setting.default)) == setting.default
+    assert setting.variable in KNOWN_VARIABLES
+    assert setting.meaning.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("value", "size"), [(65536, 65536), ("65536", 65536), ("64KiB", 65536), ("1 MiB", 1 << 20), ("1gib", 1 << 30)]
+)
+def test_sizes_are_numbers_or_have_a_unit(value: object, size: int) -> None:
+    assert from_argument({"segment_bytes": value}) == {"segment_bytes": size}
+    assert from_file({"segment_bytes": value}, "covey.toml", is_users=False)["COVEY_SEGMENT_BYTES"]
+    assert group_config({"COVEY_SEGMENT_BYTES": str(value)}).segment_bytes == size
+
+
+@pytest.mark.parametrize(
+    "value", ["64 KB", "-1", "1.5MiB", "", True, 1.0, None, [1], 4095, 1 << 31, "9999999999999999"]
+)
+def test_sizes_that_are_none_are_refused_with_the_place_they_stand_in(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^segment_bytes="):
+        from_argument({"segment_bytes": value})
+    with pytest.raises(ConfigError, match=r"^/w/covey\.toml: segment_bytes="):
+        from_file({"segment_bytes": value}, "/w/covey.toml", is_users=True)
+
+
+def test_a_name_in_a_file_that_is_no_setting_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"/w/covey.toml: covey has no setting 'segment_byte'; did you mean segment_bytes"
+    ):
+        from_file({"segment_byte": 5}, "/w/covey.toml", is_users=False)
+    with pytest.raises(ConfigError, match=r"no setting 'tool'"):
+        from_file({"tool": {"covey": {}}}, "/w/covey.toml", is_users=False)
+
+
+def test_a_name_in_the_argument_that_is_no_setting_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'hearbeat': .*did you mean heartbeat\?"):
+        from_argument({"hearbeat": 1})
+    with pytest.raises(ConfigError, match=r"use lanes= of join"):
+        from_argument({"lanes": "shm"})
+    with pytest.raises(ConfigError, match=r"use COVEY_EVENTS"):
+        from_argument({"events": "x"})
+
+
+def test_the_file_of_a_working_folder_cannot_weaken_security() -> None:
+    weakening = {setting.name for setting in SETTINGS.values() if setting.files == USER_FILE}
+    assert weakening == {"insecure", "seeds"}
+    values: dict[str, Any] = {"insecure": True, "seeds": ["192.0.2.1:47700"]}
+    for name, value in values.items():
+        with pytest.raises(
+            ConfigError, match=f"{name} cannot be set by the folder of a program.*{SETTINGS[name].variable}"
+        ):
+            from_file({name: value}, "/w/covey.toml", is_users=False)
+        assert from_file({name: value}, "/h/covey.toml", is_users=True)
+
+
+@pytest.mark.parametrize("name", ["cluster", "secret", "secret_file", "home", "events", "run", "native"])
+def test_no_file_chooses_a_cluster_a_secret_or_a_file_to_write(name: str) -> None:
+    for is_users in (False, True):
+        with pytest.raises(ConfigError, match=f"{name} cannot be set in a file; set {SETTINGS[name].variable}"):
+            from_file({name: "x"}, "/w/covey.toml", is_users=is_users)
+
+
+def test_whatever_a_file_may_set_is_read_as_if_the_environment_had_it() -> None:
+    content: dict[str, Any] = {"lanes": "tcp", "timeout": 2.5, "interfaces": ["eth*", "!eth9"], "ring_bytes": "64KiB"}
+    content |= {"port": 5000, "streams": 4, "on_loss": "continue"}
+    assert all(SETTINGS[name].files == ANY_FILE for name in content)
+    env = from_file(content, "covey.toml", is_users=False)
+    assert env["COVEY_PORT"] == "5000"
+    expected = GroupConfig(
+        lanes="tcp", timeout=2.5, interfaces="eth*,!eth9", ring_bytes=1 << 16, streams="4", on_loss="continue"
+    )
+    assert group_config(env) == expected
+
+
+def test_the_first_source_that_has_a_setting_decides() -> None:
+    layers = {"environment": {"COVEY_TIMEOUT": "5"}, "/w": {"COVEY_TIMEOUT": "6", "COVEY_PATIENCE": "7"}}
+    found = {each.name: each for each in effective_settings(layers)}
+    assert (found["timeout"].value, found["timeout"].source) == ("5", "environment")
+    assert (found["patience"].value, found["patience"].source) == ("7", "/w")
+    assert (found["lanes"].value, found["lanes"].source) == ("auto", "default")
+    assert len(found) == len(SETTINGS)
+
+
+def test_a_secret_is_not_shown() -> None:
+    found = {each.name: each for each in effective_settings({"environment": {"COVEY_SECRET": "hush hush"}})}
+    assert found["secret"].value == "(hidden)"
+    assert "hush" not in repr(found)
+
+
+def test_what_ranks_must_agree_on_is_told_only_where_it_is_not_the_default() -> None:
+    assert GroupConfig(lanes="tcp", on_loss="continue", patience=3.0).agreed() == ""
+    assert GroupConfig(segment_bytes=8192, tree_bytes=0).agreed() == "tree_bytes=0, segment_bytes=8192"
+    sizes = {name: each.kind for name, each in SETTINGS.items() if each.is_shared and isinstance(each.kind, ByteCount)}
+    most: dict[str, Any] = {name: kind.most for name, kind in sizes.items()}
+    assert 0 < len(GroupConfig(**most).agreed()) <= 256, "longer than the field of a Hello"
+
+
+def test_two_ranks_that_differ_are_told_each_setting_and_both_values() -> None:
+    assert differences_of("", "") == []
+    assert differences_of("tree_bytes=0", "tree_bytes=0") == []
+    assert differences_of("tree_bytes=0, segment_bytes=8192", "segment_bytes=4096") == [
+        ("segment_bytes", "8192", "4096"),
+        ("tree_bytes", "0", "131072"),
+    ]
+    assert differences_of("", "new_in_a_later_version=3") == [("new_in_a_later_version", "unknown", "3")]
+
+
+def test_silences_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"host_silence=2 must be at least 4\.5 times heartbeat=0\.5"):
+        GroupConfig(host_silence=2.0)
+    with pytest.raises(ConfigError, match=r"process_silence=4 must be at least host_silence=4\.5"):
+        GroupConfig(process_silence=4.0)
+    with pytest.raises(ConfigError, match=r"heartbeat=0\.01 must be at least 0\.1 seconds"):
+        GroupConfig(heartbeat=0.01)
