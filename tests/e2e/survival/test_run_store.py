@@ -34,7 +34,7 @@ def test_entries_are_shared_and_every_sum_is_given_once() -> None:
             assert not store.delete("text")
         group.barrier()
         assert store.get("text") is None
-        with pytest.raises(covey.DeadlineError, match=r"get\(never\): no answer within 0\.01 s"):
+        with pytest.raises(covey.DeadlineError, match=r"get\(never\): no answer within the timeout of 0\.01 s"):
             store.wait("never", timeout=0.01)
         with pytest.raises(covey.ConfigError, match="bytes and text, not int"):
             store.set("x", 3)  # type: ignore[arg-type]

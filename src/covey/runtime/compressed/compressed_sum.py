@@ -182,7 +182,9 @@ class CompressedSum:
                     flat[...] = self.work
                     self._residual = self.work - flat if self._steps else None
             self._is_stored = True
-        plan = choose.all_reduce(attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, None)
+        plan = choose.all_reduce(
+            attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, None, attempt.sizes
+        )
         attempt.execute(plan, [flat], reduction("mean" if self._divides else "sum", flat.dtype))
         return sum(send.stop - send.start for send in plan.sends) * flat.itemsize
 

@@ -123,7 +123,9 @@ class RunStore:
             return self._client.ask(question, seconds)
         except DeadlineError:
             what, keys = type(question).__name__.lower(), _keys_of(question)
-            raise DeadlineError(f"{what}({', '.join(keys[:5])}): no answer within {seconds:g} s") from None
+            raise DeadlineError(
+                f"{what}({', '.join(keys[:5])}): no answer within the timeout of {seconds:g} s"
+            ) from None
 
 
 def _keys_of(question: wire.Question) -> Sequence[str]:
