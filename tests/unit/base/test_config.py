@@ -133,6 +133,7 @@ def test_limits_of_calls_are_whole_numbers_above_zero(name: str) -> None:
     for text in ("0", "-1", "many", "1.5", ""):
         with pytest.raises(ConfigError, match=f"(?i){name}"):
             group_config({f"COVEY_{name.upper()}": text})
-    for value in (True, 2.0, None):
+    odd: tuple[Any, ...] = (True, 2.0, None)
+    for value in odd:
         with pytest.raises(ConfigError, match=name):
             GroupConfig(**{name: value})
