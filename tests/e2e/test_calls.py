@@ -249,3 +249,36 @@ def fork_while_calling() -> Any:
 def test_a_forked_process_cannot_call_and_its_parent_can() -> None:
     told = run_ranks(2, fork_while_calling, lanes="unix")[0]
     assert told == {"child": ["ClosedError", "ClosedError"], "parent": [5, 7]}
+
+
+def call_within_limits() -> Any:
+    """Send too much, and count how many functions run at the same time."""
+    with covey.join() as group:
+        node, lock, running, most = group.node, threading.Lock(), 0, 0
+
+        @node.rpc
+        def work() -> None:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.02)
+            with lock:
+                running -= 1
+
+        node.register("size", lambda x: len(x))
+        group.barrier()
+        other = 1 - group.rank
+        outcomes = [attempt(lambda size=size: node.call(other, "size", bytes(size))) for size in (90_000, 110_000)]  # type: ignore[misc]
+        for each in [node.call_async(other, "work") for _ in range(10)]:
+            each.wait()
+        group.barrier()
+        return [most, outcomes[0]["result"], outcomes[1]["error"], outcomes[1]["text"]]
+
+
+def test_variables_set_the_limits_of_calls() -> None:
+    env = {"COVEY_CALL_BYTES": "100000", "COVEY_CALL_HANDLERS": "2"}
+    with Ranks(2, call_within_limits, lanes="unix", env=env) as ranks:
+        for most, size, error, text in ranks.results():
+            assert (most, size, error) == (2, 90_000, "CallRefusedError")
+            assert "a call may carry 100000" in text

@@ -198,6 +198,19 @@ def test_what_cannot_work_is_refused_with_the_reason() -> None:
             assert words in text
 
 
+def test_a_node_answers_from_the_moment_it_joins_though_its_program_knows_nothing_of_calls() -> None:
+    def body(group: covey.Group) -> str:
+        group.barrier()
+        text = (
+            "" if group.rank else refusal(lambda: group.call(1, "anything", timeout=DEADLINE), covey.CallRefusedError)
+        )
+        group.barrier()
+        return text
+
+    told = run_threads(2, body, lanes="unix", timeout=DEADLINE)[0]
+    assert "no function 'anything' is registered; no function is registered there" in told
+
+
 def test_functions_that_cannot_be_called_are_refused_when_they_are_registered() -> None:
     def odd(x: int | np.ndarray[Any, Any]) -> None: ...
 
