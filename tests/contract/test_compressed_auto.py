@@ -93,6 +93,12 @@ def test_what_is_not_compressed_keeps_its_dtype_on_the_way(dtype: Any, lanes: st
         first = group.all_reduce(x.copy(), "mean", compress="int8", feedback=feedback, name="x")  # the warm-up
         if dtype != np.float64:  # which is rounded to float32 when a residual is added to it
             assert first.tobytes() == plain.tobytes()
+        feedback = ErrorFeedback(
+            warmup=2, momentum=0.5
+        )  # which gathers: in the second step, half of the first is added
+        for factor in (1.0, 1.5):
+            mean = group.all_reduce(x.copy(), "mean", compress="topk(0.1)", feedback=feedback, name="x")
+            assert np.abs(mean.astype(np.float64) - factor * plain.astype(np.float64)).max() < 0.1
         weighted = group.all_reduce(x.copy(), "mean", weight=1 + group.rank, compress="auto")
         exact = group.all_reduce(x.astype(np.float64), "mean", weight=1 + group.rank)
         assert np.abs(weighted.astype(np.float64) - exact).max() < 0.05

@@ -152,7 +152,8 @@ class CompressedSum:
 
     def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | LowRank | None) -> None:
         if codec is None:
-            sent = self._reduce_plain(attempt)
+            self._reduce_plain(attempt)
+            sent = 0
         elif isinstance(codec, Codec):
             self._residual = np.zeros(self.work.size, np.float32) if self._steps and codec.is_lossy else None
             sent = dense.all_reduce(
@@ -170,7 +171,7 @@ class CompressedSum:
         if codec is not None:
             self.info |= {"codec": str(codec), "sent_bytes": sent}
 
-    def _reduce_plain(self, attempt: Attempt) -> int:
+    def _reduce_plain(self, attempt: Attempt) -> None:
         """Reduce the array in its own dtype, as without `compress`."""
         flat = self._operand.flat
         if not self._is_in_place:
@@ -181,12 +182,12 @@ class CompressedSum:
                 with np.errstate(all="ignore"):
                     flat[...] = self.work
                     self._residual = self.work - flat if self._steps else None
+                self._selected = [np.empty(0, np.int64)] * len(self._steps)  # no element loses its momentum
             self._is_stored = True
         plan = choose.all_reduce(
             attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, None, attempt.sizes
         )
         attempt.execute(plan, [flat], reduction("mean" if self._divides else "sum", flat.dtype))
-        return sum(send.stop - send.start for send in plan.sends) * flat.itemsize
 
     def _reduce_selected(self, attempt: Attempt, codec: Sparsifier) -> int:
         salt = attempt.engine.operation.sequence
