@@ -56,6 +56,7 @@ format: $(VENV)/.built
 # The site: any warning and any dead link fails the build. MkDocs 1.6 is pinned, so Material need not advertise another.
 docs: $(VENV)/.docs
 	$(BIN)/python -m tools.command_reference
+	$(BIN)/python -m tools.metrics_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "site/index.html"
 

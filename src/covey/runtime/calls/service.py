@@ -36,6 +36,7 @@ from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
+from covey.runtime.counters import process
 from covey.wire import calls as wire
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
 
@@ -296,6 +297,7 @@ class CallService:
             case done.DeliverItem(peer, number, payload):
                 self._deliver(Seat(peer), number, payload)
             case done.RunHandler():
+                process.calls_served += 1
                 self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)
@@ -333,6 +335,8 @@ class CallService:
         elif outcome.payload.sizes and parts is None:
             size = outcome.payload.total_bytes
             error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
+        process.calls_made += 1
+        process.calls_failed += error is not None
         if made.state is not None:
             made.state.end(error)
         elif made.work is not None and error is not None:
