@@ -172,6 +172,11 @@ class ProcessCounters:
             self._sweep()
             self._groups.append(group)
 
+    def sweep(self) -> None:
+        """Keep only the totals of the groups that are over."""
+        with self._lock:
+            self._sweep()
+
     def groups(self) -> list[GroupCounters]:
         """Return the counters of the open groups, in the order in which the groups were made."""
         with self._lock:

@@ -52,8 +52,8 @@ class FlownGroup(Worded, frozen=True, array_like=True):
     """The last operations of one group."""
 
     name: Text
-    rank: Whole
-    size: Whole
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_LIMIT)]
+    size: Annotated[int, msgspec.Meta(ge=0, le=RANKS_LIMIT)]
     fault: Story
     """Why the group has ended; empty if it has not failed."""
     operations: Annotated[tuple[FlownOperation, ...], msgspec.Meta(max_length=RECORDS_LIMIT)]

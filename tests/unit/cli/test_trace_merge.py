@@ -9,7 +9,9 @@ import pytest
 from covey.base.operations import OPERATIONS
 from covey.cli.trace.command import read_latest, report
 from covey.cli.trace.merge import FAILED, RETURNED, RUNNING, chrome_trace, clock_offsets, merge
+from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics import flight as files
+from covey.wire import messages
 from covey.wire.flight import Flight, FlownGroup, FlownOperation, decode_flight, encode
 
 ALL_REDUCE, BARRIER = OPERATIONS.index("all_reduce"), OPERATIONS.index("barrier")
@@ -123,7 +125,10 @@ def test_files_come_back_as_they_were_and_the_oldest_are_removed(
     monkeypatch.setattr(files, "FILES_LIMIT", 4)
     for number in range(6):
         made = flight(number % 3, operation(number, 10, 20))
-        assert decode_flight(files.store(made).read_bytes()) == made
+        path = files.path_for(made)
+        files.store(made, path)
+        assert decode_flight(path.read_bytes()) == made
+        assert path.stat().st_mode & 0o777 == 0o600
     assert len(list(files.folder().iterdir())) == 4
     latest = read_latest(files.folder())
     assert [each.seat for each in latest] == [0, 1, 2, 2]
@@ -137,7 +142,6 @@ def test_a_rank_that_wrote_two_files_counts_once() -> None:
 
 
 def test_the_largest_flight_fits_into_a_frame() -> None:
-    from covey.wire import messages
     from covey.wire.flight import RECORDS_LIMIT
     from covey.wire.frame import CONTROL_LIMIT
 
@@ -148,3 +152,20 @@ def test_the_largest_flight_fits_into_a_frame() -> None:
     whole = Flight("r" * 1000, "n" * 100, "h" * 100, "h" * 100, most, most, most, most, offsets, (group,))
     answer = messages.encode(messages.Inspected("operations", 0, 1, encode(whole)))
     assert len(answer) <= CONTROL_LIMIT
+
+
+def test_a_rank_that_told_its_operations_earlier_is_not_missing() -> None:
+    early = Flight("train", "n", "a", "a.example", 101, 1, 0, 80 * MS, (), (FlownGroup("train", 1, 2, "", ()),))
+    late = flight(0, operation(7, 100, 0, BARRIER, RUNNING), size=2)
+    assert merge([late, early]).stuck() == []
+
+
+def test_a_rank_that_tells_nonsense_is_left_out() -> None:
+    first = flight(0, operation(1, 10, 20))
+    answers = {
+        0: messages.Inspected("operations", 0, 1, encode(first)),
+        1: messages.Inspected("operations", 0, 9, b"nonsense"),
+        2: None,
+        3: messages.Inspected("operations", 0, 0, b""),
+    }
+    assert collect(lambda question, _: answers if question.page == 0 else {}) == [first]

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from covey.base.config import check_timeout, group_config
-from covey.base.errors import ConfigError, CoveyError, DeadlineError, RemoteProtocolError
+from covey.base.errors import ConfigError, DeadlineError, RemoteProtocolError
 from covey.base.text import listed, printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say, working
 from covey.cli.trace.merge import chrome_trace, merge
+from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics.flight import SUFFIX, folder
-from covey.runtime.metrics.inspection import OPERATIONS
 from covey.wire import messages
-from covey.wire.flight import GROUPS_LIMIT, Flight, decode_flight, joined
+from covey.wire.flight import Flight, decode_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.cli.trace.merge import Timeline
-    from covey.runtime.mesh.visit import Visit
 
 ANSWER_SECONDS: Final = 5.0
 FILE_LIMIT_BYTES: Final = 1 << 26
@@ -67,7 +66,7 @@ def trace(
     measured: dict[str, float] | None = None
     if not words:
         flights = read_latest(folder())
-    elif len(words) == 1 and not os.path.exists(words[0]) and not words[0].endswith(SUFFIX):
+    elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
         flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
     else:
         flights = [read(Path(word)) for word in words]
@@ -143,30 +142,19 @@ def ask_run(run: str, cluster: str | None, wait: float) -> tuple[list[Flight], d
             for state, answer in zip(seen, told, strict=True)
             if isinstance(answer, messages.Tell) and answer.run == run and answer.rank >= 0
         ]
-        flights = [flight for state in members if (flight := _ask(visit, state.card)) is not None]
+        cards = [state.card for state in members]
+
+        def ask(question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+            answers = enumerate(visit.ask_all(cards, question, within))
+            return {index: answer if isinstance(answer, messages.Inspected) else None for index, answer in answers}
+
+        flights = collect(ask)
     if not flights:
         raise DeadlineError(f"no member of the run {run!r} has told its operations within {ANSWER_SECONDS:g} s")
     if missing := len(members) - len(flights):
         say(f"{plural(missing, 'member')} did not answer", err=True)
     ahead = {state.card.contact.host: state.clock_offset for state in members}
     return sorted(flights, key=lambda flight: flight.seat), ahead
-
-
-def _ask(visit: Visit, card: messages.Card) -> Flight | None:
-    """Return the operations of all groups of a node, or None if it does not tell them."""
-    flights: list[Flight] = []
-    pages = 1
-    while len(flights) < min(pages, GROUPS_LIMIT):
-        try:
-            answer = visit.ask(card, messages.Inspect(OPERATIONS, len(flights)), ANSWER_SECONDS)
-            assert isinstance(answer, messages.Inspected)
-            if not answer.pages or answer.page != len(flights):
-                break
-            flights.append(decode_flight(answer.body))
-            pages = answer.pages
-        except CoveyError:
-            break
-    return joined(flights) if flights else None
 
 
 # The table

@@ -65,6 +65,8 @@ class Timeline:
     calls: dict[tuple[str, int], list[RankCall]]
     """By group and number of the operation."""
     flights: tuple[Flight, ...]
+    taken: dict[tuple[str, int], int]
+    """By group and rank: when the rank told its operations."""
     unmeasured: tuple[str, ...]
     """Hosts whose clock was compared with no other."""
 
@@ -78,12 +80,17 @@ class Timeline:
                     yield Wait(group, sequence, call, last.rank, waited)
 
     def stuck(self) -> list[Stuck]:
-        """Return the operations in progress that not all ranks have begun."""
+        """Return the operations in progress that not all ranks have begun.
+
+        A rank that told its operations before another one began is not known to be missing there.
+        """
         sizes = {group.name: group.size for flight in self.flights for group in flight.groups}
         found = []
         for (group, sequence), calls in sorted(self.calls.items()):
             running = [call for call in calls if call.operation.outcome == RUNNING]
-            missing = set(range(sizes[group])) - {call.rank for call in calls}
+            first = min((call.begun for call in running), default=0)
+            others = set(range(sizes[group])) - {call.rank for call in calls}
+            missing = {rank for rank in others if self.taken.get((group, rank), first) >= first}
             if running and missing:
                 ranks = tuple(sorted(call.rank for call in running))
                 found.append(Stuck(group, sequence, running[0].name, ranks, tuple(sorted(missing))))
@@ -97,9 +104,11 @@ def merge(flights: Sequence[Flight], measured: Mapping[str, float] | None = None
     """
     ahead = clock_offsets(flights) if measured is None else dict(measured)
     calls: dict[tuple[str, int], list[RankCall]] = defaultdict(list)
+    taken: dict[tuple[str, int], int] = {}
     for flight in flights:
         shift = flight.clock_ns - int(ahead.get(flight.host, 0.0) * 1e9)
         for group in flight.groups:
+            taken.setdefault((group.name, group.rank), flight.taken_ns + shift)
             for operation in group.operations:
                 ended = operation.ended_ns or max(flight.taken_ns, operation.begun_ns)
                 call = RankCall(group.rank, operation.begun_ns + shift, ended + shift, operation)
@@ -108,7 +117,7 @@ def merge(flights: Sequence[Flight], measured: Mapping[str, float] | None = None
                     known.append(call)
     hosts = {flight.host: flight.host_name for flight in flights}
     unmeasured = tuple(name for host, name in hosts.items() if host not in ahead)
-    return Timeline(dict(calls), tuple(flights), unmeasured)
+    return Timeline(dict(calls), tuple(flights), taken, unmeasured)
 
 
 def clock_offsets(flights: Sequence[Flight]) -> dict[str, float]:

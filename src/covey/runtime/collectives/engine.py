@@ -358,6 +358,7 @@ class Engine:
         self.attempt.close()
         self._dropped.detach()
         self.counters.is_over = True
+        process.sweep()
         if self.node is not None:
             if self.atomic is None:
                 self.stalls.part()

@@ -49,7 +49,7 @@ def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
         host="" if card is None else card.contact.host,
         host_name=_ascii(socket.gethostname() if card is None else card.host_name),
         pid=os.getpid(),
-        seat=0 if node is None else node.seat,
+        seat=groups[0].seats[groups[0].rank] if groups else 0 if node is None else node.seat,
         clock_ns=time.time_ns() - now,
         taken_ns=now,
         offsets=() if node is None else tuple(node.clocks.offsets().items()),
@@ -78,25 +78,27 @@ def folder() -> Path:
     return home.private_folder(home.home() / "traces")
 
 
-def store(taken: wire.Flight) -> Path:
-    """Write the last operations of a process to a new file, and return its path; remove the oldest files.
+def path_for(taken: wire.Flight) -> Path:
+    """Return the path of a new file; ConfigError if its folder cannot be used."""
+    rank = taken.groups[0].rank if taken.groups else taken.seat
+    run = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in taken.run)[:60] or "run"
+    return folder() / f"{run}-rank{rank}-{taken.pid}-{time.time_ns()}{SUFFIX}"
+
+
+def store(taken: wire.Flight, path: Path) -> None:
+    """Write the last operations of a process to a new file, and remove the oldest files.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    place = folder()
-    rank = taken.groups[0].rank if taken.groups else taken.seat
-    run = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in taken.run)[:60] or "run"
-    path = place / f"{run}-rank{rank}-{taken.pid}-{time.time_ns()}{SUFFIX}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
             file.write(wire.encode(taken))
     except OSError as error:
-        text = f"cannot write to {place}: {explain(error)}; make room, or set COVEY_HOME elsewhere"
+        text = f"cannot write {path}: {explain(error)}; make room, or set COVEY_HOME elsewhere"
         raise ConfigError(text) from error
-    _remove_old(place)
-    return path
+    _remove_old(path.parent)
 
 
 def _remove_old(place: Path) -> None:
@@ -111,12 +113,24 @@ def write_failed(group: GroupCounters, error: BaseException) -> None:
     if not group.recorder.records(0):
         return
     group.fault = printable(f"{type(error).__name__}: {error}", 8 * 1000)
+    taken = flight([group])
     try:
-        path = store(flight([group]))
-    except ConfigError as problem:
+        path = path_for(taken)
+        if control.is_here():  # which must not wait for a disk
+            threading.Thread(target=_store_in_background, args=(taken, path), name="covey-trace", daemon=True).start()
+        else:
+            store(taken, path)
+    except (ConfigError, RuntimeError) as problem:  # no folder, no room, no more threads
         logger.info("the last operations of group %r could not be written: %s", group.name, problem)
-        return
-    error.add_note(f"{NOTE} {path}")
+    else:
+        error.add_note(f"{NOTE} {path}")
+
+
+def _store_in_background(taken: wire.Flight, path: Path) -> None:
+    try:
+        store(taken, path)
+    except ConfigError as problem:
+        logger.info("the last operations could not be written: %s", problem)
 
 
 # SIGUSR1
@@ -152,7 +166,9 @@ def _start_writing() -> None:
 def write_all() -> None:
     """Write the last operations of all groups, and log where."""
     try:
-        path = store(flight(process.groups()))
+        taken = flight(process.groups())
+        path = path_for(taken)
+        store(taken, path)
     except ConfigError as error:
         logger.warning("the last operations could not be written: %s", error)
     else:
