@@ -58,6 +58,7 @@ format: $(VENV)/.built
 docs: $(VENV)/.docs
 	$(BIN)/python -m tools.command_reference
 	$(BIN)/python -m tools.settings_reference
+	$(BIN)/python -m tools.metrics_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "site/index.html"
 

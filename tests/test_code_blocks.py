@@ -267,6 +267,21 @@ def test_the_hook_of_the_guide_to_compression_runs() -> None:
         dist.destroy_process_group()
 
 
+def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from prometheus_client import REGISTRY
+
+    page = "docs/guides/metrics.md"
+    counting, serving, spans = blocks(page)
+    run(page, counting, {})
+    assert re.match(r"100 all_reduce, 0 bytes sent, 0 failed\n\d+% of the time", capsys.readouterr().out)
+    before = set(REGISTRY._collector_to_names)
+    run(page, serving, {})
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics\n", capsys.readouterr().out)
+    (added,) = set(REGISTRY._collector_to_names) - before
+    REGISTRY.unregister(added)
+    run(page, spans, {})
+
+
 def test_the_session_shows_what_python_prints() -> None:
     import doctest
 
@@ -283,6 +298,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md", "docs/guides/collectives.md"), 2),
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
+        "docs/guides/metrics.md": 3,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
     assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

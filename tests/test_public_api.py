@@ -38,7 +38,7 @@ GROUP = {
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("send", "recv", "send_object", "recv_object", "split", "close"),
-    *("node", "call"),
+    *("node", "call", "metrics"),
 }
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
@@ -171,7 +171,7 @@ def test_importing_covey_starts_nothing_and_reads_no_setting() -> None:
     code = """
 import sys, threading
 import covey
-absent = ("asyncio", "typer", "rich", "torch", "ssl", "cryptography", "zeroconf", "ifaddr")
+absent = ("asyncio", "typer", "rich", "torch", "ssl", "cryptography", "zeroconf", "ifaddr", "prometheus_client")
 print(threading.active_count(), *(name in sys.modules for name in absent))
 """
     result = subprocess.run(
@@ -182,4 +182,4 @@ print(threading.active_count(), *(name in sys.modules for name in absent))
         timeout=DEADLINE,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["1", *["False"] * 8]
+    assert result.stdout.split() == ["1", *["False"] * 9]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
+from covey.runtime.counters import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -167,6 +168,7 @@ class Events:
                     self._open.phases.setdefault("reconnect", max(self._open.phases.values(), default=0.0))
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
+                    process.recovery_seconds += now - self._began
                     self._close()
                     self._began = self._sign = 0.0
                 return
@@ -193,6 +195,7 @@ class Events:
             elif self._open is None and event.kind in FOUNDED:
                 self._began = 0.0  # the sign was no loss: such as the link of a member that left
             self._events.append(event)
+            process.events[event.kind] += 1
             for follower, kinds in self._followers:
                 if event.kind in kinds:
                     follower(event)

@@ -546,9 +546,28 @@ class Failing(Worded, frozen=True, array_like=True, tag=31):
     """The class of the error and the first line of its message."""
 
 
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
+
+    what: Name
+    """`metrics`, or `operations`: the last ones of its groups."""
+    page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+
+
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """Answer to Inspect."""
+
+    what: Name
+    page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """How many there are; 0 if the question was asked too often or is not known."""
+    body: bytes
+    """An encoded message of `wire.flight`."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
-Question = Ask | Reach | NewSecret
-Answer = Tell | Reached | SecretKept
+Question = Ask | Reach | NewSecret | Inspect
+Answer = Tell | Reached | SecretKept | Inspected
 Control = (
     Roster
     | Ready
@@ -578,6 +597,8 @@ Control = (
     | Calls
     | Charter
     | Failing
+    | Inspect
+    | Inspected
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

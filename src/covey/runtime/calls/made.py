@@ -15,6 +15,7 @@ from covey.base.errors import (
 from covey.base.numbers import Seat
 from covey.proto.calling.effects import Conclude, DeliverItem, Ending
 from covey.runtime.calls.outcomes import failure_error
+from covey.runtime.counters import process
 from covey.wire import calls as wire
 from covey.wire.call_tags import parts_tag
 
@@ -65,6 +66,8 @@ class MadeCalls:
         elif outcome.payload.sizes and effect.parts is None:
             size = outcome.payload.total_bytes
             error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
+        process.calls_made += 1
+        process.calls_failed += error is not None
         if made.state is not None:
             made.state.end(error)
         elif made.work is not None and error is not None:

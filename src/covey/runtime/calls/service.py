@@ -35,6 +35,7 @@ from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
+from covey.runtime.counters import process
 from covey.wire import calls as wire
 from covey.wire.call_tags import parts_tag
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
@@ -308,6 +309,7 @@ class CallService:
             case done.DeliverItem():
                 self.made.deliver(effect)
             case done.RunHandler():
+                process.calls_served += 1
                 self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)

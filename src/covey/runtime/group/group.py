@@ -23,6 +23,7 @@ from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
 from covey.runtime.group.reductions import Reductions
+from covey.runtime.group.snapshot import group_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.observing import Member
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.group.savings import Compression
+    from covey.runtime.group.snapshot import GroupMetrics
     from covey.runtime.group.survival import Assembly
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -164,6 +166,13 @@ class Group(Reductions, Moves, Messages):
     def compression(self) -> Compression:
         """What compression has saved so far, and the codec of the last compressed operation."""
         return self._savings.total
+
+    def metrics(self) -> GroupMetrics:
+        """Return what this group has done on this rank so far: operations, traffic, messages, compression.
+
+        `covey.metrics` has the same numbers for Prometheus, for all groups of the process together.
+        """
+        return group_metrics(self._engine, self._savings.total)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"

@@ -58,6 +58,7 @@ class Savings:
 
     def add(self, engine: Engine, info: dict[str, Any]) -> None:
         """Count an operation that is sent, or has succeeded; an event tells when "auto" chose another codec."""
+        engine.counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"])
         last, reason = self.total, info.get("reason", "")
         self.total = Compression(
             last.operations + 1,

@@ -22,6 +22,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.metrics.flight import write_on_signal
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def join(
 def join_with(request: JoinRequest) -> Group:
     """Return the group that a request asks for; the open one, if it came of an equal request."""
     tracebacks.install()
+    write_on_signal()
     _take_secret()
     target = request.resolve(effective_environment())
     global _joined
@@ -223,6 +225,7 @@ def join_at(
 ) -> Group:
     """Return the group of a launched rank."""
     tracebacks.install()
+    write_on_signal()
     env = effective_environment()
     target = JoinTarget(
         config=config if config is not None else group_config(env),

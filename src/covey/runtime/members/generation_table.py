@@ -15,6 +15,7 @@ from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
 from covey.runtime.members.peers import Peer, PeerEvent
+from covey.runtime.metrics.inspection import answer
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -268,6 +269,9 @@ class GenerationTable:
 
     def _keeper_said(self, message: messages.Control) -> None:
         match message:
+            case messages.Inspect():
+                if self.keeper is not None:
+                    self.keeper.send(answer(message))
             case messages.Vouch(processes):
                 self._node.losses.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):

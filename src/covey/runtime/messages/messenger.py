@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ClosedError, DeadlineError, PeerLostError
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Send
+from covey.runtime.counters import MessageTraffic
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.expiring_works import ExpiringWorks
 from covey.runtime.messages.lane_poll import LanePoll
@@ -84,6 +85,7 @@ class Messenger:
         """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
         """Ranks whose lanes are no longer replaced."""
+        self.traffic = MessageTraffic()
         self._is_closed = False
         """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
 
@@ -111,6 +113,7 @@ class Messenger:
             self._open(dst, deadline)
         with self._lock:
             operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
+            self.traffic.began(view)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         return self._started(work)
 
@@ -280,6 +283,7 @@ class Messenger:
         with self._lock:
             over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
             self._matcher.completed.clear()
+            self.traffic.ended(operation for operation, _ in over)
             self._take_heard(over)
         works = []
         for operation, work in over:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
+    from covey.runtime.counters import MessageTraffic
     from covey.runtime.members.node import Node
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
@@ -82,9 +83,11 @@ class MessageOwner(Protocol):
 class MessageRouting:
     """The messenger of a group on this rank, made on first use, and its sockets."""
 
-    def __init__(self, owner: MessageOwner, bell: Bell) -> None:
+    def __init__(self, owner: MessageOwner, bell: Bell, traffic: MessageTraffic | None = None) -> None:
+        """`traffic` counts the messages; by default, the messenger counts them for itself."""
         self._owner, self._bell = weakref.ref(owner), bell  # weak: a dropped group is freed at once
         self._messenger: Messenger | None = None
+        self._traffic = traffic
         self.lock = threading.Lock()
 
     @property
@@ -117,6 +120,8 @@ class MessageRouting:
                     sizes=MessageSizes(group.config.eager_bytes, group.config.credit_bytes),
                     may_spin=group.may_spin,
                 )
+                if self._traffic is not None:
+                    self._messenger.traffic = self._traffic
                 if group.node is not None:
                     for seat, sock in group.node.lanes.arrived(group.id, "messages").items():
                         if seat in group.roster.rank_of:  # a seat outside of the group has no messages in it
