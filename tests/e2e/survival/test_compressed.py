@@ -88,7 +88,7 @@ def reduce_and_die(on_loss: str, codec: str, deaths: list[list[int]]) -> Any:
 def test_survivors_finish_with_the_same_bits_and_the_residuals_of_the_last_attempt(codec: str, native: str) -> None:
     first, second = PLACES[codec]
     deaths, others = [[3, 2, first], [1, 5, second]], (0, 2)
-    lanes = "tcp" if native == "1" else "shm"
+    lanes = {"int8": "secure", "topk(0.05)": "secure"}.get(codec, "tcp") if native == "1" else "shm"
     with Members(4, reduce_and_die, "continue", codec, deaths, lanes=lanes, env={"COVEY_NATIVE": native}) as ranks:
         ranks.hear("dying", (1, 3))
         reports = ranks.results(others)
