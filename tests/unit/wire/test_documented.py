@@ -20,6 +20,7 @@ from covey.proto import health, message, message_link, message_stream, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
+from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
@@ -40,7 +41,6 @@ from covey.wire import (
     store,
 )  # fmt: skip
 from covey.wire import message_header as framed
-from covey.wire.call_tags import CALL_TAG, parts_tag
 
 ROOT = Path(__file__).parents[3]
 WIRE = (ROOT / "docs" / "wire.md").read_text()

@@ -14,9 +14,9 @@ from covey.base.errors import (
 )
 from covey.base.numbers import Seat
 from covey.proto.calling.effects import Conclude, DeliverItem, Ending
+from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.outcomes import failure_error
 from covey.wire import calls as wire
-from covey.wire.call_tags import parts_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
