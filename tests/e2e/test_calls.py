@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.support.jobs import DEADLINE as JOB_DEADLINE
 from tests.support.jobs import finish, finish_all, new_job
-from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say, timed
+from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say, starved, timed
 from tests.support.survivors import CoveyRun
 
 import covey
@@ -170,18 +170,21 @@ def test_calls_work_in_every_generation_with_functions_that_were_registered_once
 
 
 def call_beside_a_transfer(seconds: float, megabytes: int) -> Any:
-    """Fill the lanes between two ranks with large payloads, and time small calls meanwhile; return them sorted."""
+    """Fill the lanes between two ranks with large payloads, and time small calls meanwhile; return them sorted.
+
+    One call follows the other, so what rank 1 has waited for a core since the last answer belongs to this call.
+    """
     with covey.join() as group:
         node = group.node
-        node.register("small", lambda x: x)
+        node.register("small", lambda x: (x, starved()))
         node.register("swallow", lambda x: x.nbytes)
         big = np.ones(megabytes << 20, np.uint8)
         group.barrier()
         taken: list[float] = []
-        moved = 0
+        moved, there = 0, 0.0
         if group.rank == 0:
             for _ in range(50):
-                node.call(1, "small", 1)
+                _, there = node.call(1, "small", 1)
             until = time.monotonic() + seconds
             work = node.call_async(1, "swallow", big)
             while time.monotonic() < until or len(taken) < 200:
@@ -189,9 +192,10 @@ def call_beside_a_transfer(seconds: float, megabytes: int) -> Any:
                     moved += work.wait()
                     work = node.call_async(1, "swallow", big)
                 told = timed(lambda: node.call(1, "small", len(taken)))
-                assert told["result"] == len(taken)
-                taken.append(told["took"] - told["starved"])
-                time.sleep(0.001)
+                number, now_there = told["result"]
+                assert number == len(taken)
+                waited, there = now_there - there, now_there
+                taken.append(told["took"] - told["starved"] - waited)
             work.wait()
         group.barrier()
         return {"taken": sorted(taken), "moved": moved}

@@ -15,12 +15,12 @@ from tests.support.attackers import resident_bytes
 
 import covey
 from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.lane_transport import LaneTransport
 from covey.runtime.calls.serve import serve_calls
 from covey.runtime.group.internals import node_of, seat_of
 from covey.testing import run_threads
 from covey.wire import calls as wire
-from covey.wire.call_tags import parts_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -159,7 +159,10 @@ class Whole(Number):
     """A whole number, as such."""
 
     def read(self, label: str, value: Any) -> Any:
-        return int(super().read(label, value))
+        text = super().read(label, value)
+        if not text:
+            raise ConfigError(f"{label}={value!r} must be {self.words}")
+        return int(text)
 
 
 def check_timeout(timeout: float, what: str = "timeout") -> float:

@@ -20,7 +20,11 @@ from covey.proto import health, message, message_link, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
+<<<<<<< HEAD
 from covey.proto.message_link import MessageSizes
+=======
+from covey.proto.calling.tags import CALL_TAG, parts_tag
+>>>>>>> h-rpc
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
@@ -40,7 +44,6 @@ from covey.wire import (
     store,
 )  # fmt: skip
 from covey.wire import message_header as framed
-from covey.wire.call_tags import CALL_TAG, parts_tag
 
 ROOT = Path(__file__).parents[3]
 WIRE = (ROOT / "docs" / "wire.md").read_text()

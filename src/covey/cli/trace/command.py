@@ -150,7 +150,9 @@ def ask_run(run: str, cluster: str | None, wait: float) -> tuple[list[Flight], d
 
         flights = collect(ask)
     if not flights:
-        raise DeadlineError(f"no member of the run {run!r} has told its operations within {ANSWER_SECONDS:g} s")
+        raise DeadlineError(
+            f"no member of the run {run!r} has told its operations within the timeout of {ANSWER_SECONDS:g} s"
+        )
     if missing := len(members) - len(flights):
         say(f"{plural(missing, 'member')} did not answer", err=True)
     ahead = {state.card.contact.host: state.clock_offset for state in members}

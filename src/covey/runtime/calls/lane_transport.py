@@ -9,8 +9,8 @@ import numpy as np
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
+from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.calls.lanes import CallLanes
-from covey.wire.call_tags import CALL_TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

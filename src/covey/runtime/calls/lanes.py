@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
+from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
-from covey.wire.call_tags import CALL_TAG
 
 if TYPE_CHECKING:
     import socket

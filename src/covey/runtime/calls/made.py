@@ -14,10 +14,10 @@ from covey.base.errors import (
 )
 from covey.base.numbers import Seat
 from covey.proto.calling.effects import Conclude, DeliverItem, Ending
+from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.outcomes import failure_error
 from covey.runtime.counters import process
 from covey.wire import calls as wire
-from covey.wire.call_tags import parts_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

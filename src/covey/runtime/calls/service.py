@@ -26,6 +26,7 @@ from covey.base.text import printable
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
+from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime.calls.functions import FunctionRegistry
 from covey.runtime.calls.made import MadeCall, MadeCalls
@@ -37,7 +38,6 @@ from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
 from covey.runtime.counters import process
 from covey.wire import calls as wire
-from covey.wire.call_tags import parts_tag
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The tags of the messages that carry calls. Apart from `wire.calls`, because most programs never load that."""
+"""The tags of the messages that carry calls: all that a node needs to know of calls until the first one is made."""
 
 from __future__ import annotations
 
