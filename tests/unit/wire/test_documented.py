@@ -20,11 +20,8 @@ from covey.proto import health, message, message_link, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
-<<<<<<< HEAD
-from covey.proto.message_link import MessageSizes
-=======
 from covey.proto.calling.tags import CALL_TAG, parts_tag
->>>>>>> h-rpc
+from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
