@@ -35,6 +35,7 @@ check: $(VENV)/.built
 STRESS_ROUNDS ?= 1
 STRESS_TESTS ?= tests
 stress: $(VENV)/.built
+	$(BIN)/python -m covey.testing.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
 
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
@@ -57,6 +58,7 @@ format: $(VENV)/.built
 docs: $(VENV)/.docs
 	$(BIN)/python -m tools.command_reference
 	$(BIN)/python -m tools.settings_reference
+	$(BIN)/python -m tools.metrics_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "site/index.html"
 

@@ -6,7 +6,9 @@ A block that needs variables gets them from `GIVEN`; one that cannot run here is
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,32 @@ def test_the_asyncio_program_of_the_guide_to_collectives_runs() -> None:
     assert asyncio.run(names["main"]()) == 1
 
 
+def test_the_functions_of_the_guide_to_calls_run_on_two_ranks() -> None:
+    page = "docs/guides/calls.md"
+    tour, handles, double = blocks(page)
+    run(page, double, {})
+
+    def rank_main(group: covey.Group) -> list[Any]:
+        names: dict[str, Any] = {"__name__": "covey_guide"}
+        sys.modules["covey_guide"] = types.ModuleType("covey_guide")  # where dataclasses look for their own names
+        run(page, tour, names)
+        run(page, handles, names)
+        names["serve"](group)
+        group.barrier()
+        used = names["use"](group)
+        group.barrier()
+        total = names["count_together"](group)
+        group.barrier()
+        return [used, total]
+
+    try:
+        first, second = run_threads(2, rank_main, lanes="unix")
+    finally:
+        del sys.modules["covey_guide"]
+    assert first == [["step 1 of rank 1", "step 0", "step 1"], 3]
+    assert second == [["step 1 of rank 0", "step 0", "step 1"], 3]
+
+
 def test_the_function_of_the_guide_to_running_runs() -> None:
     page = "docs/guides/running.md"
     code, placed = blocks(page)
@@ -171,7 +199,7 @@ def test_the_codec_of_the_guide_to_compression_works(
 
     monkeypatch.setattr(parsing, "_factories", dict(parsing._factories))
     page = "docs/guides/compression.md"
-    (code,) = blocks(page)
+    *_, code = blocks(page)
     names = run(page, code, {"__name__": "a_page"})
     assert f"# {capsys.readouterr().out}" in code
     codec = names["Fixed"](0.5)
@@ -183,6 +211,84 @@ def test_the_codec_of_the_guide_to_compression_works(
     assert out[:3].tolist() == [0.0, 0.5, -8.0]
     assert np.isnan(out[3:]).all()
     assert codec.error_bound(x).tolist() == [pytest.approx(0.255)] * 3 + [np.inf] * 3
+
+
+def test_the_functions_of_the_guide_to_observing_run_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/observing.md"
+
+    def rank_main(group: covey.Group) -> None:
+        names: dict[str, Any] = {}
+        for code in blocks(page):
+            run(page, code, names)
+        names["look"](group)
+        names["both"](group)
+        names["share"](group)
+        group.barrier()
+
+    run_threads(2, rank_main)
+    printed = capsys.readouterr().out
+    assert "has ranks (0, 1)" in printed
+    assert "to rank 1 by memory  local" in printed
+    assert "ticket 2 of" in printed
+    assert printed.count("came first") == 1
+    assert printed.count("first is rank") == 2
+
+
+def test_the_calls_of_the_guide_to_compression_run_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/compression.md"
+    calls, loop, *_ = blocks(page)
+
+    def array(rank: int, number: int) -> Any:
+        return np.random.default_rng([rank, number]).standard_normal((200, 200)).astype(np.float32)
+
+    def rank_main(group: covey.Group) -> list[bytes]:
+        grads = {name: array(group.rank, number) for number, name in enumerate(("embed.w", "layer.w", "layer.bias"))}
+        given = {"covey": covey, "group": group, "x": array(group.rank, 3), "grads": grads, "loss": group.rank}
+        names = run(page, calls, given)
+        assert set(group.feedback.names()) == {"embed.w", "layer.w"}
+        assert names["exact"] == 0.5
+        assert np.array_equal(grads["layer.bias"], (array(0, 2) + array(1, 2)) / 2)
+        assert np.abs(grads["layer.w"] - (array(0, 1) + array(1, 1)) / 2).max() < 0.05
+        run(page, loop, {**names, "compute_gradient": lambda step: array(group.rank, step)})
+        return [names["x"].tobytes(), np.stack(names["rows"]).tobytes(), *(grad.tobytes() for grad in grads.values())]
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+    assert capsys.readouterr().out.count("Compression(operations=") == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_hook_of_the_guide_to_compression_runs() -> None:
+    import torch
+    import torch.distributed as dist
+
+    import covey.torch
+
+    page = "docs/guides/compression.md"
+    *_, hook, _ = blocks(page)
+    dist.init_process_group("covey")
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 200))
+        run(page, hook, {"covey": covey, "ddp": ddp})
+        ddp(torch.ones(3, 300)).sum().backward()
+        assert all(parameter.grad is not None for parameter in ddp.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from prometheus_client import REGISTRY
+
+    page = "docs/guides/metrics.md"
+    counting, serving, spans = blocks(page)
+    run(page, counting, {})
+    assert re.match(r"100 all_reduce, 0 bytes sent, 0 failed\n\d+% of the time", capsys.readouterr().out)
+    before = set(REGISTRY._collector_to_names)
+    run(page, serving, {})
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics\n", capsys.readouterr().out)
+    (added,) = set(REGISTRY._collector_to_names) - before
+    REGISTRY.unregister(added)
+    run(page, spans, {})
 
 
 def test_the_session_shows_what_python_prints() -> None:
@@ -197,11 +303,12 @@ def test_the_session_shows_what_python_prints() -> None:
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
-        "docs/guides/compression.md": 1,
+        "docs/guides/compression.md": 4,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
         "docs/guides/collectives.md": 4,
-        "README.md": 3,
+        **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
+        "docs/guides/metrics.md": 3,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
     assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

@@ -28,16 +28,24 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
+    *("Member", "MemberHealth", "PeerLink"),
+    *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
-    *("compression", "feedback"),
+    *("compression", "feedback", "members", "to_parent", "to_run", "split_by_host"),
     *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("send", "recv", "send_object", "recv_object", "sendrecv", "probe", "iprobe", "split", "close"),
     *("split_async", "restore_async", "close_async"),
+    *("node", "call", "metrics"),
+}
+NODE = {
+    *("register", "unregister", "rpc", "export", "caller"),
+    *("call", "call_async", "stream", "broadcast_call", "proxy"),
+    *("id", "name", "leader", "members", "hosts", "links", "health", "on_event", "events", "store"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
@@ -67,6 +75,10 @@ def test_a_star_import_brings_the_names_and_nothing_else() -> None:
 
 def test_a_group_offers_exactly_these_operations() -> None:
     assert set(public_members(covey.Group)) == GROUP
+
+
+def test_a_node_offers_exactly_these_operations() -> None:
+    assert set(public_members(covey.Node)) == NODE
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"ANY"}))
@@ -161,7 +173,7 @@ def test_importing_covey_starts_nothing_and_reads_no_setting() -> None:
     code = """
 import sys, threading
 import covey
-absent = ("asyncio", "typer", "rich", "torch", "ssl", "cryptography", "zeroconf", "ifaddr")
+absent = ("asyncio", "typer", "rich", "torch", "ssl", "cryptography", "zeroconf", "ifaddr", "prometheus_client")
 print(threading.active_count(), *(name in sys.modules for name in absent))
 """
     result = subprocess.run(
@@ -172,4 +184,4 @@ print(threading.active_count(), *(name in sys.modules for name in absent))
         timeout=DEADLINE,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["1", *["False"] * 8]
+    assert result.stdout.split() == ["1", *["False"] * 9]

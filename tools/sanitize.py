@@ -30,7 +30,11 @@ class Sanitizer(NamedTuple):
 
 
 LANES: Final = ("tests/contract/test_native_lanes.py", "tests/security/test_native_rings.py")
-GROUPS: Final = ("tests/contract/test_random_programs.py", "tests/contract/test_executors.py")
+GROUPS: Final = (
+    "tests/contract/test_random_programs.py",
+    "tests/contract/test_executors.py",
+    "tests/contract/test_repeated_calls.py",
+)
 SANITIZERS: Final = {
     "address": Sanitizer(
         ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),

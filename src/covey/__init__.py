@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from covey.base.errors import (
         AuthError,
         BusyError,
+        CallCancelledError,
+        CallRefusedError,
         CancelledError,
         ClosedError,
         ConfigError,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         QuorumLostError,
         RankFailedError,
         Remedy,
+        RemoteCallError,
         RemoteProtocolError,
         SplitRunError,
     )
@@ -42,8 +45,12 @@ if TYPE_CHECKING:
     from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
+    from covey.runtime.calls.objects import Handle
+    from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.events import Event
     from covey.runtime.group.group import Group
+    from covey.runtime.group.node import Node
+    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
     from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
@@ -56,6 +63,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "AuthError",
     "BF16",
     "BusyError",
+    "CallCancelledError",
+    "CallRefusedError",
+    "CallStream",
+    "CallWork",
     "CancelledError",
     "ClosedError",
     "Codec",
@@ -69,17 +80,23 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "FP8",
     "Group",
     "GroupChangedError",
+    "Handle",
     "Int4",
     "Int8",
+    "Member",
+    "MemberHealth",
     "MessageInfo",
     "MismatchError",
+    "Node",
     "OneBit",
+    "PeerLink",
     "PeerLostError",
     "PowerSGD",
     "QuorumLostError",
     "RandomK",
     "RankFailedError",
     "Remedy",
+    "RemoteCallError",
     "RemoteProtocolError",
     "SplitRunError",
     "Threshold",
@@ -98,16 +115,23 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
 _HOMES = {
     "ANY": "covey.proto.matching",
     "BF16": "covey.compress.casts",
+    "CallStream": "covey.runtime.calls.work",
+    "CallWork": "covey.runtime.calls.work",
     "Codec": "covey.compress.codec",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
     "FP16": "covey.compress.casts",
     "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
+    "Handle": "covey.runtime.calls.objects",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
+    "Member": "covey.runtime.group.observing",
+    "MemberHealth": "covey.runtime.group.observing",
+    "Node": "covey.runtime.group.node",
     "MessageInfo": "covey.proto.message",
     "OneBit": "covey.compress.quantisers",
+    "PeerLink": "covey.runtime.group.observing",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
     "Threshold": "covey.compress.sparse",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -393,6 +394,8 @@ def test_ranks_with_different_codecs_get_a_mismatch() -> None:
         ({"compress": "topk(0.1)", "algorithm": "ring"}, ConfigError, "leave algorithm out"),
         ({"compress": "int8", "x": np.arange(5)}, TypeError, "int64"),
         ({"compress": "int8", "x": np.ones(5, np.complex64)}, TypeError, "complex64"),
+        ({"compress": "int8", "x": 0.5}, TypeError, "a number is sent as it is"),
+        ({"compress": OneBit(), "x": 5}, TypeError, "onebit compresses arrays"),
     ],
 )
 def test_what_cannot_be_compressed_is_a_clear_error_and_nothing_is_sent(
@@ -402,7 +405,7 @@ def test_what_cannot_be_compressed_is_a_clear_error_and_nothing_is_sent(
         given = dict(arguments)
         x = given.pop("x", np.ones(5, np.float32))
         with pytest.raises(error, match=text):
-            group.all_reduce(x.copy(), **given)
+            group.all_reduce(copy.copy(x), **given)
         for operation in (group.broadcast, group.all_gather):
             with pytest.raises(ConfigError, match="for all_reduce"):
                 operation(np.ones(4, np.float32), compress="topk(0.5)")
@@ -424,6 +427,7 @@ def test_a_group_compresses_what_looks_like_gradients_by_default(monkeypatch: py
         assert np.array_equal(small, group.all_reduce(gradient(group.rank, 100), compress="none"))
         assert group.all_reduce(np.full(large, group.rank))[0] == 3  # integers
         assert group.all_reduce(0.1 * group.rank) == pytest.approx(0.3)
+        assert group.all_reduce(0.1 * group.rank, compress="none") == pytest.approx(0.3)
         greatest = group.all_reduce(gradient(group.rank, large), "max")
         assert np.array_equal(greatest, np.max([gradient(rank, large) for rank in range(3)], axis=0))
         inner = group.split(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +12,15 @@ from tests.support.values import LANES, combined, same, values
 
 from covey.base.dtypes import DTYPES
 from covey.plan import choose
+from covey.plan.moves import part
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
     from covey import Group
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
-              "scan", "exscan", "barrier", "all_gather_object", "sync_gradients")  # fmt: skip
+              "scan", "exscan", "barrier", "all_gather_object", "sync_gradients", "all_gather into rows",
+              "reduce_scatter into a part", "all_to_all into rows")  # fmt: skip
 
 
 @dataclass
@@ -37,8 +39,12 @@ class Step:
 
 
 def program(rng: random.Random, size: int, length: int) -> list[Step]:
-    steps = []
+    steps: list[Step] = []
     for seed in range(length):
+        asynchronous = [rng.random() < 0.3 for _ in range(size)]
+        if steps and rng.random() < 0.3:  # the same once more, with other numbers
+            steps.append(replace(steps[-1], seed=seed, asynchronous=asynchronous))
+            continue
         operation = rng.choice(OPERATIONS)
         dtype = rng.choice(DTYPES)
         ops = ["min", "max"] if dtype.kind == "b" else ["sum"] if dtype.kind == "c" else ["sum", "min", "max"]
@@ -63,7 +69,7 @@ def program(rng: random.Random, size: int, length: int) -> list[Step]:
                 rng.randrange(size),
                 rng.choice(ops),
                 rng.choice(algorithms),
-                [rng.random() < 0.3 for _ in range(size)],
+                asynchronous,
             )
         )
     return steps
@@ -98,6 +104,15 @@ def call(group: Group, step: Step, *, async_op: bool) -> Any:
             return group.reduce_scatter(x, step.op, async_op=async_op)
         case "all_to_all":
             return group.all_to_all([contribution(step, group.rank, to) for to in range(group.size)], async_op=async_op)
+        case "all_gather into rows":
+            return group.all_gather(x, out=np.empty((group.size, *x.shape), x.dtype), async_op=async_op)
+        case "reduce_scatter into a part":
+            start, stop = part(len(x), group.size, group.rank)
+            out = np.empty((stop - start, *x.shape[1:]), x.dtype)
+            return group.reduce_scatter(x, step.op, out=out, async_op=async_op)
+        case "all_to_all into rows":
+            rows = np.stack([contribution(step, group.rank, to) for to in range(group.size)])
+            return group.all_to_all(rows, out=np.empty_like(rows), async_op=async_op)
         case "scan":
             return group.scan(x, step.op, async_op=async_op)
         case "exscan":
@@ -132,7 +147,11 @@ def verify(step: Step, rank: int, size: int, got: Any) -> None:
                 assert got is None
         case "scatter":
             same(got, contribution(step, step.root, rank))
-        case "reduce_scatter":
+        case "all_gather into rows":
+            same(got, np.stack(inputs))
+        case "all_to_all into rows":
+            same(got, np.stack([contribution(step, each, rank) for each in range(size)]))
+        case "reduce_scatter" | "reduce_scatter into a part":
             same(got, np.array_split(combined(step.op, inputs), size)[rank])
         case "all_to_all":
             _same_lists(got, [contribution(step, each, rank) for each in range(size)])

@@ -19,6 +19,7 @@ from covey.net import descriptors
 from covey.net.discovery import mdns, sieve
 from covey.net.keys import clusters
 from covey.proto import store as store_rules
+from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
 from covey.runtime.links import acceptor as acceptor
 from covey.runtime.links import dial_limits as allowance
@@ -146,6 +147,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
+        f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.MESSAGE_BYTES >> 30} GiB",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, resident_bytes
+from tests.support.attackers import DEADLINE
+from tests.support.hostile_ranks import HOSTILE, SECONDS, SIZE, attack
 
 from covey.base.config import GroupConfig
 from covey.base.dtypes import dtype_code
-from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
+from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.base.numbers import Rank, Slot
 from covey.runtime.buffers import Operand, readable
 from covey.runtime.group import movements, restore
@@ -34,48 +35,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
 
-HOSTILE = 1
-SIZE = 3
-SECONDS = 12.0
-"""The timeout of each operation."""
-SOON = 8.0
-"""Honest ranks should know by then, on a machine that stands still for moments."""
-GROWTH = 200 << 20
 FLOAT64, BYTE = dtype_code(np.dtype(np.float64)), dtype_code(np.dtype(np.uint8))
-
-
-def attack(
-    honest: Callable[[Group], Any], hostile: Callable[[Group], Any], kinds: tuple[type[CoveyError], ...] = ()
-) -> list[str]:
-    """Let one rank be hostile; return what the honest ones were told, each of them in time and about that rank."""
-    before = resident_bytes()
-
-    def body(group: Group) -> str:
-        group.barrier()
-        together.wait()
-        if group.rank == HOSTILE:
-            with contextlib.suppress(CoveyError, ValueError, IndexError, TypeError):
-                hostile(group)
-            over.wait(SOON)  # that it leaves must not be what the others are told
-            return ""
-        began = time.monotonic()
-        with pytest.raises(kinds or (RemoteProtocolError, MismatchError)) as caught:
-            honest(group)
-        assert time.monotonic() - began < SOON
-        ended.append(group.rank)
-        if len(ended) == SIZE - 1:
-            over.set()
-        return str(caught.value)
-
-    over, ended, together = threading.Event(), list[int](), threading.Barrier(SIZE, timeout=DEADLINE)
-    told = run_threads(SIZE, body, timeout=SECONDS)
-    assert resident_bytes() - before < GROWTH
-    del told[HOSTILE]
-    for text in told:
-        assert f"rank {HOSTILE}" in text
-        assert text.isprintable()
-        assert len(text) < 4000
-    return told
 
 
 # Shapes that travel before contents

@@ -127,7 +127,9 @@ def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
             together()
             if group.rank == 2:
                 for question in (store.Add("count", 100), store.Get(("count",)), store.Put((("key", b"poison"),))):
-                    say(group, 0, messages.Posting(client.store_id, secrets.randbits(40), store.encode_body(question)))
+                    for config in (generation.view.number, generation.view.number + 1):
+                        body = store.encode_body(store.Submit(config, 0, question))
+                        say(group, 0, messages.Posting(client.store_id, secrets.randbits(40), body))
                 say(group, 0, messages.Ping(1 << 50))
                 until(lambda: 1 << 50 in pongs)
                 together()

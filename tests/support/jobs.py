@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support import forked, pipes
 
+from covey.runtime.metrics.flight import NOTE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -40,9 +42,9 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The last line of its traceback."""
+        """The last line of its traceback, before the note that names a file."""
         assert self.code == 1, f"exit code {self.code}\n{self.out}\n{self.err}"
-        return self.err.strip().splitlines()[-1]
+        return [line for line in self.err.strip().splitlines() if not line.startswith(NOTE)][-1]
 
 
 @dataclass

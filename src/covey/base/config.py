@@ -91,6 +91,8 @@ class GroupConfig:
     ring_bytes: int = _default("ring_bytes")
     eager_bytes: int = _default("eager_bytes")
     credit_bytes: int = _default("credit_bytes")
+    call_handlers: int = _default("call_handlers")
+    call_bytes: int = _default("call_bytes")
 
     def __post_init__(self) -> None:
         for field in fields(self):

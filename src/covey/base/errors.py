@@ -14,6 +14,9 @@ CoveyError
 ├── SplitRunError        an older run of the same name exists                  STOP
 ├── ClosedError          the group was closed, revoked, or ended by a failure  REGROUP
 ├── RankFailedError      a launched process failed                             STOP
+├── RemoteCallError      a function that was called on another node raised     STOP
+├── CallRefusedError     a call between nodes cannot work                      FIX
+├── CallCancelledError   a call was cancelled                                  RETRY
 └── RemoteProtocolError  the other end broke the protocol                      STOP
 
 What a group raises once it has ended: the operations that were waiting, and the first one that is issued afterwards,
@@ -152,6 +155,35 @@ class RankFailedError(CoveyError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class RemoteCallError(CoveyError):
+    """A function that was called on another node raised. Its own exception may be of a class that is not known here."""
+
+    remedy = Remedy.STOP
+
+    def __init__(self, message: str, *, type: str, text: str, traceback: str, peer: int) -> None:
+        super().__init__(message)
+        self.type = type
+        """The class of the exception, such as `ValueError`."""
+        self.text = text
+        """The text of the exception."""
+        self.traceback = traceback
+        """The traceback on the other node, as text."""
+        self.peer = peer
+        """The rank that was called, in the numbering of the group that made the call."""
+
+
+class CallRefusedError(CoveyError):
+    """A call that cannot work: no such function, wrong arguments, too large, or a result that cannot be sent."""
+
+    remedy = Remedy.FIX
+
+
+class CallCancelledError(CoveyError):
+    """The call was cancelled before it was answered."""
+
+    remedy = Remedy.RETRY
 
 
 class RemoteProtocolError(CoveyError):

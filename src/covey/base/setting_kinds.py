@@ -154,6 +154,17 @@ class Number:
         raise ConfigError(f"{label}={value!r} must be {self.words.replace('`', '')}")
 
 
+@dataclass(frozen=True)
+class Whole(Number):
+    """A whole number, as such."""
+
+    def read(self, label: str, value: Any) -> Any:
+        text = super().read(label, value)
+        if not text:
+            raise ConfigError(f"{label}={value!r} must be {self.words}")
+        return int(text)
+
+
 def check_timeout(timeout: float, what: str = "timeout") -> float:
     """Return `timeout` as a float, at most a year; raise ConfigError unless it is a number above 0."""
     if type(timeout) is float and 0.0 < timeout <= YEAR_SECONDS:  # the common case, kept short: this is paid per call

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.base.setting_kinds import AnyText, ByteCount, Flag, Kind, Listing, Number, OneOf, Seconds, show_bytes
+from covey.base.setting_kinds import AnyText, ByteCount, Flag, Kind, Listing, Number, OneOf, Seconds, Whole, show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,6 +155,14 @@ _ROWS: Final = (
         _OPERATIONS, "compress", AnyText("a codec or a policy"), "",
         "How gradients and large sums are compressed: `int8`, or `embed.*=topk(0.01), *=int8`; empty: not at all. "
         "Ranks that differ raise MismatchError in the first operation.",
+    ),
+    _tuned(
+        _OPERATIONS, "call_handlers", Whole(1, 4096), 64,
+        "How many functions run at a time for calls of other nodes; further calls wait, and nodes are served in turn.",
+    ),
+    _tuned(
+        _OPERATIONS, "call_bytes", ByteCount(1, 1 << 40), 1 << 30,
+        "How many bytes the arguments or the result of a call may have, and all large arguments that a node holds.",
     ),
     _tuned(
         _OPERATIONS, "bucket_bytes", ByteCount(1, _LARGEST), 25 << 20,

@@ -112,7 +112,9 @@ def run(
     ] = None,
     compress: Annotated[
         str | None,
-        typer.Option(metavar="CODEC", help="Send gradients in fewer bytes: int8, or embed.*=topk(0.01), *=int8."),
+        typer.Option(
+            metavar="CODEC", help="Send gradients in fewer bytes, for instance as int8; see the guide to compression."
+        ),
     ] = None,
     tie_breaker: Annotated[
         str | None,
@@ -131,6 +133,12 @@ def run(
         int,
         typer.Option(min=0, metavar="N", help="Restart a failed process up to N times, with --on-loss continue."),
     ] = 0,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT", help="Serve metrics of the processes here, for Prometheus: PORT, or ADDRESS:PORT."
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
         bool,
@@ -158,6 +166,11 @@ def run(
     SIGTERM is passed on as well. If all processes then exit with 0, so does covey run.
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
+    page = None
+    if metrics is not None:
+        from covey.runtime.keeper.metrics_page import parse_address
+
+        page = parse_address(metrics)
     settings: dict[str, str] = {}
     if lanes is not None:
         settings["COVEY_LANES"] = lanes.value
@@ -175,7 +188,7 @@ def run(
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
         make_run = functools.partial(LocalRun, processes, torch_env=torch_env)
-        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts))
+        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, metrics=page))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):
@@ -200,7 +213,7 @@ def run(
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
-    raise typer.Exit(keep(share, command, env=settings, restarts=restarts))
+    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, metrics=page))
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:

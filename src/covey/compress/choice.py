@@ -24,6 +24,7 @@ ERRORS: Final[Mapping[Codec, float]] = {
     OneBit(): 0.61,
 }
 """The codecs to choose from, and the error of one encoding: root mean square, relative to that of normal numbers."""
+SHARED: Final = "none: the ranks share memory"
 LEAST_GAIN: Final = 0.05
 """A codec must save this part of the time. The speeds are measured, and a few percent are within their noise."""
 
@@ -81,25 +82,32 @@ def codec_seconds(
 
 
 def choose(
-    nbytes: int, ranks: int, bytes_per_second: float, latency: float, speeds: Mapping[Codec, Speed], max_error: float
+    nbytes: int,
+    ranks: int,
+    bytes_per_second: float,
+    latency: float,
+    speeds: Mapping[Codec, Speed],
+    max_error: float,
+    itemsize: int = 4,
 ) -> tuple[Codec | None, str]:
-    """Return the codec that finishes an all_reduce of float32 first, or None, and the reason in words.
+    """Return the codec that finishes an all_reduce of floats first, or None, and the reason in words.
 
     All ranks must pass the same numbers, to choose alike.
 
     Args:
-        nbytes: the size of the array.
+        nbytes: the size of the array in float32.
         ranks: how many ranks take part.
         bytes_per_second: what the slowest lane moves; `math.inf` for shared memory, where compression cannot gain.
         latency: seconds that the slowest lane takes for a small transfer.
         speeds: the codecs that were measured; others are not chosen.
         max_error: the largest error of one encoding, as in `Auto`.
+        itemsize: the bytes of an element without a codec, like 2 for float16.
     """
     if ranks < 2:
         return None, "none: there is no other rank"
     if bytes_per_second == math.inf:
-        return None, "none: the ranks share memory"
-    plain = plain_seconds(nbytes, ranks, bytes_per_second, latency)
+        return None, SHARED
+    plain = plain_seconds(nbytes // 4 * itemsize, ranks, bytes_per_second, latency)
     times = {
         codec: codec_seconds(codec, nbytes, ranks, bytes_per_second, latency, speeds[codec])
         for codec, error in ERRORS.items()

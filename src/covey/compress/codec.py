@@ -8,11 +8,14 @@ an array into ranges, and all ranks know the size of every encoded range in adva
 from __future__ import annotations
 
 import dataclasses
+import functools
 import keyword
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
+
+from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,6 +88,30 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         return call_text(self.name, self)
+
+
+@functools.lru_cache(1024)
+def check_sizes(codec: Codec, count: int) -> None:
+    """Raise ConfigError unless the encoded parts of `count` elements are as long as the whole.
+
+    Ranks cut an array at multiples of the unit. If the sizes did not add up there, they would send other bytes than
+    they encoded.
+    """
+    unit, whole = codec.unit, _wire_bytes(codec, count)
+    cuts = {0, count // unit * unit, count // unit // 2 * unit}
+    cuts.update(unit << exponent for exponent in range(max(0, (count // unit).bit_length())))
+    for cut in cuts:
+        if _wire_bytes(codec, cut) + _wire_bytes(codec, count - cut) != whole:
+            sizes = f"{cut} and {count - cut} elements take {codec.wire_bytes(cut)} and {codec.wire_bytes(count - cut)}"
+            wrong = f"codec {codec}: wire_bytes does not add up at multiples of its unit, {unit}"
+            raise ConfigError(f"{wrong}: {sizes} bytes, {count} elements {whole}")
+
+
+def _wire_bytes(codec: Codec, count: int) -> int:
+    nbytes = codec.wire_bytes(count)
+    if not isinstance(nbytes, int | np.integer) or nbytes < 0:
+        raise ConfigError(f"codec {codec}: wire_bytes({count}) is {nbytes!r}; return a number of bytes, from 0 up")
+    return int(nbytes)
 
 
 def encode_with_residual(codec: Codec, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> None:

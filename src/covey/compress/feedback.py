@@ -155,8 +155,9 @@ class FeedbackStep:
         self._is_committed = False
         self._began_at = memory.step
         self.step: int = memory.step
-        """Operations that have succeeded before this one; a rank that joined later sets it to that of the others. While
-        it is below `warmup`, the array is sent as it is, with the residual added, and no residual is left."""
+        """Operations that have succeeded before this one; a rank that joined later counts the warm-up of the others as
+        its own. While it is below `warmup`, the array is sent as it is, with the residual added, and no residual is
+        left."""
         self.basis: Floats | None = memory.basis
         """Where a low-rank approximation starts; None at first."""
         self.residual: Floats = memory.residual.view()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,13 +95,14 @@ def make_policy(value: CompressValue, *, smallest: int | None = None, is_explici
     if isinstance(value, Policy):
         return value
     if isinstance(value, str):
-        return _from_text(value, least, is_explicit=is_explicit)
+        return _from_text(value, least, is_explicit)
     if value is None or not hasattr(value, "items"):
         return Policy(((_EVERYTHING, parse(value)),), least, is_explicit)
     return Policy(tuple((pattern, parse(codec)) for pattern, codec in value.items()), least)
 
 
-def _from_text(text: str, smallest: int, *, is_explicit: bool) -> Policy:
+@functools.lru_cache(256)
+def _from_text(text: str, smallest: int, is_explicit: bool) -> Policy:
     if len(text) > LONGEST:
         raise ConfigError(f"a policy of {len(text)} characters is too long; {LONGEST} are allowed")
     rules: list[tuple[str, Compression | None]] = []

@@ -3,64 +3,61 @@
  * The bytes on the wire need not be aligned, so halves go through arrays of the function.
  */
 
-TARGET static inline __attribute__((always_inline)) void NAMED(widen)(bool is_bfloat16, const uint16_t *from, float *to)
+/* Both convert `count` elements, rounded up to whole blocks. */
+TARGET static inline __attribute__((always_inline)) void NAMED(widen)(bool is_bfloat16, const uint16_t *from, float *to,
+                                                                     int count)
 {
-    if (!is_bfloat16) {
-        WIDEN_FLOAT16(from, to);
-        return;
-    }
-    for (int index = 0; index < BLOCK; index++)
+    for (int at = 0; !is_bfloat16 && at < count; at += BLOCK)
+        WIDEN_FLOAT16(from + at, to + at);
+    for (int index = 0; is_bfloat16 && index < count; index++)
         to[index] = as_float((uint32_t)from[index] << 16);
 }
 
-TARGET static inline __attribute__((always_inline)) void NAMED(narrow)(bool is_bfloat16, const float *from, uint16_t *to)
+TARGET static inline __attribute__((always_inline)) void NAMED(narrow)(bool is_bfloat16, const float *from, uint16_t *to,
+                                                                      int count)
 {
-    if (!is_bfloat16) {
-        NARROW_FLOAT16(from, to);
-        return;
-    }
-    for (int index = 0; index < BLOCK; index++)
+    for (int at = 0; !is_bfloat16 && at < count; at += BLOCK)
+        NARROW_FLOAT16(from + at, to + at);
+    for (int index = 0; is_bfloat16 && index < count; index++)
         to[index] = to_bfloat16(from[index]);
 }
 
-/* Encodes BLOCK elements; the rest of each goes to `rest` if `has_rest`. */
-TARGET static inline __attribute__((always_inline)) void NAMED(encode_block)(bool is_bfloat16, const float *x, uint16_t *halves,
-                                                                            bool has_rest, float *rest)
+/* Encodes `count` elements, up to TILE of them. A tile is several blocks, so that the compiler makes loops, which it
+ * vectorises better than a sequence. */
+TARGET static inline __attribute__((always_inline)) void NAMED(encode_tile)(bool is_bfloat16, const float *x, int count,
+                                                                           uint8_t *wire, bool has_residual, float *residual)
 {
-    NAMED(narrow)(is_bfloat16, x, halves);
-    if (!has_rest)
+    uint16_t halves[TILE];
+    float last[TILE], rest[TILE];
+    const float *source = x;
+    if (count < TILE) {
+        memset(last, 0, sizeof last);
+        memcpy(last, x, (size_t)count * sizeof *last);
+        source = last;
+    }
+    NAMED(narrow)(is_bfloat16, source, halves, count);
+    memcpy(wire, halves, (size_t)count * HALF_BYTES);
+    if (!has_residual)
         return;
-    float decoded[BLOCK];
-    NAMED(widen)(is_bfloat16, halves, decoded);
-    for (int index = 0; index < BLOCK; index++)
-        rest[index] = finite_or_zero(x[index] - decoded[index]);
+    NAMED(widen)(is_bfloat16, halves, rest, count);
+    for (int index = 0; index < count; index++)
+        rest[index] = finite_or_zero(source[index] - rest[index]);
+    memcpy(residual, rest, (size_t)count * sizeof *rest);
 }
 
 TARGET static inline __attribute__((always_inline)) void NAMED(encode)(bool is_bfloat16, const float *x, int64_t count,
                                                                       uint8_t *wire, bool has_residual, float *residual)
 {
-    uint16_t halves[BLOCK];
-    float rest[BLOCK];
     int64_t at = 0;
-    for (; at + BLOCK <= count; at += BLOCK) {
-        NAMED(encode_block)(is_bfloat16, x + at, halves, has_residual, rest);
-        memcpy(wire + at * HALF_BYTES, halves, sizeof halves);
-        if (has_residual)
-            memcpy(residual + at, rest, sizeof rest);
-    }
-    if (at < count) {
-        float last[BLOCK] = {0};
-        size_t length = (size_t)(count - at);
-        memcpy(last, x + at, length * sizeof *last);
-        NAMED(encode_block)(is_bfloat16, last, halves, has_residual, rest);
-        memcpy(wire + at * HALF_BYTES, halves, length * HALF_BYTES);
-        if (has_residual)
-            memcpy(residual + at, rest, length * sizeof *rest);
-    }
+    for (; at + TILE <= count; at += TILE)
+        NAMED(encode_tile)(is_bfloat16, x + at, TILE, wire + at * HALF_BYTES, has_residual,
+                           has_residual ? residual + at : NULL);
+    if (at < count)
+        NAMED(encode_tile)(is_bfloat16, x + at, (int)(count - at), wire + at * HALF_BYTES, has_residual,
+                           has_residual ? residual + at : NULL);
 }
 
-/* Decodes `count` elements, up to TILE of them: several blocks, so that the compiler makes a loop of the additions, which it
- * vectorises better than a sequence. */
+/* Decodes `count` elements, up to TILE of them. */
 TARGET static inline __attribute__((always_inline)) void NAMED(decode_tile)(bool is_bfloat16, const uint8_t *wire, float *out,
                                                                            int count, bool adds)
 {
@@ -69,11 +66,11 @@ TARGET static inline __attribute__((always_inline)) void NAMED(decode_tile)(bool
     if (count < TILE)
         memset(halves, 0, sizeof halves);
     memcpy(halves, wire, (size_t)count * HALF_BYTES);
-    bool is_direct = count == TILE && !adds; /* no block reaches past the end of `out` */
-    for (int at = 0; at < count; at += BLOCK)
-        NAMED(widen)(is_bfloat16, halves + at, is_direct ? out + at : values + at);
-    if (is_direct)
+    if (count == TILE && !adds) { /* no block reaches past the end of `out` */
+        NAMED(widen)(is_bfloat16, halves, out, TILE);
         return;
+    }
+    NAMED(widen)(is_bfloat16, halves, values, count);
     for (int index = 0; adds && index < count; index++)
         values[index] = out[index] + values[index];
     memcpy(out, values, (size_t)count * sizeof *values);

@@ -8,7 +8,7 @@
 static const int64_t SIGNALS_NS = 100 * 1000 * 1000; /* how long signal handlers of Python may wait for an operation */
 enum { LOOKED_BYTES = 1 << 14 }; /* an operation on less than this is tried for a moment with the lock held */
 
-static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type, *runner_type;
+static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type, *runner_type, *recorder_type;
 
 bool is_plan(PyObject *object) { return (PyObject *)Py_TYPE(object) == plan_type; }
 bool is_reduction(PyObject *object) { return (PyObject *)Py_TYPE(object) == reduction_type; }
@@ -139,10 +139,13 @@ static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused
 {
     (void)unused;
     int size;
-    if (!PyArg_ParseTuple(args, "i", &size))
+    PyObject *recorder = NULL, *ranks = NULL;
+    if (!PyArg_ParseTuple(args, "i|OO!", &size, &recorder, &PyTuple_Type, &ranks))
         return NULL;
     if (size < 1)
         return PyErr_Format(PyExc_ValueError, "an attempt has at least one slot");
+    if (recorder != NULL && ((PyObject *)Py_TYPE(recorder) != recorder_type || ranks == NULL || PyTuple_Size(ranks) != size))
+        return PyErr_Format(PyExc_TypeError, "a recorder comes with the rank of each slot");
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct runner *runner = (struct runner *)alloc(type, 0);
     if (runner == NULL)
@@ -153,10 +156,21 @@ static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused
     runner->lane_objects = calloc((size_t)size, sizeof *runner->lane_objects);
     runner->out_moves = calloc((size_t)size, sizeof *runner->out_moves);
     runner->in_moves = calloc((size_t)size, sizeof *runner->in_moves);
-    if (runner->lane_objects == NULL || runner->out_moves == NULL || runner->in_moves == NULL) {
+    runner->ranks = calloc((size_t)size, sizeof *runner->ranks);
+    if (runner->lane_objects == NULL || runner->out_moves == NULL || runner->in_moves == NULL || runner->ranks == NULL) {
         Py_DECREF(runner);
         return PyErr_NoMemory();
     }
+    for (int slot = 0; recorder != NULL && slot < size; slot++) {
+        long rank = PyLong_AsLong(PyTuple_GetItem(ranks, slot));
+        if (PyErr_Occurred() || recorder_traffic(recorder, (int32_t)rank) == NULL) {
+            Py_DECREF(runner);
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no rank %ld", rank);
+        }
+        runner->ranks[slot] = (int32_t)rank;
+    }
+    Py_XINCREF(recorder);
+    runner->recorder = recorder;
     return (PyObject *)runner;
 }
 
@@ -193,6 +207,8 @@ static void free_runner(PyObject *self)
     free(runner->lane_objects);
     free(runner->out_moves);
     free(runner->in_moves);
+    free(runner->ranks);
+    Py_CLEAR(runner->recorder);
     free(runner->buffers);
     free(runner->aside);
     destroy(self);
@@ -339,6 +355,8 @@ bool runner_begin(struct runner *runner, const struct operation *operation)
     runner->idle_since = 0;
     runner->has_slept = false;
     runner->pending = NOT_YET;
+    if (runner->recorder != NULL)
+        count_up(&recorder_progress(runner->recorder)->phases, 1);
     return true;
 }
 
@@ -444,6 +462,18 @@ static PyObject *runner_waiting(PyObject *self, PyObject *unused)
     int to = runner->is_sending ? plan->sends[runner->sent].peer : -1;
     int from = runner->is_receiving && runner->in.got < runner->in.nbytes ? plan->recvs[runner->applied].peer : -1;
     return Py_BuildValue("(iid)", to, from, idle);
+}
+
+static PyObject *new_recorder(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, recorder_init);
+}
+
+static void free_recorder(PyObject *self)
+{
+    recorder_release(self);
+    destroy(self);
 }
 
 static PyObject *new_shortcut(PyTypeObject *type, PyObject *args, PyObject *unused)
@@ -595,11 +625,13 @@ PyMODINIT_FUNC PyInit__native(void)
     reduction_type = add_type(module, "covey._native.Reduction", sizeof(struct reduction), new_reduction, destroy,
                               reduction_methods, NULL);
     undo_type = add_type(module, "covey._native.Undo", sizeof(struct undo), new_undo, free_undo, undo_methods, NULL);
+    recorder_type =
+        add_type(module, "covey._native.Recorder", recorder_size, new_recorder, free_recorder, recorder_methods, NULL);
     runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
                                      runner_methods, runner_attributes);
     PyObject *shortcut_type =
         add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
-    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
+    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type || !recorder_type) {
         Py_DECREF(module);
         return NULL;
     }

@@ -24,6 +24,7 @@
 enum {
     HEADER_BYTES = 64,
     PREFIX_BYTES = 32,
+    VIEW_AT = 8,
     FLAGS_AT = 12,
     CHANGE_PENDING = 1,
     SMALL_BYTES = 2048,   /* a payload up to this travels together with its header */
@@ -113,6 +114,12 @@ enum outcome could_not(struct lane *lane, int error);
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Adds to a counter that one thread at a time changes, and any thread may read. */
+static inline void count_up(_Atomic int64_t *counter, int64_t amount)
+{
+    atomic_store_explicit(counter, atomic_load_explicit(counter, memory_order_relaxed) + amount, memory_order_relaxed);
+}
+
 /* How two ranges of elements are combined: by numpy's own loops, or, for 16-bit floats, by ours. */
 typedef void numpy_loop(char **args, intptr_t const *dimensions, intptr_t const *strides, void *data);
 enum half_op { HALF_SUM, HALF_MEAN, HALF_PROD, HALF_MIN, HALF_MAX };
@@ -178,6 +185,23 @@ int plan_init(PyObject *self, PyObject *args);
 void plan_release(struct plan *plan);
 enum { STORE = 0, REDUCE = 1, LEFT = 2, FINAL = 4 };
 
+/* What the transfers with one rank of a group have moved, and what the operation in progress has. */
+struct traffic {
+    _Atomic int64_t sent_bytes, sends, received_bytes, receives;
+};
+struct progress {
+    _Atomic int64_t sent, received, phases;
+    _Atomic uint64_t peers; /* a bit for each of the first ranks */
+};
+int recorder_init(PyObject *self, PyObject *args);
+void recorder_release(PyObject *self);
+struct traffic *recorder_traffic(PyObject *self, int32_t rank);
+struct progress *recorder_progress(PyObject *self);
+void recorder_note(PyObject *self, const uint8_t *prefix, uint64_t sequence, int64_t begun_ns);
+void recorder_early(PyObject *self, uint64_t sequence, int64_t begun_ns);
+extern PyMethodDef recorder_methods[];
+extern const size_t recorder_size;
+
 /* Why the runner returns. */
 enum reason {
     DONE,
@@ -201,6 +225,8 @@ struct runner {
     bool is_open;        /* shortcuts may run: no other operation does, and none has failed */
     int32_t size;
     PyObject **lane_objects; /* struct lane, by slot */
+    PyObject *recorder;      /* of the group; NULL if nothing is counted */
+    int32_t *ranks;          /* of the group, by slot */
     int64_t python_bytes;    /* the smallest of the lanes */
 
     /* The operation. */

@@ -191,6 +191,23 @@ static void apply(struct runner *runner, const struct recv_move *recv)
     memcpy(runner->target, runner->aside, (size_t)runner->in.nbytes);
 }
 
+/* Counts a transfer that is complete. */
+static void count(struct runner *runner, int32_t slot, int64_t nbytes, bool is_sent)
+{
+    if (runner->recorder == NULL)
+        return;
+    int32_t rank = runner->ranks[slot];
+    struct traffic *traffic = recorder_traffic(runner->recorder, rank);
+    struct progress *progress = recorder_progress(runner->recorder);
+    count_up(is_sent ? &traffic->sent_bytes : &traffic->received_bytes, nbytes);
+    count_up(is_sent ? &traffic->sends : &traffic->receives, 1);
+    count_up(is_sent ? &progress->sent : &progress->received, nbytes);
+    if (rank < 64)
+        atomic_store_explicit(&progress->peers,
+                              atomic_load_explicit(&progress->peers, memory_order_relaxed) | (uint64_t)1 << rank,
+                              memory_order_relaxed);
+}
+
 /* Moves what can be moved; sets *moved, and returns DONE, a reason to return, or NOT_YET. */
 static enum reason step(struct runner *runner, bool *moved)
 {
@@ -221,6 +238,7 @@ static enum reason step(struct runner *runner, bool *moved)
             if (runner->out.sent == runner->out.nbytes) {
                 runner->is_sending = false;
                 runner->sent++;
+                count(runner, runner->peer, runner->out.nbytes, true);
             }
         }
     }
@@ -256,6 +274,7 @@ static enum reason step(struct runner *runner, bool *moved)
                 apply(runner, recv);
             runner->is_receiving = false;
             runner->applied++;
+            count(runner, recv->peer, in->nbytes, false);
             *moved = true;
         }
         if (runner->is_out_of_memory)

@@ -260,6 +260,7 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
         return PyErr_Format(PyExc_TypeError, "run takes an array, an operation, and sometimes an output");
     if (!runner->is_open || runner->is_running)
         Py_RETURN_FALSE;
+    int64_t begun_ns = runner->recorder == NULL ? 0 : monotonic_ns();
     struct entry *entry = take(shortcut, runner, args[0], args[1], count == 3 ? args[2] : NULL);
     if (entry == NULL) {
         if (PyErr_Occurred())
@@ -297,11 +298,15 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (reason != DONE) {
         runner->is_open = false;
         runner->pending = reason;
+        if (runner->recorder != NULL)
+            recorder_early(runner->recorder, sequence, begun_ns);
         Py_INCREF(entry->call);
         return entry->call;
     }
     runner_finish(runner);
     if (!record(shortcut, entry, sequence))
         return NULL;
+    if (runner->recorder != NULL)
+        recorder_note(runner->recorder, entry->prefix, sequence, begun_ns);
     Py_RETURN_TRUE;
 }

@@ -42,6 +42,11 @@ static inline uint32_t digit_of(float value, struct digit digit)
     return magnitude(value) >> digit.shift & ((1u << digit.bits) - 1);
 }
 
+/* How often each value of a digit occurs: the sum over all tables. */
+struct tables {
+    uint32_t counts[TABLES][MOST_VALUES];
+};
+
 /* What is still to be selected. */
 struct selection {
     uint32_t smallest; /* magnitude that is kept */
@@ -70,7 +75,7 @@ struct candidates {
     uint32_t count, room;
 };
 
-/* Copies an element, if there is room; one that finds none is counted, too. */
+/* Copies an element, if there is room; one that finds none is only counted. */
 static inline void keep(struct candidates *candidates, const float *x, uint32_t index)
 {
     if (candidates->count < candidates->room) {
@@ -101,7 +106,7 @@ static inline void keep(struct candidates *candidates, const float *x, uint32_t 
 #endif
 
 typedef void digit_counter(const float *x, uint32_t count, struct digit digit, uint32_t least, uint32_t most,
-                           uint32_t *counts);
+                           struct tables *tables);
 typedef void collector(const float *x, uint32_t count, struct selection *selection);
 typedef void gatherer(const float *x, uint32_t count, uint32_t least, struct candidates *candidates);
 
@@ -124,16 +129,19 @@ static struct topk_loops loops_for(enum instructions instructions)
 }
 
 /* Counts the values of the highest digit: every element counts. */
-static void count_first_digits(const float *x, uint32_t count, uint32_t *counts)
+static void count_first_digits(const float *x, uint32_t count, struct tables *tables)
 {
-    uint32_t tables[TABLES][MOST_VALUES] = {0}, at = 0;
+    uint32_t at = 0;
     for (; count - at >= TABLES; at += TABLES)
         for (uint32_t index = 0; index < TABLES; index++)
-            tables[index][digit_of(x[at + index], DIGITS[0])]++;
+            tables->counts[index][digit_of(x[at + index], DIGITS[0])]++;
     for (; at < count; at++)
-        tables[0][digit_of(x[at], DIGITS[0])]++;
-    for (uint32_t value = 0; value < MOST_VALUES; value++)
-        counts[value] = tables[0][value] + tables[1][value] + tables[2][value] + tables[3][value];
+        tables->counts[0][digit_of(x[at], DIGITS[0])]++;
+}
+
+static uint32_t occurrences(const struct tables *tables, uint32_t value)
+{
+    return tables->counts[0][value] + tables->counts[1][value] + tables->counts[2][value] + tables->counts[3][value];
 }
 
 /* Returns the magnitude of the `kept`th greatest element; `equals` becomes how many of this magnitude are kept. */
@@ -143,13 +151,14 @@ static uint32_t smallest_kept(const struct topk_loops *loops, const float *x, ui
     uint32_t wanted = kept;               /* how many are kept of those from `least` to `most` */
     for (size_t index = 0; index < sizeof DIGITS / sizeof *DIGITS; index++) {
         struct digit digit = DIGITS[index];
-        uint32_t counts[MOST_VALUES] = {0}, value = (1u << digit.bits) - 1;
+        struct tables tables = {0};
         if (index == 0)
-            count_first_digits(x, count, counts);
+            count_first_digits(x, count, &tables);
         else
-            loops->count_digits(x, count, digit, least, most, counts);
-        for (; value > 0 && counts[value] < wanted; value--)
-            wanted -= counts[value];
+            loops->count_digits(x, count, digit, least, most, &tables);
+        uint32_t value = (1u << digit.bits) - 1;
+        for (; value > 0 && occurrences(&tables, value) < wanted; value--)
+            wanted -= occurrences(&tables, value);
         least |= value << digit.shift;
         most = least | ((1u << digit.shift) - 1);
     }

@@ -22,6 +22,13 @@ _LAST_ACK: Final = struct.Struct("=56xI")
 """Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_ack_recv (milliseconds)."""
 
 
+_LONG_INFO_BYTES: Final = 176
+_ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
+"""tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
+LEAST_BYTES: Final = 1 << 20
+"""A speed is known after so many bytes; the first ones travel while a connection still looks for its speed."""
+
+
 class Connection(Protocol):
     """The part of a socket's interface that is needed here."""
 
@@ -66,3 +73,15 @@ def is_stuck(sock: Connection) -> bool:
     """Tell whether the path of a connection is dead."""
     known = acknowledgements(sock)
     return known is not None and known.is_stuck
+
+
+def sending_speed(sock: Connection) -> float | None:
+    """Return how many bytes a second a connection has sent while it was sending; None if that is not known."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
+        acked, busy = _ACKED_AND_BUSY.unpack_from(info)
+    except (OSError, struct.error):
+        return None
+    return acked / busy * 1e6 if acked >= LEAST_BYTES and busy else None

@@ -55,6 +55,8 @@ class Matcher:
         """Probes that no message has answered."""
         self.order: Iterator[int] = itertools.count(1)
         """Numbers receives and arrivals."""
+        self.listened: set[int] = set()
+        """Tags whose messages need no receive: each ends a receive of its own when it has arrived."""
 
     # Operations
 
@@ -269,6 +271,12 @@ class Matcher:
     def arrived(self, arrival: Arrival) -> None:
         """Give the message to the first receive that fits, or queue it."""
         source, tag = arrival.source, arrival.header.tag
+        if tag in self.listened:
+            if arrival.header.kind != wire.EAGER:
+                arrival.is_dropped = True
+                raise RemoteProtocolError(f"a message of {arrival.header.payload_bytes} bytes with tag {tag}")
+            self._match(arrival, Receive(source, tag, None, None, next(self.order)))
+            return
         keys = [(source, tag), (ANY, tag)]
         if tag < RESERVED_TAGS:
             keys += [(source, ANY), (ANY, ANY)]

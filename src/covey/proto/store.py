@@ -7,7 +7,7 @@ want to wait any longer withdraws its question.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from covey.wire import store as wire
 
@@ -28,6 +28,10 @@ class Reply(NamedTuple):
     answer: wire.Answer
 
 
+Waiting: TypeAlias = wire.Get | wire.Await | wire.Pop | wire.Observe
+"""Questions that may have to wait."""
+
+
 class QuestionRefusedError(Exception):
     """A question that cannot be answered; the text says why."""
 
@@ -37,13 +41,16 @@ class KeyValueStore:
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
+        self._versions: dict[str, int] = {}
+        """By key of an entry: the number of the change that made it what it is."""
+        self._changes = 0
         self._queues: dict[str, deque[bytes]] = {}
         self._bytes = self._queued = 0
-        self._waiting: dict[tuple[int, int], wire.Get | wire.Await | wire.Pop] = {}
+        self._waiting: dict[tuple[int, int], Waiting] = {}
         """In the order of arrival: the first question that waits for a queue is served first."""
         self._missing: dict[tuple[int, int], set[str]] = {}
         self._wanted: dict[str, dict[tuple[int, int], None]] = {}
-        """By key, the questions that wait for it: `g` before entries, `q` before queues."""
+        """By key, the questions that wait for it: `g` before entries, `q` before queues, `w` before watched entries."""
         self._waits_of: Counter[int] = Counter()
         """By asker, the bytes of its questions that wait."""
 
@@ -73,6 +80,42 @@ class KeyValueStore:
         for waiter in [waiter for waiter in self._waiting if waiter[0] == asker]:
             self._settle(waiter)
 
+    def forget_all(self) -> None:
+        """Drop all questions that wait."""
+        for waiter in list(self._waiting):
+            self._settle(waiter)
+
+    def is_waiting(self, asker: int, number: int) -> bool:
+        """Tell whether a question waits."""
+        return (asker, number) in self._waiting
+
+    def waiting(self) -> list[tuple[tuple[int, int], Waiting]]:
+        """Return the questions that wait, each with its asker and number, in the order of their arrival."""
+        return list(self._waiting.items())
+
+    def entries(self) -> list[tuple[str, bytes, int]]:
+        """Return all entries, with their versions, in the order of their versions."""
+        items = ((key, value, self._versions[key]) for key, value in self._entries.items())
+        return sorted(items, key=lambda item: item[2])
+
+    @property
+    def changes(self) -> int:
+        """The number of changes to entries so far."""
+        return self._changes
+
+    def restore_entry(self, key: str, value: bytes, version: int) -> None:
+        """Set an entry as it is in another copy."""
+        self._set(key, value)
+        self._versions[key], self._changes = version, max(self._changes, version)
+
+    def restore_changes(self, changes: int) -> None:
+        """Set the number of changes as it is in another copy."""
+        self._changes = max(self._changes, changes)
+
+    def queued(self) -> list[tuple[str, bytes]]:
+        """Return the values of all queues, in their order."""
+        return [(key, value) for key, queue in self._queues.items() for value in queue]
+
     # Answers
 
     def _answer(self, question: wire.Question) -> tuple[wire.Answer | None, list[str]]:
@@ -82,7 +125,7 @@ class KeyValueStore:
                 self._afford({key: len(value) for key, value in entries})
                 for key, value in entries:
                     self._set(key, value)
-                return wire.Done(), ["g" + key for key, _ in entries]
+                return wire.Done(), [mark + key for key, _ in entries for mark in "gw"]
             case wire.Get(keys) | wire.Await(keys):
                 if any(key not in self._entries for key in keys):
                     return None, []
@@ -106,7 +149,10 @@ class KeyValueStore:
                     )
                 return wire.Done(), self._change(key, value)
             case wire.Delete(key):
-                return wire.Done(number=int(self._remove(key))), []
+                was_there = self._remove(key)
+                return wire.Done(number=int(was_there)), ["w" + key] if was_there else []
+            case wire.Observe(key, version):
+                return (None if self._versions.get(key, 0) == version else self._seen(key)), []
             case wire.Names():
                 return wire.Done(tuple(key.encode() for key in self._entries)), []
             case wire.Count():
@@ -125,6 +171,10 @@ class KeyValueStore:
             case wire.Length(key):
                 return wire.Done(number=len(self._queues.get(key, ()))), []
 
+    def _seen(self, key: str) -> wire.Done:
+        value = self._entries.get(key)
+        return wire.Done(() if value is None else (value,), self._versions.get(key, 0))
+
     def _found(self, question: wire.Get | wire.Await) -> wire.Done:
         keys = question.keys if isinstance(question, wire.Get) else ()
         return wire.Done(tuple(self._entries[key] for key in keys))
@@ -141,17 +191,20 @@ class KeyValueStore:
     def _change(self, key: str, value: bytes) -> list[str]:
         self._afford({key: len(value)})
         self._set(key, value)
-        return ["g" + key]
+        return ["g" + key, "w" + key]
 
     def _set(self, key: str, value: bytes) -> None:
         self._remove(key)
         self._entries[key] = value
+        self._changes += 1
+        self._versions[key] = self._changes
         self._bytes += _cost(key, value)
 
     def _remove(self, key: str) -> bool:
         value = self._entries.pop(key, None)
         if value is None:
             return False
+        del self._versions[key]
         self._bytes -= _cost(key, value)
         return True
 
@@ -189,12 +242,14 @@ class KeyValueStore:
 
     def _wait(self, asker: int, number: int, question: wire.Question) -> None:
         waiter = asker, number
-        assert isinstance(question, wire.Get | wire.Await | wire.Pop)
+        assert isinstance(question, Waiting)
         cost = _waiting_cost(question)
         if self._waits_of[asker] + cost > WAITING_LIMIT:
             raise QuestionRefusedError("too many questions of this process wait already; wait for fewer keys at a time")
         if isinstance(question, wire.Pop):
             wanted = {"q" + question.key}
+        elif isinstance(question, wire.Observe):
+            wanted = {"w" + question.key}
         else:
             wanted = {"g" + key for key in question.keys if key not in self._entries}
         self._waiting[waiter], self._missing[waiter] = question, wanted
@@ -228,6 +283,10 @@ class KeyValueStore:
                 self._settle(waiter)
                 replies.append(Reply(*waiter, wire.Done((self._pop(question.key),))))
                 continue
+            if isinstance(question, wire.Observe):
+                self._settle(waiter)
+                replies.append(Reply(*waiter, _fitting(self._seen(question.key))))
+                continue
             self._missing[waiter].discard(key)
             self._want_no_more(key, waiter)
             if self._missing[waiter]:
@@ -246,8 +305,8 @@ def _cost(key: str, value: bytes = b"") -> int:
     return OVERHEAD_BYTES + 4 * len(key) + len(value)
 
 
-def _waiting_cost(question: wire.Get | wire.Await | wire.Pop) -> int:
-    keys = (question.key,) if isinstance(question, wire.Pop) else question.keys
+def _waiting_cost(question: Waiting) -> int:
+    keys = (question.key,) if isinstance(question, wire.Pop | wire.Observe) else question.keys
     return sum(map(_cost, keys))
 
 

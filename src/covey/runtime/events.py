@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
+from covey.runtime.counters import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 logger = logging.getLogger("covey.events")
 
@@ -27,8 +28,12 @@ KEPT: Final = 1000
 """Events that are kept in memory; older ones are in the log."""
 CODEC: Final = "codec"
 """The event that another codec was chosen."""
+FOUNDED: Final = ("joined", "generation", "restored")
+"""Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
+KINDS: Final = (*VIEWS, *FOUNDED, "suspected", "recovered", "discovered", "leader", "lane", CODEC)
+"""All kinds of events."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
 """The phases of a recovery, in this order; an idle group has no redo."""
 
@@ -40,7 +45,9 @@ class Event:
     kind: str
     """`lost`: a view without lost members; `left`: a view without members that left; `view`: a view of the same
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
-    without; `restored`: newcomers received the state; `codec`: `compress="auto"` chose another codec."""
+    without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
+    again; `discovered`: a node waits for the next generation; `leader`: another member leads; `lane`: a lane was
+    opened; `codec`: `compress="auto"` chose another codec."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -51,7 +58,7 @@ class Event:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
     text: str = ""
-    """In words, what was chosen and why."""
+    """In words: the kind of a lane, the codec and why it was chosen."""
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
@@ -74,7 +81,10 @@ class Events:
                 raise ConfigError(f"COVEY_EVENTS={self._path!r} cannot be written: {explain(error)}") from error
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=KEPT)
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: list[tuple[Callable[[Event], None], Collection[str]]] = []
+        """Each with the kinds that it is told of."""
+        self._followers: list[tuple[Callable[[Event | None], None], Collection[str]]] = []
+        self._is_closed = False
         self._queue: queue.Queue[Event | None] | None = None
         self._thread: threading.Thread | None = None
         self._began = 0.0
@@ -94,10 +104,13 @@ class Events:
         with self._lock:
             return list(self._events)
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener(event)` for every event from now on, on a thread for listeners; its exceptions are logged."""
+    def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
+        """Call `listener(event)` for every event of these kinds from now on, on a thread for listeners.
+
+        Its exceptions are logged.
+        """
         with self._lock:
-            self._listeners.append(listener)
+            self._listeners.append((listener, kinds))
             if self._queue is None:
                 self._queue = queue.Queue(KEPT)
                 self._thread = threading.Thread(
@@ -105,17 +118,39 @@ class Events:
                 )
                 self._thread.start()
 
+    def follow(self, follower: Callable[[Event | None], None], kinds: Collection[str]) -> list[Event]:
+        """Return the events of these kinds in memory, and call `follower` for each that comes, with None at the end.
+
+        It is called on any thread, and must return at once.
+        """
+        with self._lock:
+            if self._is_closed:
+                follower(None)
+            else:
+                self._followers.append((follower, kinds))
+            return [event for event in self._events if event.kind in kinds]
+
+    def ignore(self, follower: Callable[[Event | None], None]) -> None:
+        """Call `follower` no more."""
+        with self._lock:
+            self._followers = [each for each in self._followers if each[0] is not follower]
+
     def _serve(self, events: queue.Queue[Event | None]) -> None:
         while (event := events.get()) is not None:
-            for listener in list(self._listeners):
+            for listener, kinds in list(self._listeners):
                 try:
-                    listener(event)
+                    if event.kind in kinds:
+                        listener(event)
                 except Exception:  # the program's listener must not keep others from being called
                     logger.exception("a listener to %s failed", event.kind)
 
     def close(self) -> None:
         """End the thread of the listeners after the last event, or after LISTEN_SECONDS."""
         with self._lock:
+            self._is_closed = True
+            for follower, _ in self._followers:
+                follower(None)
+            self._followers.clear()
             thread, self._thread = self._thread, None
             if self._queue is not None:
                 with contextlib.suppress(queue.Full):
@@ -133,6 +168,7 @@ class Events:
                     self._open.phases.setdefault("reconnect", max(self._open.phases.values(), default=0.0))
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
+                    process.recovery_seconds += now - self._began
                     self._close()
                     self._began = self._sign = 0.0
                 return
@@ -156,9 +192,13 @@ class Events:
                 self._close()
                 event.phases.update(self._phases)
                 self._open, self._phases = event, {}
-            elif self._open is None and event.kind != CODEC:
+            elif self._open is None and event.kind in FOUNDED:
                 self._began = 0.0  # the sign was no loss: such as the link of a member that left
             self._events.append(event)
+            process.events[event.kind] += 1
+            for follower, kinds in self._followers:
+                if event.kind in kinds:
+                    follower(event)
             if self._queue is not None:
                 with contextlib.suppress(queue.Full):  # a listener that does not return misses events
                     self._queue.put_nowait(event)

@@ -21,7 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
-VERSION: Final = 1
+VERSION: Final = 2
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""
@@ -100,6 +100,18 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
     """The path of the unix socket at which it accepts connections, or empty."""
 
 
+class Hardware(Worded, frozen=True, array_like=True):
+    """What the machine of a node has, for display and for the node's own plans."""
+
+    cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    """Cores that the process may use."""
+    memory: Annotated[int, msgspec.Meta(ge=0)]
+    """Bytes."""
+    accelerators: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
+    """Their names."""
+    platform: Name
+
+
 class Card(msgspec.Struct, frozen=True, array_like=True):
     """The identity of a node. In a cluster, TLS has proved the id."""
 
@@ -121,6 +133,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     """The first key of its machine, if it is not `id`; see `wire.machine`."""
     endorsement: Bytes = b""
     """The signature of that key over `id`."""
+    hardware: Hardware | None = None
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:
@@ -533,9 +546,28 @@ class Failing(Worded, frozen=True, array_like=True, tag=31):
     """The class of the error and the first line of its message."""
 
 
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
+
+    what: Name
+    """`metrics`, or `operations`: the last ones of its groups."""
+    page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+
+
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """Answer to Inspect."""
+
+    what: Name
+    page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """How many there are; 0 if the question was asked too often or is not known."""
+    body: bytes
+    """An encoded message of `wire.flight`."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
-Question = Ask | Reach | NewSecret
-Answer = Tell | Reached | SecretKept
+Question = Ask | Reach | NewSecret | Inspect
+Answer = Tell | Reached | SecretKept | Inspected
 Control = (
     Roster
     | Ready
@@ -565,6 +597,8 @@ Control = (
     | Calls
     | Charter
     | Failing
+    | Inspect
+    | Inspected
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

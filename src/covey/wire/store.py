@@ -1,6 +1,7 @@
-"""Questions to a key-value store and their answers: entries and queues that one process owns for its run.
+"""Questions to a key-value store and their answers, and what the members that hold copies of it tell each other.
 
 The process that asks numbers its questions; the answer has the same number. Tags and fields are only added, at the end.
+`proto.replication` has the protocol between the copies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KEYS_LIMIT: Final = 4096
 """Keys in one question."""
 VALUE_LIMIT: Final = 1 << 18
 """Bytes of a value."""
-BODY_LIMIT: Final = CONTROL_LIMIT - 64
+BODY_LIMIT: Final = CONTROL_LIMIT - 256
 """Bytes of a question or an answer: each travels in one frame."""
 
 Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]
@@ -126,12 +127,99 @@ class Refused(Worded, frozen=True, array_like=True, tag=16):
     reason: Text
 
 
-Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length
-Answer = Done | Refused
-Body = Question | Withdraw | Answer
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Begin an empty store; the oldest one is dropped if there are too many."""
 
-REPEATABLE: Final = (Put, Get, Await, Check, Delete, Names, Count, Length)
-"""Questions that may be repeated if it is not known whether they arrived: they are idempotent."""
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Drop all questions that wait: after a change of members, processes repeat those that they still wait for."""
+
+
+class Observe(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Wait until an entry has another version than this one; return its value and version, 0 if it does not exist."""
+
+    key: Key
+    version: Number
+
+
+Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe
+Answer = Done | Refused
+Change = Question | Withdraw | Open | Forget
+"""What is ordered, and applied to every copy in this order."""
+Count64 = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """A question to the member that orders the changes."""
+
+    config: Count64
+    """The members that hold copies, as the sender knows them: the number of their view in the run."""
+    settled: Count64
+    """The sender has the answers to all of its questions with lower numbers."""
+    change: Change
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """A change with its place in the order."""
+
+    config: Count64
+    index: Count64
+    stable: Count64
+    """All copies have the changes up to this one."""
+    asker: Count64
+    settled: Count64
+    change: Change
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """The sender's copy has all changes up to this one."""
+
+    config: Count64
+    index: Count64
+
+
+class Recover(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """The sender orders the changes from now on, and its copy has those up to `index`: send later ones, then `Last`."""
+
+    config: Count64
+    index: Count64
+
+
+class Last(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """The sender's copy has the changes up to this one; -1 if it has no copy yet."""
+
+    config: Count64
+    index: Count64
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=37):
+    """A part of a copy for a member that has none: something to apply to the empty store of this number."""
+
+    config: Count64
+    change: Put | Push | Open | Get | Await | Pop | Observe
+    asker: Count64 = -1
+    """Of a question that waits."""
+    versions: Annotated[tuple[Number, ...], msgspec.Meta(max_length=KEYS_LIMIT)] = ()
+    """Of the entries of a Put; of an Open: the number of changes to entries so far."""
+
+
+class LoadAnswer(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """A part of a copy: an answer that a process may not have received."""
+
+    config: Count64
+    asker: Count64
+    answer: Done | Refused
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=39):
+    """The copy is complete, and has the changes up to this one."""
+
+    config: Count64
+    index: Count64
+
+
+Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded
+Body = Answer | Replication
 
 _bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 encode_body = msgspec.msgpack.Encoder().encode

@@ -126,3 +126,15 @@ def test_what_launchers_and_clusters_are_told_by_is_known() -> None:
 def test_a_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="lanes"):
         GroupConfig(lanes="bogus")
+
+
+@pytest.mark.parametrize("name", ["call_handlers", "call_bytes"])
+def test_limits_of_calls_are_whole_numbers_above_zero(name: str) -> None:
+    assert getattr(group_config({f"COVEY_{name.upper()}": "7"}), name) == 7
+    for text in ("0", "-1", "many", "1.5", ""):
+        with pytest.raises(ConfigError, match=f"(?i){name}"):
+            group_config({f"COVEY_{name.upper()}": text})
+    odd: tuple[Any, ...] = (True, 2.0, None)
+    for value in odd:
+        with pytest.raises(ConfigError, match=name):
+            GroupConfig(**{name: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import command_reference, settings_reference, site
+from tools import command_reference, metrics_reference, settings_reference, site
 
 from covey.base.settings import SETTINGS
+from covey.runtime.metrics.table import TABLE
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -74,6 +76,26 @@ def test_the_page_of_settings_has_every_setting_as_the_table_does() -> None:
     text = settings_reference.PAGE.read_text()
     assert text == settings_reference.page(), "run `python -m tools.settings_reference`"
     assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == list(SETTINGS)
+
+
+def test_the_page_of_metrics_and_the_dashboard_are_what_the_table_says() -> None:
+    assert metrics_reference.PAGE.read_text() == metrics_reference.page(), "run `python -m tools.metrics_reference`"
+    assert metrics_reference.DASHBOARD.read_text() == metrics_reference.dashboard()
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
+    labels = {row.name: {*row.labels, "rank"} for row in TABLE}
+    for row in TABLE:
+        if row.kind == "histogram":
+            labels |= {row.name + end: {*row.labels, "rank", "le"} for end in ("_bucket", "_sum", "_count")}
+    panels = json.loads(metrics_reference.DASHBOARD.read_text())["panels"]
+    for target in [target for panel in panels for target in panel["targets"]]:
+        names = re.findall(r"covey_\w+", target["expr"])
+        used = [re.findall(r"\w+", found) for found in re.findall(r"by \(([^)]*)\)", target["expr"])]
+        used.append(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        assert names
+        for name in names:
+            assert {label for group in used for label in group} <= labels[name], target
 
 
 def offered(package: str) -> list[str]:

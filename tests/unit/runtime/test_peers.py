@@ -89,8 +89,15 @@ def test_the_readers_of_each_state() -> None:
 def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> None:
     peer = peer_after(READY)
     peer.introduce(Card(b"i" * 32, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""), "", b""))
+    told: list[str] = []
+    table = SimpleNamespace(tell_of_peer=lambda kind, _peer: told.append(kind))
     node: Any = SimpleNamespace(
-        host="here", peers={1: peer}, send=lambda *_: None, is_closing=False, config=GroupConfig()
+        host="here",
+        peers={1: peer},
+        send=lambda *_: None,
+        is_closing=False,
+        generation_table=table,
+        config=GroupConfig(),
     )
     monitor = HealthMonitor(node, lambda *_: None, lambda *_: None, lambda *_: None)
     monitor.watch(peer)
@@ -98,5 +105,8 @@ def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> N
     assert not peer.is_suspected
     monitor.link_lost(Seat(1))
     assert peer.is_suspected
+    began = peer.since
+    assert began > 0
     monitor.link_up(peer)
     assert peer.state is PeerState.ACTIVE
+    assert told == ["suspected", "recovered"]

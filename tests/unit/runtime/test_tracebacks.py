@@ -93,9 +93,9 @@ def test_frames_of_torch_on_the_way_to_covey_are_left_out(tmp_path, monkeypatch:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("def call(function):\n    function()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # what is there now comes back at the end
+    del sys.modules["torch"]
     torch = importlib.import_module("torch")
-    monkeypatch.setitem(sys.modules, "torch", torch)
     lines = shown(lambda: torch.call(functools.partial(covey.join, lanes="pigeons")))
     assert not any("torch" in line for line in lines[:-1] if line.startswith("  File"))
 

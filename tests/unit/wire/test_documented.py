@@ -17,14 +17,17 @@ from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
 from covey.proto import health, message, message_link, views
+from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
+from covey.proto.calling import outgoing
+from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
-from covey.runtime.members import store as stores
 from covey.wire import (
     beacon,
+    calls,
     door,
     formation,
     frame,
@@ -110,12 +113,36 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
 
 
 def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
-    known = by_name(store.Body)
-    rows = table("Key-value stores", "tag")
+    known = by_name(store.Change) | by_name(store.Body)
+    rows = table("Key-value stores", "tag") + table("Key-value stores", "tag ")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         for name in named(row[1]):
             assert documented_fields(row[2]) == fields_of(known[name]), row
+
+
+def test_every_message_about_calls_is_listed_with_its_tag_and_fields() -> None:
+    known, rows = by_name(calls.CallMessage), table("Calls", "tag")
+    assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
+    for row in rows:
+        assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
+    assert calls.CallPayload.__struct_fields__ == ("inline", "sizes")
+
+
+def test_the_kinds_of_failed_calls_and_the_tags_and_limits_of_calls_are_as_written() -> None:
+    names = ["raised", "unknown name", "wrong arguments", "too large", "past the deadline", "cancelled"]
+    names += ["the node leaves", "a result that cannot be sent"]
+    kinds = (calls.RAISED, calls.UNKNOWN, calls.ARGUMENTS, calls.TOO_LARGE, calls.LATE, calls.CANCELLED)
+    listed = ", ".join(
+        f"{kind} {name}" for kind, name in zip((*kinds, calls.CLOSING, calls.NO_RESULT), names, strict=True)
+    )
+    assert f"The kind of a failure is {listed}." in WORDS
+    assert CALL_TAG == message_matching.RESERVED_TAGS == 2**62
+    assert parts_tag(5, is_answer=False) == 2**62 + 5
+    assert parts_tag(5, is_answer=True) == 2**62 + 2**61 + 5
+    assert f"At most {outgoing.CALLS_LIMIT} calls" in WORDS
+    assert f"at most {calls.CREDIT_LIMIT} items of a stream" in WORDS
+    assert f"up to {calls.INLINE_BYTES >> 10} KiB in all" in WORDS
 
 
 def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
@@ -223,7 +250,6 @@ NUMBERS = (
     f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
-    f"are repeated after {stores.ASK_AGAIN_SECONDS:.0f} s",
 )
 
 

@@ -58,6 +58,8 @@ CONTROLS: list[Any] = [
     messages.Posting(1, 2, b"body"),
     messages.Calls(5, (messages.CallRun(1, 3, 99, "barrier()"),)),
     messages.Failing("ValueError: cannot divide the cake"),
+    messages.Inspect("operations", 2),
+    messages.Inspected("operations", 2, 3, b"what was asked for"),
 ]
 
 
@@ -77,7 +79,8 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
-                     "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31}  # fmt: skip
+                     "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31,
+                     "Inspect": 32, "Inspected": 33}  # fmt: skip
     assert set(names) == {
         kind.__name__ for union in (messages.HandshakeMessage, messages.Control) for kind in get_args(union)
     }

@@ -179,6 +179,30 @@ def compress(
         console.print(f"wrote {plot}", highlight=False)
 
 
+@app.command()
+def calls(
+    in_flight: Annotated[int, typer.Option(help="Calls that are made at the same time.")] = 32,
+    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "secure",
+    size: Annotated[str, typer.Option(help="Bytes of the large payload; K, M and G are binary.")] = "64M",
+    rounds: Annotated[int, typer.Option(help="Rounds of everything.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure calls between two processes: latency, calls a second, and a large payload beside its broadcast."""
+    from covey.cli.bench import calls as trials
+
+    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
+    if not nbytes:
+        raise ConfigError(f"--size takes one size, not {size!r}")
+    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=nbytes, rounds=rounds)
+    console, facts = Console(stderr=as_json), machine_facts()
+    with working("calling", console=console):
+        figures = trials.measure(trial)
+    if as_json:
+        print(json.dumps(trials.as_json(trial, figures, facts)))
+    else:
+        console.print(trials.table(trial, figures))
+
+
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:
     """Measure everything and show results as they arrive; return them with the versions of the libraries used."""
     measurements: list[Measurement] = []

@@ -77,6 +77,7 @@ class Attempt(EnginePart):
         self.prepared: dict[Any, Any] = {}
         """Plans and reductions that repeated calls share."""
         self.undo = undo
+        self.recorder: Any = engine.counters.recorder
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
         self.has_idle_core, self.sizes = engine.has_idle_core, engine.sizes
@@ -88,7 +89,7 @@ class Attempt(EnginePart):
         if engine.is_native:
             from covey.runtime.collectives.native_executor import NativeExecutor
 
-            self._native = NativeExecutor(self.size)
+            self._native = NativeExecutor(engine.counters.recorder, ranks)
         run: Callable[..., None] = engine.quiet.run
         self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
         self._bell = bell
@@ -179,6 +180,11 @@ class Attempt(EnginePart):
         kinds = {self.engine.roster.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
         return "ring" if kinds <= {"shm", "memory"} else "stream"
 
+    def open_lane(self, rank: Rank) -> Lane | None:
+        """Return the open lane to a rank, if there is one."""
+        slot = self._slots.get(rank)
+        return None if slot is None else self._lanes[slot]
+
     def open_kinds(self) -> dict[Rank, str]:
         """Return the kinds of the open lanes, by rank."""
         return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}
@@ -220,7 +226,7 @@ class Attempt(EnginePart):
                 raise
             else:
                 self._lanes[peer] = lane
-                engine.lane_opened()
+                engine.lane_opened(rank, lane.kind)
                 return lane
 
     def _open_bell(self) -> None:

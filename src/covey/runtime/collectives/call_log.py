@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.dtypes import DTYPES
+from covey.base.operations import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,31 +16,6 @@ TEXT_LIMIT: Final = 2000
 """Characters of another rank's call that are stored."""
 LOGGED: Final = 64
 """Past operations that can still be compared. Ranks that merely missed a call are closer together than this."""
-
-OPERATIONS: Final = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "scan",
-    "exscan",
-    "barrier",
-    "broadcast_object",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object",
-    "split",
-    "sync_gradients",
-)
-
-
-def operation_name(number: int) -> str:
-    """Return the name of an operation whose number came from another rank."""
-    return OPERATIONS[number] if number < len(OPERATIONS) else "something else"
 
 
 class Call(NamedTuple):

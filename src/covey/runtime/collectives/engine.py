@@ -20,13 +20,13 @@ import numpy as np
 from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import NO_RANK, Seat
+from covey.base.operations import OPERATIONS
 from covey.net.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import Attempt, DisagreedError
 from covey.runtime.collectives.backlog import Backlog
-from covey.runtime.collectives.call_log import OPERATIONS
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS, LaneTrouble
@@ -34,6 +34,7 @@ from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.collectives.stalls import StallDiagnosis
+from covey.runtime.counters import GroupCounters, process
 from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
 
@@ -108,6 +109,9 @@ class Engine:
         self.has_idle_core = roster.has_cores(2)
         self.is_native = node is not None and node.lanes.factory.is_native
         """Whether the compiled executor runs the plans."""
+        self.counters = GroupCounters(name, self.rank, members, is_native=self.is_native)
+        self._recorder = self.counters.recorder
+        process.register(self.counters)
         self.operation = CurrentOperation(self)
         self.failure = Failure(self)
         self.lane_trouble = LaneTrouble(self)
@@ -125,13 +129,13 @@ class Engine:
         self._backlog = Backlog(name)
         self._descriptors: list[int] = []
         self.bell = Bell(self._descriptors)
-        self.routing = MessageRouting(self, self.bell)
+        self.routing = MessageRouting(self, self.bell, self.counters.messages)
         self.shortcut: Shortcut | None = None
         """Runs repeated small calls; None if there is none."""
         self.atomic: AtomicOperations | None = None
         """None in a group that ends with its first loss."""
         self._dropped = weakref.finalize(
-            self, _drop, node, generation, group_id, members, self._descriptors, self._backlog.queue
+            self, _drop, node, generation, group_id, members, self._descriptors, self._backlog.queue, self.counters
         )
         if generation is not None and config.on_loss == "continue":
             from covey.runtime.collectives.atomic import AtomicOperations  # other groups do not need it
@@ -281,13 +285,14 @@ class Engine:
         operation = self.operation
         operation.sequence = sequence = operation.sequence + 1
         self._call_log.enter(sequence, call)
+        self._recorder.begin(sequence, call.operation)
         operation.call = call
         operation.timeout = limit
         operation.deadline = time.monotonic() + limit
         operation.is_announced = False
         operation.warn_at = 0.0
         operation.info = NO_INFO
-        operation.is_running = True
+        operation.is_running = has_failed = True
         try:
             if self.atomic is not None:
                 result = self.atomic.perform(body, root)
@@ -297,6 +302,7 @@ class Engine:
                 result = body(attempt)
                 self._is_pending |= carries and attempt.knows_change
                 operation.returned = sequence
+            has_failed = False
         except DisagreedError as disagreement:
             self.failure.disagreed(disagreement.error)
             raise disagreement.error from None
@@ -306,6 +312,7 @@ class Engine:
                 raise
         finally:
             operation.is_running = False
+            self._recorder.end(self.attempt.number, has_failed)
             if self.suspicion.is_open:  # noted too late for this operation
                 self.suspicion.settle()
         return result if then is None else then(result)
@@ -318,8 +325,9 @@ class Engine:
         if node.events.is_recovering:
             node.events.phase("redo")
 
-    def lane_opened(self) -> None:
-        """Note in the timeline of a recovery that a lane of this group was opened."""
+    def lane_opened(self, rank: Rank, kind: str) -> None:
+        """Count a lane of this group that was opened, and note it in the timeline of a recovery."""
+        self.counters.lane_opened(rank, kind)
         if self.node is not None and self.node.events.is_recovering:
             self.node.events.phase("reconnect")
 
@@ -357,6 +365,8 @@ class Engine:
             self.atomic.close()
         self.attempt.close()
         self._dropped.detach()
+        self.counters.is_over = True
+        process.sweep()
         if self.node is not None:
             if self.atomic is None:
                 self.stalls.part()
@@ -401,9 +411,11 @@ def _drop(
     members: tuple[Seat, ...],
     descriptors: list[int],
     work_queue: queue.SimpleQueue[Any],
+    counters: GroupCounters,
 ) -> None:
     """Free what a group held that was not closed. The garbage collector calls this on any thread: it takes no lock."""
     work_queue.put(None)
+    counters.is_over = True
     if node is not None:
         control.soon(node.groups.forget, group_id, 0)
     if generation is not None:

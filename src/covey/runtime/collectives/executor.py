@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.arithmetic import Reduction
+    from covey.base.numbers import Rank
     from covey.net.lanes.lane import Lane
     from covey.plan.moves import Plan, Recv
     from covey.runtime.collectives.undo_buffer import UndoBuffer
+    from covey.runtime.recorder import PythonRecorder
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,6 +58,10 @@ class ExecutionHost(Protocol):
     """Poll objects of earlier sleeps, by descriptors and events. They last as long as the attempt's lanes."""
     is_stopped: bool
     """Whether `check` raises."""
+    ranks: tuple[Rank, ...]
+    """The ranks of the group, by slot."""
+    recorder: PythonRecorder
+    """Counts plans that begin, and transfers that are complete."""
     knows_change: bool
     """Whether headers carry CHANGE_PENDING from now on."""
 
@@ -104,6 +110,8 @@ def execute(
     out_lane: Any = None
     in_lane: Any = None
     idle_since = again_at = 0.0
+    recorder, ranks = attempt.recorder, attempt.ranks
+    recorder.began_phase()
 
     while True:
         moved = False
@@ -126,6 +134,7 @@ def execute(
                 if out_lane.transmit(out):
                     moved = True
                     if out.sent == out.nbytes:
+                        recorder.sent(ranks[out_peer], out.nbytes)
                         out = None
                         sent += 1
             except LaneClosedError as error:
@@ -162,6 +171,7 @@ def execute(
                     aside = None
                 if coder is not None and coder.decodes[applied]:
                     coder.decode(applied)
+                recorder.received(ranks[in_peer], incoming.nbytes)
                 incoming = None
                 applied += 1
                 moved = True

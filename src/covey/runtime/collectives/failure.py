@@ -15,6 +15,7 @@ from covey.runtime.collectives.call_log import Call
 from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
+from covey.runtime.metrics.flight import write_failed
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -115,17 +116,23 @@ class Failure(EnginePart):
             else:
                 self.declare(fault)
         if self._raised is None:
-            self._raised = error
+            self._first_raised(error)
 
     def disagreed(self, error: MismatchError) -> None:
         """End the group with an error that every rank raises by itself."""
         self.end_here(Fault("MismatchError", str(error)))
-        self._raised = error
+        self.note_raised(error)
 
     def note_raised(self, error: BaseException) -> None:
         """Record that the program is told of `error`; if the group has ended, later calls name it as their cause."""
         if self.fault is not None and self._raised is None:
-            self._raised = error
+            self._first_raised(error)
+
+    def _first_raised(self, error: BaseException) -> None:
+        self._raised = error
+        is_known = self.fault is None or self.fault.kind == "ClosedError"  # the program has closed or revoked the group
+        if not is_known and isinstance(error, Exception):
+            write_failed(self.engine.counters, error)
 
     def forked(self, text: str) -> None:
         """End the group in a forked child, where another thread of the parent may have held the lock."""
@@ -153,7 +160,8 @@ class Failure(EnginePart):
                 engine.suspicion.search(call)
                 seconds = COMPARE_SECONDS if engine.stalls.is_comparing else 0.0
                 engine.lane_trouble.await_news(seconds, lambda: self.is_mismatch)
-            self._raised = error = self._error(call.text, sequence)
+            error = self._error(call.text, sequence)
+            self.note_raised(error)
             raise error
         error = self._error(call.text, sequence)
         is_own = isinstance(error, PeerLostError) and self.fault.culprit == engine.rank

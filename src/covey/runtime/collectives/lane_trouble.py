@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from covey.base.errors import RemoteProtocolError
-from covey.runtime.collectives.call_log import operation_name
+from covey.base.operations import operation_name
 from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault

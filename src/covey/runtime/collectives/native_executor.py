@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.arithmetic import Reduction
+    from covey.base.numbers import Rank
     from covey.plan.moves import Plan
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.collectives.executor import Coder
+    from covey.runtime.recorder import NativeRecorder
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,9 +48,9 @@ _HALF_OPS: Final = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
 class NativeExecutor:
     """The compiled executor of one attempt: its runner, and what it has prepared."""
 
-    def __init__(self, size: int) -> None:
-        """`size` is the number of slots of the attempt."""
-        self._runner = native().module.Runner(size)
+    def __init__(self, recorder: NativeRecorder, ranks: tuple[Rank, ...]) -> None:
+        """`recorder` is that of the group, and `ranks` are its ranks in the attempt, by slot."""
+        self._runner = native().module.Runner(len(ranks), recorder.native, ranks)
         self._plans: dict[int, tuple[Plan, Any]] = {}
         self._reductions: dict[int, tuple[Reduction, Any]] = {}
         """By identity, with what is identified: plans are long, and equal ones are mostly the same object."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.dtypes import DTYPES
 from covey.base.numbers import Rank
+from covey.base.operations import operation_name
 from covey.runtime import loop as control
-from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog, operation_name
+from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 from covey.wire import messages

@@ -1,8 +1,8 @@
 """`compress="auto"`: the codec of each operation, from measurements that all ranks share.
 
-Arrays of about the same size are one class. The first operation of a class is sent as it is, and timed. Before the next
-ones, at calls with fixed numbers, the ranks exchange their times and the speeds of their codecs, and choose: all from
-the same figures, so all alike. A codec stays chosen only if it turns out to be faster than none was.
+Arrays of about the same size are one class. The first operations of a class are sent as they are, and timed. Before
+the next ones, at calls with fixed numbers, the ranks exchange their times and the speeds of their codecs, and choose:
+all from the same figures, so all alike. A codec stays chosen only if it turns out to be faster than none was.
 
 The rank that enters an operation last waits for no other, so the shortest time of all ranks is that of the transfer.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from covey.base.arithmetic import reduction
-from covey.compress.choice import ERRORS, Speed, choose
+from covey.compress.choice import ERRORS, SHARED, Speed, choose
 from covey.plan import choose as plans
 
 if TYPE_CHECKING:
@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from covey.compress.codec import Codec
     from covey.runtime.collectives.attempt import Attempt
 
+SAMPLE_RUNS: Final = 3
+"""How often a codec is run to measure it; the fastest run counts, since nothing makes one faster than it is."""
 SAMPLE_ELEMENTS: Final = 1 << 16
 """The array on which the speed of a codec is measured: a quarter of a megabyte."""
-EARLY: Final = frozenset({2, 3})
-"""Calls of a class, counted from 1, before which ranks exchange figures: the first times without and with a codec."""
+PLAIN_CALLS: Final = 2
+"""Calls of a class that are sent as they are, and timed. The first one may have to open connections."""
+CHOOSING, CHECKING = PLAIN_CALLS + 1, PLAIN_CALLS + 2
+"""Calls of a class, counted from 1, before which ranks exchange figures: to choose, and to compare what came of it."""
 REVIEW: Final = 128
 """After so many calls of a class all of this begins again: links change."""
 UNKNOWN: Final = np.inf
@@ -46,12 +50,22 @@ class Choice(NamedTuple):
     reason: str
 
 
+FIRST: Final = Choice(None, "none: the time without a codec is measured first")
+
+
+class Size(NamedTuple):
+    """Of an array: the number of its elements, and the bytes of one."""
+
+    elements: int
+    itemsize: int
+
+
 class _Class:
     """The operations on arrays of about one size."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.choice = Choice(None, "none: the time without a codec is measured first")
+        self.choice = FIRST
         self.plain = self.coded = UNKNOWN
         """The shortest times on this rank without a codec and with the chosen one."""
 
@@ -60,20 +74,25 @@ class Tuner:
     """The choices of one group. Every rank makes the same calls in the same order."""
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[Auto, int], _Class] = {}
+        self._classes: dict[tuple[Auto, int, int], _Class] = {}
+        self._attempt = -1
+        """The number of the attempt in which the last operation succeeded."""
 
     def reduce(
-        self, attempt: Attempt, auto: Auto, nbytes: int, perform: Callable[[Codec | None], None]
+        self, attempt: Attempt, auto: Auto, size: Size, perform: Callable[[Codec | None], None]
     ) -> tuple[Choice, Callable[[], None]]:
         """Call `perform` with the codec to use; return the choice, and what to call when the operation succeeded."""
         if attempt.lane_family == "ring":
             perform(None)
-            return Choice(None, "none: the ranks share memory"), _nothing
-        known = self._classes.setdefault((auto, nbytes.bit_length()), _Class())
+            return Choice(None, SHARED), _nothing
+        kind = (auto, size.elements.bit_length(), size.itemsize)
+        known = self._classes.get(kind)
+        if known is None:
+            known = self._classes[kind] = _Class()
         call = known.calls % REVIEW + 1
-        choice = known.choice if call > 1 else _Class().choice
-        if call in EARLY:
-            choice = _reviewed(attempt, auto, nbytes, known, is_first=call == 2)
+        choice = known.choice if call > PLAIN_CALLS else FIRST
+        if call in (CHOOSING, CHECKING):
+            choice = _reviewed(attempt, auto, size, known, is_first=call == CHOOSING)
         began = time.perf_counter()
         perform(choice.codec)
         seconds = time.perf_counter() - began
@@ -81,9 +100,11 @@ class Tuner:
         def succeeded() -> None:
             known.calls += 1
             known.choice = choice
-            if call == 1:
-                known.plain, known.coded = seconds, UNKNOWN
-            elif choice.codec is not None:
+            has_lanes, self._attempt = attempt.number == self._attempt, attempt.number
+            if call <= PLAIN_CALLS:
+                known.plain = seconds if call == 1 else min(known.plain, seconds)
+                known.coded = UNKNOWN
+            elif choice.codec is not None and has_lanes:  # else it has opened connections, after a loss
                 known.coded = min(known.coded, seconds)
 
         return choice, succeeded
@@ -93,7 +114,7 @@ def _nothing() -> None:
     pass
 
 
-def _reviewed(attempt: Attempt, auto: Auto, nbytes: int, known: _Class, *, is_first: bool) -> Choice:
+def _reviewed(attempt: Attempt, auto: Auto, size: Size, known: _Class, *, is_first: bool) -> Choice:
     """Exchange figures with all ranks, and return what they choose."""
     codecs = [codec for codec, error in ERRORS.items() if error <= auto.max_error]
     speeds = [speed for codec in codecs for speed in _speed(codec)]
@@ -101,15 +122,20 @@ def _reviewed(attempt: Attempt, auto: Auto, nbytes: int, known: _Class, *, is_fi
     figures[2:] *= -1  # the least of all is the slowest
     plan = plans.all_reduce(attempt.slot, attempt.size, figures.size, 8, attempt.lane_family, None, attempt.sizes)
     attempt.execute(plan, [figures], reduction("min", figures.dtype))
+    if not np.isfinite(figures[2:]).all() or not figures[0] > 0:  # every rank has these figures, and returns here
+        return Choice(None, "none: what a rank has measured is not a time")
     plain, coded = float(figures[0]), float(figures[1])
     if not is_first:
-        if known.choice.codec is None or coded < plain:
+        if known.choice.codec is None or coded < plain or coded == UNKNOWN:
             return known.choice
         return Choice(None, f"none: {1e3 * coded:.3g} ms with {known.choice.codec}, {1e3 * plain:.3g} ms without")
-    moved = 2 * (attempt.size - 1) / attempt.size * nbytes
+    moved = 2 * (attempt.size - 1) / attempt.size * size.elements * size.itemsize
     slowest = [1 / -float(figure) for figure in figures[2:]]
     measured = {codec: Speed(*slowest[2 * at : 2 * at + 2]) for at, codec in enumerate(codecs)}
-    return Choice(*choose(nbytes, attempt.size, moved / max(plain, 1e-9), LATENCY, measured, auto.max_error))
+    rate = moved / max(plain, 1e-9)
+    return Choice(
+        *choose(4 * size.elements, attempt.size, rate, LATENCY, measured, auto.max_error, itemsize=size.itemsize)
+    )
 
 
 @functools.cache
@@ -120,7 +146,10 @@ def _speed(codec: Codec) -> Speed:
     rates = []
     for run in (functools.partial(codec.encode, x, wire), functools.partial(codec.decode_add, wire, x)):
         run()
-        began = time.perf_counter()
-        run()
-        rates.append(x.nbytes / max(time.perf_counter() - began, 1e-9))
+        times = []
+        for _ in range(SAMPLE_RUNS):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        rates.append(x.nbytes / max(min(times), 1e-9))
     return Speed(*rates)

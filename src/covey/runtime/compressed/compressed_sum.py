@@ -14,6 +14,7 @@ from covey.compress.low_rank import PowerSGD
 from covey.compress.sparse import Sparsifier
 from covey.plan import choose
 from covey.runtime.compressed import dense, low_rank, sparse
+from covey.runtime.compressed.automatic import Size
 from covey.runtime.compressed.low_rank import Matrix
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+def plain_info(operand: Operand, size: int, reason: str = "") -> dict[str, Any]:
+    """Return what `Work.info` says of an array that `size` ranks reduced as it is."""
+    plain = operand.flat.nbytes * 2 * (size - 1) // size
+    info: dict[str, Any] = {"codec": "none", "sent_bytes": plain, "plain_bytes": plain}
+    return {**info, "reason": reason} if reason else info
+
+
 class CompressedSum:
     """An array of floats that is reduced in place, in float32.
 
@@ -51,18 +59,25 @@ class CompressedSum:
         self,
         operand: Operand,
         parts: Sequence[Part],
-        codec: Compression,
+        codec: Compression | None,
         tuner: Tuner,
         *,
         divides: bool,
+        is_weighted: bool = False,
         feedback: ErrorFeedback | None = None,
         algorithm: str | None = None,
     ) -> None:
-        """`divides` for a mean. `feedback` adds what earlier operations lost, and keeps what this one loses."""
+        """`codec` None sends the array as it is. `divides` for a mean; `is_weighted` if the caller scales `work`.
+
+        `feedback` adds what earlier operations lost, and keeps what this one loses.
+        """
         self._operand, self._parts = operand, parts
         self._codec, self._divides, self._algorithm = codec, divides, algorithm
         self._feedback, self._tuner = feedback, tuner
         self._is_in_place = operand.flat.dtype == np.float32
+        self._is_weighted = is_weighted
+        self._is_stored = self._is_in_place
+        """Whether the result is in the array already."""
         self.work: Floats = operand.flat if self._is_in_place else np.empty(operand.flat.size, np.float32)
         """What is reduced: the array, or a copy of it in float32."""
         self.info: dict[str, Any] = {}
@@ -87,6 +102,7 @@ class CompressedSum:
     def reduce(self, attempt: Attempt) -> None:
         """Replace `work` by the sum or mean over all ranks, compressed on the way."""
         self._residual, self._note_success, self._selected, self._bases = None, None, [], []
+        self._is_stored = self._is_in_place
         if self._feedback is not None:
             is_sparse = isinstance(self._codec, Sparsifier)
             self._steps = [
@@ -97,11 +113,12 @@ class CompressedSum:
                 step.add_to(self._of(self.work, part))
         if attempt.size == 1:
             self._note(attempt, None, 0)
-        elif self._is_warming_up(attempt):
+        elif self._codec is None or self._is_warming_up(attempt):
             self._reduce_with(attempt, None)
         elif isinstance(self._codec, Auto):
             perform = functools.partial(self._reduce_with, attempt)
-            choice, self._note_success = self._tuner.reduce(attempt, self._codec, self.work.nbytes, perform)
+            size = Size(self.work.size, self._operand.flat.itemsize)
+            choice, self._note_success = self._tuner.reduce(attempt, self._codec, size, perform)
             self.info["reason"] = choice.reason
         else:
             self._reduce_with(attempt, self._codec)
@@ -110,7 +127,7 @@ class CompressedSum:
         """Write the result to the array, and commit the residuals: the operation has succeeded."""
         if self._note_success is not None:
             self._note_success()
-        if not self._is_in_place:
+        if not self._is_stored:
             with np.errstate(over="ignore"):
                 self._operand.flat[...] = self.work
         self._operand.store()
@@ -125,20 +142,18 @@ class CompressedSum:
         """Tell whether this step is sent uncompressed; ranks that joined later follow the others."""
         if self._feedback is None or not self._feedback.warmup:
             return False
-        counts = np.array([step.step for step in self._steps], np.int64)
+        warmup = self._feedback.warmup
+        counts = np.array([min(step.step, warmup) for step in self._steps], np.int64)
         plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None, attempt.sizes)
         attempt.execute(plan, [counts], reduction("max", counts.dtype))
         for step, count in zip(self._steps, counts, strict=True):
-            step.step = int(count)
-        return bool(counts.min() < self._feedback.warmup)
+            step.step = max(step.step, min(int(count), warmup))  # whatever a peer says, it stays a number of steps
+        return bool(counts.min() < warmup)
 
     def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | LowRank | None) -> None:
         if codec is None:
-            plan = choose.all_reduce(
-                attempt.slot, attempt.size, self.work.size, 4, attempt.lane_family, None, attempt.sizes
-            )
-            attempt.execute(plan, [self.work], reduction("mean" if self._divides else "sum", self.work.dtype))
-            sent = sum(send.stop - send.start for send in plan.sends) * 4
+            self._reduce_plain(attempt)
+            sent = 0
         elif isinstance(codec, Codec):
             self._residual = np.zeros(self.work.size, np.float32) if self._steps and codec.is_lossy else None
             sent = dense.all_reduce(
@@ -152,8 +167,27 @@ class CompressedSum:
         self._note(attempt, codec, sent)
 
     def _note(self, attempt: Attempt, codec: Compression | None, sent: int) -> None:
-        plain = self._operand.flat.nbytes * 2 * (attempt.size - 1) // attempt.size
-        self.info = {"codec": "none" if codec is None else str(codec), "sent_bytes": sent, "plain_bytes": plain}
+        self.info = plain_info(self._operand, attempt.size)
+        if codec is not None:
+            self.info |= {"codec": str(codec), "sent_bytes": sent}
+
+    def _reduce_plain(self, attempt: Attempt) -> None:
+        """Reduce the array in its own dtype, as without `compress`."""
+        flat = self._operand.flat
+        if not self._is_in_place:
+            if attempt.undo is not None and self._operand.is_own:
+                attempt.undo.make_room((flat,))
+                attempt.undo.save(flat)
+            if self._steps or self._is_weighted:
+                with np.errstate(all="ignore"):
+                    flat[...] = self.work
+                    self._residual = self.work - flat if self._steps else None
+                self._selected = [np.empty(0, np.int64)] * len(self._steps)  # no element loses its momentum
+            self._is_stored = True
+        plan = choose.all_reduce(
+            attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, None, attempt.sizes
+        )
+        attempt.execute(plan, [flat], reduction("mean" if self._divides else "sum", flat.dtype))
 
     def _reduce_selected(self, attempt: Attempt, codec: Sparsifier) -> int:
         salt = attempt.engine.operation.sequence

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PAIR_BYTES: Final = 8
 """A position as uint32 and a value as float32."""
 MOST_ELEMENTS: Final = 1 << 32
-"""Positions count within a part, so arrays can be longer than this by the number of ranks."""
+"""Of an array: the part of a rank may be the whole of it, and positions are uint32."""
 
 
 def all_reduce(attempt: Attempt, x: Floats, selected: NDArray[Any], *, divides: bool) -> int:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.errors import ConfigError
-from covey.compress.codec import Codec
+from covey.compress.choice import SHARED, Auto
+from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import PowerSGD
-from covey.compress.policy import make_policy
+from covey.compress.policy import SMALLEST, make_policy
+from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
-from covey.runtime.compressed import dense
-from covey.runtime.compressed.compressed_sum import CompressedSum, Part
+from covey.runtime.compressed import dense, sparse
+from covey.runtime.compressed.compressed_sum import CompressedSum, Part, plain_info
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.group.issuer import Issuer
+    from covey.runtime.group.reductions import Reductions
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,10 +40,11 @@ OPS = ("sum", "mean")
 
 
 def all_reduce(
-    group: Issuer,
+    group: Reductions,
     x: Any,
     op: str,
     codec: Compression,
+    key: tuple[Any, ...] | None,
     *,
     weight: float | None,
     feedback: ErrorFeedback | None,
@@ -49,8 +53,13 @@ def all_reduce(
     timeout: float | None,
     async_op: bool,
 ) -> Any:
-    """Do what `Group.all_reduce` does, with a codec."""
+    """Do what `Group.all_reduce` does, with a codec; `key` is what its calls with the same arguments have in common."""
     operand = writable(x)
+    is_simple = feedback is None and algorithm is None and not async_op
+    if key is not None and is_simple and (reason := _why_plain(group, codec, operand)):
+        check_op(op, codec)
+        group._savings.let_pass(key, plain_info(operand, group.size, reason))
+        return group.all_reduce(x, op, weight=weight, compress=key[0], name=name, timeout=timeout)
     return reduce_parts(
         group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, x, weight=weight,
         feedback=feedback, algorithm=algorithm, timeout=timeout, async_op=async_op,
@@ -75,18 +84,23 @@ def reduce_parts(
     check_op(op, codec)
     if isinstance(codec, Codec):
         dense.check_algorithm(algorithm)
+        check_sizes(codec, operand.flat.size)
     elif algorithm is not None:
         raise ConfigError(f"algorithm={algorithm!r}: {codec} has one way to be reduced; leave algorithm out")
+    elif isinstance(codec, Sparsifier) and not codec.is_shared and operand.flat.size > sparse.MOST_ELEMENTS:
+        raise ConfigError(f"{codec} goes up to {sparse.MOST_ELEMENTS} elements, not {operand.flat.size}; use int8")
     if weight is not None:
         check_weight(op, weight)
     if isinstance(codec, Codec) and not codec.is_lossy:
         feedback = None
+    reason = _why_plain(group, codec, operand)
     total = CompressedSum(
         operand,
         parts,
-        codec,
+        None if reason else codec,
         group._savings.tuner,
         divides=op == "mean" and weight is None,
+        is_weighted=weight is not None,
         feedback=feedback,
         algorithm=algorithm,
     )
@@ -97,8 +111,8 @@ def reduce_parts(
         op=op,
         weighted=None if weight is None else True,
         algorithm=algorithm,
-        compress=str(codec),
-        warmup=(feedback.warmup or None) if feedback is not None else None,
+        compress=None if reason else codec,
+        warmup=(feedback.warmup or None) if feedback is not None and not reason else None,
     )
 
     def body(attempt: Attempt) -> bool:
@@ -112,6 +126,8 @@ def reduce_parts(
         if not has_weight:
             raise no_weight()
         total.deliver()
+        if reason:
+            total.info["reason"] = reason
         group._engine.operation.info = total.info
         group._savings.add(group._engine, total.info)
         return result
@@ -133,12 +149,14 @@ def reduce_scatter(
     """Do what `Group.reduce_scatter` does, with a codec; `shares` are rows by rank, `is_given` by the caller."""
     codec = require_codec("reduce_scatter", codec)
     check_op(op, codec)
+    for share in set(shares):
+        check_sizes(codec, share * math.prod(operand.shape[1:]))
     shape = (shares[group.rank], *operand.shape[1:])
     result = group._output(np.empty(shape, operand.flat.dtype) if out is None else out, operand.code, shape)
     row = math.prod(operand.shape[1:])
     ends = [0, *(row * end for end in itertools.accumulate(shares))]
     counts = tuple(shares) if is_given else None
-    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts, compress=str(codec))
+    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts, compress=codec)
 
     def body(attempt: Attempt) -> Array:
         flat = _floats(operand.load())
@@ -160,8 +178,9 @@ def broadcast(
     """Do what `Group.broadcast` does, with a codec; the root's array becomes what the others decode."""
     codec = require_codec("broadcast", codec)
     operand = writable(x)
+    check_sizes(codec, operand.flat.size)
     work = operand.flat if operand.flat.dtype == np.float32 else np.empty(operand.flat.size, np.float32)
-    call = group._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=str(codec))
+    call = group._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=codec)
 
     def body(attempt: Attempt) -> Any:
         flat = operand.load()
@@ -188,11 +207,12 @@ def all_gather(
     """Do what `Group.all_gather` does, with a codec and equal shapes; every row is what all ranks decode."""
     codec = require_codec("all_gather", codec)
     operand = readable(x)
+    check_sizes(codec, operand.flat.size)
     rows = None if out is None else writable(out)
     if rows is not None and (rows.shape != (group.size, *operand.shape) or rows.code != operand.code):
         raise TypeError(f"out must have the shape {[group.size, *operand.shape]} and the dtype of x")
     call = group._call(
-        "all_gather", operand.code, operand.shape, out=rows is not None, algorithm=algorithm, compress=str(codec)
+        "all_gather", operand.code, operand.shape, out=rows is not None, algorithm=algorithm, compress=codec
     )
     count = operand.flat.size
 
@@ -251,12 +271,31 @@ def codec_for_all_reduce(
 
     A group compresses only what looks like gradients: sums and means of floats, of at least the policy's smallest size.
     """
+    is_number = isinstance(x, numbers.Number | np.bool_)
+    if compress is not None and is_number:
+        codec = make_policy(compress).rules[0][1] if isinstance(compress, str) else compress
+        if codec is None:
+            return None
+        raise TypeError(f"{codec} compresses arrays; a number is sent as it is: leave compress out")
     if compress is not None:
         operand = writable(x)
         return _worthwhile(codec_of(compress, operand, name), operand)
-    if policy is None or isinstance(x, numbers.Number | np.bool_):
+    if policy is None or is_number:
         return None
     return codec_for_gradient(policy, name, writable(x), op)
+
+
+def _why_plain(group: Issuer, codec: Compression, operand: Operand) -> str:
+    """Return why "auto" sends an array as it is, if that is clear from the start, on all ranks; else nothing.
+
+    Such a call is the same as one without `compress`, and takes as long.
+    """
+    if not isinstance(codec, Auto):
+        return ""
+    if operand.flat.nbytes < SMALLEST:
+        return f"none: the array has less than {SMALLEST >> 10} KiB"
+    # After a loss, all remaining ranks may be on one host; until all know of it, they must not decide by that.
+    return SHARED if not group._engine.survives and group._engine.attempt.lane_family == "ring" else ""
 
 
 def _worthwhile(codec: Compression | None, operand: Operand) -> Compression | None:

@@ -15,6 +15,7 @@ from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
+from covey.runtime.events import FOUNDED, VIEWS
 from covey.runtime.fault import Fault
 from covey.runtime.group import gradients, movements, survival
 from covey.runtime.group.asynchronous import AsyncForms
@@ -23,6 +24,7 @@ from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
 from covey.runtime.group.reductions import Reductions
+from covey.runtime.group.snapshot import group_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
@@ -33,8 +35,11 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine, LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
+    from covey.runtime.group.node import Node
+    from covey.runtime.group.observing import Member
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.group.savings import Compression
+    from covey.runtime.group.snapshot import GroupMetrics
     from covey.runtime.group.survival import Assembly
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -76,13 +81,15 @@ class Group(Reductions, Moves, Messages, AsyncForms):
         before_close: Callable[[bool], None] | None = None,
         on_close: Callable[[], None] | None = None,
         is_fresh: bool = False,
+        parent_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
 
-        `is_fresh`: this rank joined the run with this group, so that `restore` does not count its state.
+        `is_fresh`: this rank joined the run with this group, so that `restore` does not count its state. `parent_ranks`
+        are the ranks in the group that it was split from.
         """
         super().__init__(engine)
-        self._local_rank = local_rank
+        self._local_rank, self._parent_ranks = local_rank, parent_ranks
         self._before_close, self._on_close = before_close, on_close
         self._is_fresh = is_fresh
         self._sidecar: Assembly | None = None
@@ -94,6 +101,7 @@ class Group(Reductions, Moves, Messages, AsyncForms):
         self._has_told = False
         """Whether the other ranks were told of the exception that ends this program."""
         self._children = itertools.count(1)
+        self._node: Node | None = None
 
     # Description
 
@@ -140,12 +148,56 @@ class Group(Reductions, Moves, Messages, AsyncForms):
         return self._engine.lane_kinds()
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the group by rank, lost ones included; see `Node.members`."""
+        return self.node.members
+
+    def to_parent(self, rank: int) -> int:
+        """Return the rank in the group that this one was split from, of a rank of this group."""
+        index = self._check_rank(rank, "rank")
+        return index if self._parent_ranks is None else self._parent_ranks[index]
+
+    def to_run(self, rank: int) -> int:
+        """Return the rank in the first group of the generation, of a rank of this group."""
+        index, generation = self._check_rank(rank, "rank"), self._engine.generation
+        found = None if generation is None else generation.rank_of(self._engine.members[index])
+        return index if found is None else found
+
+    @property
     def compression(self) -> Compression:
         """What compression has saved so far, and the codec of the last compressed operation."""
         return self._savings.total
 
+    def metrics(self) -> GroupMetrics:
+        """Return what this group has done on this rank so far: operations, traffic, messages, compression.
+
+        `covey.metrics` has the same numbers for Prometheus, for all groups of the process together.
+        """
+        return group_metrics(self._engine, self._savings.total)
+
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    # Calls
+
+    @property
+    def node(self) -> Node:
+        """This process as the other nodes know it: functions that they may call, and calls to theirs."""
+        if self._node is None:
+            from covey.runtime.calls.serve import calls_alone, serve_calls  # most programs make no calls
+            from covey.runtime.group.node import Node
+
+            engine = self._engine
+            engine.failure.require_open()
+            service = calls_alone(engine.config, self.name) if engine.node is None else serve_calls(engine.node)
+            self._node = Node(engine, service)
+        return self._node
+
+    def call(
+        self, rank: int, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> Any:
+        """Call a function that another rank has registered, and return its result; see `Node.call`."""
+        return self.node.call(rank, function, *args, timeout=timeout, **named)
 
     # Gradients and subgroups
 
@@ -208,7 +260,12 @@ class Group(Reductions, Moves, Messages, AsyncForms):
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
         made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name)
-        return Group(made, local_rank=self._local_rank)
+        return Group(made, local_rank=self._local_rank, parent_ranks=tuple(chosen))
+
+    def split_by_host(self, *, timeout: float | None = None) -> Group:
+        """Return a new group of the ranks on this machine. Every rank of this group calls it."""
+        ranks = next(ranks for ranks in self.node.hosts().values() if self.rank in ranks)
+        return self.split(ranks[0], timeout=timeout)
 
     # Losses and changes
 
@@ -262,7 +319,7 @@ class Group(Reductions, Moves, Messages, AsyncForms):
     def on_change(self, listener: Callable[[Event], None]) -> None:
         """Call `listener(event)` on a separate thread whenever members are lost or join."""
         if self._engine.node is not None:
-            self._engine.node.events.listen(listener)
+            self._engine.node.events.listen(listener, (*VIEWS, *FOUNDED))
 
     def events(self) -> list[Event]:
         """Return the events of the run so far: losses and recoveries with their timelines, and generations."""

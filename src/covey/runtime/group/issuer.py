@@ -54,9 +54,12 @@ class Issuer:
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _took_shortcut(self, shortcut: Shortcut | None, what: tuple[Any, ...], x: Any, *out: Any) -> bool:
-        """Run the operation `what` on `x`, and an output if there is one; return False if it needs the long way."""
-        outcome = False if shortcut is None else shortcut.run(x, shortcut.name(what), *out)
+    def _took_shortcut(self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None) -> bool:
+        """Run an operation on `x`, and an output if there is one; return False if it needs the long way.
+
+        `what` is the one object that stands for the operation: a constant, or what `shortcut.name` returns.
+        """
+        outcome = shortcut.run(x, what) if out is None else shortcut.run(x, what, out)
         if outcome is False:
             return False
         if outcome is not True:

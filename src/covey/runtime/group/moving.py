@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ALL_GATHER: Final = ("all_gather",)
 ALL_TO_ALL: Final = ("all_to_all",)
+BARRIER: Final = ("barrier",)
+"""What names these operations to a shortcut."""
 
 
 class Moves(Issuer):
@@ -51,7 +53,11 @@ class Moves(Issuer):
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if type(root) is int and self._took_shortcut(shortcut, ("broadcast", root), x):
+        if (
+            shortcut is not None
+            and type(root) is int
+            and self._took_shortcut(shortcut, shortcut.name(("broadcast", root)), x)
+        ):
             return x
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
@@ -105,7 +111,7 @@ class Moves(Issuer):
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if self._took_shortcut(shortcut, ALL_GATHER, x, out):
+        if shortcut is not None and self._took_shortcut(shortcut, ALL_GATHER, x, out):
             return out
         operand = readable(x)
         rows = self._output(out, operand.code, (self.size, *operand.shape))
@@ -125,7 +131,7 @@ class Moves(Issuer):
             attempt = self._engine.attempt
             plan = choose.all_gather_rows(attempt.slot, attempt.ranks, count, attempt.lane_family, None)
             copied = 0, self.rank * count, count
-            shortcut.add(operand.flat, shortcut.name(ALL_GATHER), x.shape, call, plan, None, attempt, out, copied)
+            shortcut.add(operand.flat, ALL_GATHER, x.shape, call, plan, None, attempt, out, copied)
         return result
 
     def _copy_own_row(self, attempt: Attempt, row: Array, rows: Operand, count: int) -> None:
@@ -177,7 +183,7 @@ class Moves(Issuer):
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
         shortcut = self._engine.shortcut if timeout is None and not async_op else None
-        if self._took_shortcut(shortcut, ALL_TO_ALL, x, out):
+        if shortcut is not None and self._took_shortcut(shortcut, ALL_TO_ALL, x, out):
             return out
         operand = readable(x)
         if operand.shape[:1] != (self.size,):
@@ -202,14 +208,14 @@ class Moves(Issuer):
             attempt = self._engine.attempt
             plan = choose.all_to_all_rows(attempt.slot, attempt.ranks, count)
             copied = self.rank * count, self.rank * count, count
-            shortcut.add(operand.flat, shortcut.name(ALL_TO_ALL), x.shape, call, plan, None, attempt, out, copied)
+            shortcut.add(operand.flat, ALL_TO_ALL, x.shape, call, plan, None, attempt, out, copied)
         return result
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
         shortcut = self._engine.shortcut if timeout is None and not async_op else None
         nothing = self._engine.nothing
-        if self._took_shortcut(shortcut, ("barrier",), nothing):
+        if shortcut is not None and self._took_shortcut(shortcut, BARRIER, nothing):
             return None
         call = self._call("barrier", None, None)
 
@@ -219,7 +225,7 @@ class Moves(Issuer):
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
         if shortcut is not None:
             plan = barrier.dissemination(self.rank, self.size)
-            shortcut.add(nothing, shortcut.name(("barrier",)), nothing.shape, call, plan, None, self._engine.attempt)
+            shortcut.add(nothing, BARRIER, nothing.shape, call, plan, None, self._engine.attempt)
         return result
 
     # Objects

@@ -59,25 +59,22 @@ class Reductions(Issuer):
         `compress` sends fewer bytes of a sum or mean of floats: a codec like "int8", or "none" if the group compresses
         and this call must not. With `feedback`, what this call loses is added to the next one of the same `name`.
         """
+        if compress is not None or self._policy is not None:
+            asked = None
+            if type(x) is np.ndarray and (compress is None or type(compress) is str):
+                asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
+            if not self._savings.passes(self._engine, asked):
+                codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
+                if codec is not None:
+                    return compressing.all_reduce(
+                        self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
+                        timeout=timeout, async_op=async_op,
+                    )  # fmt: skip
         shortcut = self._engine.shortcut
-        if (
-            shortcut is not None
-            and weight is None
-            and compress is self._policy is None
-            and timeout is None
-            and algorithm is None
-            and not async_op
-        ):
+        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
             outcome = shortcut.run(x, op)
             if outcome is not False:
                 return x if outcome is True else self._resume(x, outcome)
-        if compress is not None or self._policy is not None:
-            codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
-            if codec is not None:
-                return compressing.all_reduce(
-                    self, x, op, codec, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
-                    timeout=timeout, async_op=async_op,
-                )  # fmt: skip
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -142,7 +139,11 @@ class Reductions(Issuer):
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if type(root) is int and self._took_shortcut(shortcut, ("reduce", root, op), x):
+        if (
+            shortcut is not None
+            and type(root) is int
+            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x)
+        ):
             return x
         root = self._check_rank(root, "root")
         operand = writable(x)
@@ -202,7 +203,7 @@ class Reductions(Issuer):
             if is_new:
                 start, stop = part(len(x), self.size, self.rank)
                 out = np.empty((stop - start, *x.shape[1:]), x.dtype)
-            if self._took_shortcut(shortcut, ("reduce_scatter", op), x, out):
+            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out):
                 return out
         operand = readable(x)
         rows = _rows(operand)

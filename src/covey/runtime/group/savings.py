@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.runtime.compressed.automatic import Tuner
 from covey.runtime.events import CODEC, Event
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
+
+MOST_PASSING: Final = 4096
+"""Calls that are remembered."""
 
 
 class Compression(NamedTuple):
@@ -36,9 +39,26 @@ class Savings:
     def __init__(self) -> None:
         self.tuner = Tuner()
         self.total = Compression(0, 0, 0, "", "")
+        self._passing: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """Calls that are sent as they are, and what is noted of each."""
+
+    def let_pass(self, key: tuple[Any, ...], info: dict[str, Any]) -> None:
+        """Let calls with this key be sent as they are, without asking again why."""
+        if len(self._passing) > MOST_PASSING:
+            self._passing.clear()
+        self._passing[key] = info
+
+    def passes(self, engine: Engine, key: tuple[Any, ...] | None) -> bool:
+        """Tell whether a call is one that is sent as it is, and count it."""
+        info = self._passing.get(key) if key is not None else None
+        if info is None:
+            return False
+        self.add(engine, info)
+        return True
 
     def add(self, engine: Engine, info: dict[str, Any]) -> None:
-        """Count an operation that has succeeded; an event tells when "auto" chose another codec."""
+        """Count an operation that is sent, or has succeeded; an event tells when "auto" chose another codec."""
+        engine.counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"])
         last, reason = self.total, info.get("reason", "")
         self.total = Compression(
             last.operations + 1,

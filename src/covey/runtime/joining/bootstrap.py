@@ -22,6 +22,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.metrics.flight import write_on_signal
 from covey.runtime.off_loop import off_loop
 from covey.wire.messages import MAX_MEMBERS
 
@@ -163,6 +164,7 @@ async def join_async(run: str | None = None, **arguments: Any) -> Group:
 def join_with(request: JoinRequest) -> Group:
     """Return the group that a request asks for; the open one, if it came of an equal request."""
     tracebacks.install()
+    write_on_signal()
     _take_secret()
     target = request.resolve(effective_environment())
     global _joined
@@ -233,6 +235,7 @@ def join_at(
 ) -> Group:
     """Return the group of a launched rank."""
     tracebacks.install()
+    write_on_signal()
     env = effective_environment()
     target = JoinTarget(
         config=config if config is not None else group_config(env),
@@ -332,10 +335,13 @@ def local_rank_of(node: Node) -> int:
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     """Return the group of all ranks of a node's generation; closing it closes the node."""
+    from covey.runtime.calls.serve import await_calls  # a group of one awaits no calls
+
     generation = node.generation
     members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
+    await_calls(node)
 
     def leave(is_finished: bool) -> None:
         # Agreed with the other members, so that they take it neither for a crash nor for the end of the group; and

@@ -5,6 +5,7 @@ A stopped process sends nothing, and it may be the only one on its machine. On t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -56,6 +57,18 @@ class ClusterKeeper(MeshListener):
         self.rounds.look()
         self.rounds.close()
         await self.mesh.close()
+
+    async def inspect(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+        """Ask its own processes that have a rank; return the answers by rank, None for those that did not come."""
+        members = () if self._run is None else self._run.members
+        remotes = {rank: self.mesh.met.get(member.card.id) for rank, member in enumerate(members)}
+        own = {rank: remote for rank, remote in remotes.items() if remote is not None and self._is_own(remote)}
+        asked = (remote.ask(question, within) for remote in own.values())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {
+            rank: answer if isinstance(answer, messages.Inspected) else None
+            for rank, answer in zip(own, answers, strict=True)
+        }
 
     def linked(self, remote: RemoteNode) -> None:
         if self._is_own(remote):

@@ -22,6 +22,7 @@ from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
+from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, admit
@@ -104,6 +105,7 @@ class LocalKeeper:
         self._next_seat = 0
         self._memberless_since = math.inf
         """Since when no member lives while other processes wait for a seat."""
+        self._inspections = Inspections()
         self._is_closing = False
 
     async def open(self) -> None:
@@ -125,6 +127,13 @@ class LocalKeeper:
             await asyncio.wait([asyncio.ensure_future(link.ended.wait()) for link in links], timeout=FAREWELL_SECONDS)
         for link in links:
             link.abort()
+
+    async def inspect(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+        """Ask all members of the latest generation; return the answers by rank, None for those that did not come."""
+        generation = self._generations[max(self._generations)] if self._generations else None
+        links = {life: link for life, link in self._links.items() if generation and life in generation.rank_of}
+        answers = await self._inspections.ask(links, question, within)
+        return {} if generation is None else {generation.rank_of[life]: answer for life, answer in answers.items()}
 
     # Links with processes
 
@@ -204,6 +213,8 @@ class LocalKeeper:
                 self._agreeing(life, number, said)
             case messages.Goodbye():
                 self._left.add(life)
+            case messages.Inspected():
+                self._inspections.answered(life, message)
             case _:
                 pass  # not for a keeper
 

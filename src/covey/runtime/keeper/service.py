@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from covey.runtime.keeper.cluster_keeper import ClusterKeeper
     from covey.runtime.keeper.local_keeper import LocalKeeper
     from covey.runtime.mesh.endpoint import Endpoint
+    from covey.wire import messages
 
 LOOP_SECONDS: Final = 5.0
 """How long the control loop may take for a call that waits for no process."""
@@ -81,6 +82,10 @@ class KeeperService:
     def survives(self) -> bool | None:
         """Whether the run goes on when a member is lost; None if there are members, and none has said so yet."""
         return self._local_keeper.survives if self._local_keeper is not None else None if self._was_found else False
+
+    def inspect(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+        """Ask the processes; return the answers by rank, None for those that did not come. On any thread."""
+        return _inspect(self._local_keeper, question, within)
 
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
@@ -182,6 +187,10 @@ class ClusterKeeperService:
         """Return the node id of the process that leads a session, or of one in it; empty if it is unknown."""
         return self._cluster_keeper.ids.get(session, b"") if self._cluster_keeper is not None else b""
 
+    def inspect(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+        """Ask the processes; return the answers by rank, None for those that did not come. On any thread."""
+        return _inspect(self._cluster_keeper, question, within)
+
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
         if self._cluster_keeper is not None:
@@ -236,6 +245,16 @@ class ClusterKeeperService:
             else:
                 self._endpoint = endpoint
                 undo.pop_all()
+
+
+def _inspect(
+    keeper: LocalKeeper | ClusterKeeper | None, question: messages.Inspect, within: float
+) -> dict[int, messages.Inspected | None]:
+    from covey.runtime import loop as control
+
+    with contextlib.suppress(TimeoutError):  # the loop is busy
+        return {} if keeper is None else control.run(keeper.inspect(question, within), within + LOOP_SECONDS)
+    return {}
 
 
 def _let_the_loop_catch_up() -> None:

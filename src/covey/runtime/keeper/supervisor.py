@@ -35,21 +35,33 @@ SETTLE_EVERY: Final = 0.02
 
 
 def keep(
-    make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None, restarts: int = 0
+    make_run: Callable[[], HostRun],
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    metrics: tuple[str, int] | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
     In a run that survives losses, a failed process is restarted up to `restarts` times, and the code is 0 if any
     process succeeded. The code of a signal is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
     ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
-    this process; SIGCONT continues them.
+    this process; SIGCONT continues them. The metrics of all ranks are served at the host and port of `metrics`.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
     _fill_standard_descriptors()
     arrived: list[int] = []
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        return _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived).run_to_end()
+        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived)
+        if metrics is None:
+            return supervisor.run_to_end()
+        from covey.runtime.keeper.metrics_page import serve_ranks  # takes a while to load
+
+        with serve_ranks(run.service.inspect, *metrics) as server:
+            supervisor.note(f"metrics at {server.url}")
+            return supervisor.run_to_end()
 
 
 class _Pipe(NamedTuple):
@@ -216,6 +228,8 @@ class _Supervisor:
     def _on_signal(self, signum: signal.Signals) -> None:
         if signum is signal.SIGTSTP:
             self._pause()
+        elif signum is signal.SIGUSR1:
+            self._write_operations()
         elif self._told is None:
             self._told = signum
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
@@ -223,9 +237,15 @@ class _Supervisor:
             self._run.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
             is_typed = signum is signal.SIGINT
-            self._note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")
+            self.note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
+
+    def _write_operations(self) -> None:
+        from covey.runtime.keeper.flights import write_flights
+
+        threading.Thread(target=write_flights, args=(self._run.service.inspect,), daemon=True).start()
+        self.note("SIGUSR1: the last operations of the ranks are written to files; `covey trace` shows them")
 
     def _pause(self) -> None:
         """Stop all ranks and this process, as a shell expects after Ctrl-Z; continue them after SIGCONT."""
@@ -266,7 +286,7 @@ class _Supervisor:
                     self._stop_at(by)
                     self._stopping_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
-            self._note(f"{self._name(rank)} {describe_end(code)}{what}")
+            self.note(f"{self._name(rank)} {describe_end(code)}{what}")
         self._failed.clear()
 
     def _cancel_stop(self) -> None:
@@ -275,7 +295,7 @@ class _Supervisor:
             return
         (rank, self._lost_code), self._stopping_for = self._stopping_for, None
         self._code, self._steps = None, []
-        self._note(f"the others go on without {self._name(rank)}")
+        self.note(f"the others go on without {self._name(rank)}")
 
     def _name(self, rank: int) -> str:
         """Return what messages call a process: its rank, or the prefix of its output if that differs."""
@@ -305,7 +325,8 @@ class _Supervisor:
         self._waiting.clear()
         self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Write a line about the run."""
         self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
 
     def _write(self, target: int, data: bytes) -> None:
@@ -355,7 +376,7 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
         wake.setblocking(False)
         ring.setblocking(False)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGCHLD):
             # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
-from covey.base.errors import BusyError
+from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import Rank
 from covey.base.text import listed
 from covey.proto.ballot import first_record
@@ -251,6 +251,7 @@ class Generation:
                 self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self.node.losses.exclude(self.seats[rank])
         self._tell_of(view, lost)
+        self.node.stores.view(self.number, view.number, [self.seats[rank] for rank in view.ranks])
         for operations in groups:
             operations.install(view)
 
@@ -333,6 +334,8 @@ class Generation:
         self._left.set()
         self._ended.set()
         self.node.groups.end(self, fault, only_surviving=only_surviving)
+        if not only_surviving and self.node.generation is self:
+            self.node.stores.fail(ClosedError(f"the store of the run cannot be asked: {fault.text}"))
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members

@@ -15,6 +15,7 @@ from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
 from covey.runtime.members.peers import Peer, PeerEvent
+from covey.runtime.metrics.inspection import answer
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -42,6 +43,8 @@ class GenerationTable:
         self._generations: dict[int, Generation] = {}
         self._early: dict[Seat, EarlyMessages[messages.Agreeing]] = {}
         """By seat: messages about generations that this node has not founded yet."""
+        self._last_leader = (-1, -1)
+        """The generation and rank of the last leader that was told of."""
 
     @property
     def is_durable(self) -> bool:
@@ -62,6 +65,31 @@ class GenerationTable:
             return Rank(seat)  # as it will be in the first generation
         rank = self.current.rank_of(seat)
         return NO_RANK if rank is None else rank
+
+    def _tell_of_leader(self, generation: Generation) -> None:
+        """Add an event if another member leads than before."""
+        leader = generation.view_driver.leader()
+        if generation is self.current and leader is not None and (generation.number, leader) != self._last_leader:
+            self._last_leader = generation.number, leader
+            name = generation.founded.members[leader].card.name
+            event = Event("leader", time.time(), generation.number, generation.view.number, (leader,), (name,))
+            self._node.events.add(event)
+
+    def tell_of_newcomer(self, card: messages.Card) -> None:
+        """Add an event about a process that waits for the next generation. On the control loop."""
+        if self.current is not None:
+            event = Event("discovered", time.time(), self.current.number, self.current.view.number, (), (card.name,))
+            self._node.events.add(event)
+
+    def tell_of_peer(self, kind: str, peer: Peer, text: str = "") -> None:
+        """Add an event about a peer. On the control loop."""
+        generation = self.current
+        if generation is not None:
+            rank = generation.rank_of(peer.seat)
+            ranks = () if rank is None else (rank,)
+            self._node.events.add(
+                Event(kind, time.time(), generation.number, generation.view.number, ranks, (peer.name,), text=text)
+            )
 
     def name_of(self, seat: Seat) -> str:
         """Return how messages name the process in a seat: by its rank in the current generation, if it has one."""
@@ -121,6 +149,7 @@ class GenerationTable:
         came = cards if is_first else [member.card for member in newcomers]
         node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
         generation.open()
+        node.stores.view(generation.number, generation.view.number, generation.seats)
         if node.on_founded is not None:
             node.on_founded(founded)
         for newcomer, peer in seated:
@@ -143,6 +172,7 @@ class GenerationTable:
         rank = generation.rank_of(seat)
         if rank is not None:
             generation.view_driver.received(rank, body)
+            self._tell_of_leader(generation)
 
     def voter_up(self, seat: Seat, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """Let a node that was started anew vote for the seat of its earlier life; `vote` sends to it."""
@@ -239,6 +269,9 @@ class GenerationTable:
 
     def _keeper_said(self, message: messages.Control) -> None:
         match message:
+            case messages.Inspect():
+                if self.keeper is not None:
+                    self.keeper.send(answer(message))
             case messages.Vouch(processes):
                 self._node.losses.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from covey.base.numbers import Seat
 from covey.proto import health
+from covey.runtime.counters import process
 from covey.runtime.driver import CoreDriver
-from covey.runtime.members.peers import PeerEvent
+from covey.runtime.members.peers import PeerEvent, PeerState
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
 
@@ -97,12 +98,12 @@ class HealthMonitor:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
 
     def _look(self, seat: Seat, until: float) -> None:
-        process, now = self._process_table.get(seat), time.monotonic()
-        if process is None or self._node.is_closing or self._node.peers[seat].link is not None:
+        status, now = self._process_table.get(seat), time.monotonic()
+        if status is None or self._node.is_closing or self._node.peers[seat].link is not None:
             return
-        process.look(now)
-        if process.state is health.Vouch.EXITED:
-            self._health.vouched(_id(seat), process.state, now)
+        status.look(now)
+        if status.state is health.Vouch.EXITED:
+            self._health.vouched(_id(seat), status.state, now)
             self._driver.settle_soon()
         elif now < until:
             asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
@@ -119,11 +120,15 @@ class HealthMonitor:
             self._health.vouched(_id(peer.seat), health.Vouch(value), time.monotonic())
             self._driver.settle_soon()
 
-    def answered(self, seat: Seat, number: int) -> None:
-        """Take the answer to a ping."""
+    def answered(self, seat: Seat, number: int, clock: float) -> None:
+        """Take the answer to a ping; `clock` is the peer's, in seconds since 1970."""
         sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
-            self._health.round_trip(_id(seat), time.monotonic() - at)
+            taken = time.monotonic() - at
+            self._node.peers[seat].last_ping = taken
+            self._health.round_trip(_id(seat), taken)
+            process.heartbeats_answered += 1
+            self._node.clocks.measured(seat, taken, clock + taken / 2 - time.time())
 
     def is_unheard(self, seat: Seat) -> bool:
         """Tell whether a peer is not heard on its link."""
@@ -155,8 +160,10 @@ class HealthMonitor:
             case health.Trust() if seat in self._given_up:
                 self._given_up.discard(seat)
                 self._trusted(seat)
-            case health.Suspect() | health.Trust():
-                pass  # shown as the state of the peer
+            case health.Suspect():  # shown as the state of the peer
+                process.suspicions += 1
+            case health.Trust():
+                pass
 
     def settled(self) -> None:
         """All that follows from an effect is done by then."""
@@ -168,7 +175,14 @@ class HealthMonitor:
     def _show(self, peer: Peer) -> None:
         """Make the opinion of health the state of a peer."""
         is_suspected = self._health.is_suspected(_id(peer.seat))
+        before = peer.state
         peer.note(PeerEvent.SUSPECTED if is_suspected else PeerEvent.TRUSTED)
+        if peer.state is before:
+            return
+        if peer.state is PeerState.SUSPECTED:
+            self._node.generation_table.tell_of_peer("suspected", peer)
+        elif before is PeerState.SUSPECTED:
+            self._node.generation_table.tell_of_peer("recovered", peer)
 
     def _ping(self, peer: Peer) -> None:
         if peer.link is None:
@@ -179,6 +193,7 @@ class HealthMonitor:
                 self._health.acknowledged(_id(peer.seat), time.monotonic() - age)
         number = secrets.randbits(32)
         self._pings[peer.seat] = number, time.monotonic()
+        process.heartbeats_sent += 1
         self._node.send(peer.seat, messages.Ping(number))
 
 

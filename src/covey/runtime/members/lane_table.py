@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
 
 PURPOSES: Final = ("collectives", "messages")
+TOLD_KINDS: Final = ("tcp", "secure")
+"""Lanes over a network, of whose opening an event tells."""
 CLOSED_GROUPS_REMEMBERED: Final = 10_000
 
 
@@ -108,6 +110,8 @@ class LaneTable:
                 if future is None or replaced is not None:
                     future = self._lanes[key] = Future()
                 future.set_result(lane)
+        if is_wanted and key.purpose == "collectives" and lane.kind in TOLD_KINDS:
+            self._node.generation_table.tell_of_peer("lane", self._node.peers[key.peer], lane.kind)
         if not is_wanted:
             lane.close()
         elif not self._node.groups.lane_arrived(key, lane) and replaced is not None:

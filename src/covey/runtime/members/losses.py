@@ -64,10 +64,10 @@ class Losses:
         if self._monitor is not None:
             self._monitor.heard(seat)
 
-    def answered(self, seat: Seat, number: int) -> None:
-        """Note that a peer answered a ping."""
+    def answered(self, seat: Seat, number: int, clock: float) -> None:
+        """Note that a peer answered a ping, and what its clock was."""
         if self._monitor is not None:
-            self._monitor.answered(seat, number)
+            self._monitor.answered(seat, number, clock)
 
     def vouched(self, keeper: bytes, processes: Iterable[tuple[bytes, int]]) -> None:
         """Take what the keeper with this id says of processes; it counts for processes that named this keeper."""
@@ -153,7 +153,6 @@ class Losses:
             return
         node.events.phase("detect")
         node.lanes.dialler.link_lost(seat)
-        node.stores.link_down(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)
         node.generation_table.link_down(seat)

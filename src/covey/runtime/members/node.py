@@ -22,6 +22,8 @@ from covey.base.errors import CoveyError
 from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
+from covey.runtime.clocks import ClockOffsets
+from covey.runtime.counters import process
 from covey.runtime.events import Events
 from covey.runtime.fault import Fault
 from covey.runtime.members.audit import SILENT, Auditor
@@ -120,8 +122,9 @@ class Node:
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()
+        self.clocks = ClockOffsets()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
-        self.newcomers = Newcomers()
+        self.newcomers = Newcomers(self.generation_table.tell_of_newcomer)
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False
@@ -137,11 +140,14 @@ class Node:
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
+        self.calls: object = None
+        """The calls of this process (`runtime.calls`), held here because the registry of groups does not."""
         self.is_closing = False
         self._is_closed = threading.Event()
         self.launcher_mesh = None if links_come else LauncherMesh(self)
         acceptor.on_lane = self.lanes.acceptor.claim
         _nodes.add(self)
+        process.nodes.add(self)
 
     # Links
 
@@ -180,7 +186,6 @@ class Node:
     def exchanged(self, seat: Seat) -> None:
         """Go on with a process whose link was replaced: what was said on the last one may be lost."""
         self.lanes.dialler.link_lost(seat)
-        self.stores.link_down(seat)
         self.relinked(self.peers[seat])
 
     def ways_to(self, peer: Peer, kind: str = "") -> list[Where]:
@@ -241,8 +246,8 @@ class Node:
                 self.generation_table.agreeing(seat, message)
             case messages.Ping(number):
                 self.send(seat, messages.Pong(number, time.time()))
-            case messages.Pong(number, _):
-                self.losses.answered(seat, number)
+            case messages.Pong(number, clock):
+                self.losses.answered(seat, number, clock)
             case messages.Dial():
                 self.lanes.dialler.asked(seat, message)
             case messages.Offer():
@@ -341,6 +346,7 @@ class Node:
             self.events.close()
             self.audit.flush()
             _nodes.discard(self)
+            process.nodes.discard(self)
             self._is_closed.set()
 
     async def _close(self) -> None:

@@ -120,7 +120,11 @@ class Peer:
         self.link: Link | None = None
         self.told: Link | None = None
         """The link on which it was told that this rank is ready."""
+        self.version = ""
+        self.hardware: messages.Hardware | None = None
         self.state = PeerState.EXPECTED
+        self.since = time.time()
+        """When its state changed last, in seconds since 1970."""
         self.is_denied = False
         """Whether its node may not be in the cluster any more."""
         self.reason = ""
@@ -128,13 +132,18 @@ class Peer:
         self.failure = ""
         """The error that ended its program, as it reported."""
         self.round_trip = -1.0
+        """Of a probe when the way was chosen; -1 if there was none."""
+        self.last_ping = -1.0
+        """Of the last ping on its link; -1 before the first answer."""
         self.measured = asyncio.Event()
         """Clear while `way` and `round_trip` are being measured."""
         self.measured.set()
 
     def note(self, event: PeerEvent) -> None:
         """Move to the state that follows `event`, if this state lists one."""
-        self.state = TRANSITIONS[self.state].get(event, self.state)
+        following = TRANSITIONS[self.state].get(event, self.state)
+        if following is not self.state:
+            self.state, self.since = following, time.time()
 
     @property
     def is_ready(self) -> bool:
@@ -166,6 +175,7 @@ class Peer:
         self.id, self.life, self.keeper = card.id, card.life, card.keeper
         self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
         self.contact = card.contact
+        self.version, self.hardware = card.version, card.hardware
 
     def how_it_went(self) -> str:
         """Describe the end of a process that is not a member any more, as a predicate for error messages."""
@@ -176,7 +186,17 @@ class Peer:
     def card(self) -> messages.Card:
         """Return its identity, as other nodes are told."""
         contact = self.contact or messages.Contact("", (), "")
-        return messages.Card(self.id, self.life, self.name, self.host_name, self.pid, contact, "", self.keeper)
+        return messages.Card(
+            self.id,
+            self.life,
+            self.name,
+            self.host_name,
+            self.pid,
+            contact,
+            self.version,
+            self.keeper,
+            hardware=self.hardware,
+        )
 
 
 class Newcomer(Protocol):
@@ -200,7 +220,9 @@ class Newcomer(Protocol):
 class Newcomers:
     """The processes that wait for the next generation. Changed on the control loop, read on any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, added: Callable[[messages.Card], None] = lambda _card: None) -> None:
+        """`added` is called for each process that begins to wait."""
+        self._added = added
         self._waiting: dict[tuple[bytes, bytes], Newcomer] = {}
         """By id and life."""
         self._counts_from: dict[tuple[bytes, bytes], float] = {}
@@ -215,6 +237,8 @@ class Newcomers:
     def add(self, newcomer: Newcomer) -> None:
         """Note that a process waits."""
         key = messages.key_of(newcomer.card)
+        if key not in self._waiting:
+            self._added(newcomer.card)
         self._waiting[key] = newcomer
         self._counts_from.setdefault(key, time.monotonic() + SETTLE_SECONDS)
 

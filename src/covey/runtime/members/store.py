@@ -1,225 +1,178 @@
-"""Key-value stores of a run: one process owns the entries, and the others ask it over their links."""
+"""Key-value stores of a run, of which all members hold copies: connects `proto.replication` with links and views."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from covey.base.errors import (
-    ClosedError,
-    ConfigError,
-    ConnectError,
-    CoveyError,
-    DeadlineError,
-    PeerLostError,
-    RemoteProtocolError,
-)
+from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.proto.store import KeyValueStore, Reply
+from covey.proto.replication import Answered, Replica
 from covey.runtime import loop as control
 from covey.wire import messages
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
-    from covey.runtime.members.node import Node
+    from collections.abc import Sequence
 
-STORES_LIMIT: Final = 8
-"""Stores that a process owns; one more drops the oldest."""
-ASK_AGAIN_SECONDS: Final = 10.0
-"""After this time a question is repeated, if that does no harm: the link may have been replaced unnoticed."""
+    from covey.runtime.members.node import Node
 
 Outcome: TypeAlias = "Future[wire.Done]"
 
 
-@dataclass
-class _Request:
-    """A question that waits for its answer."""
-
-    owner: Seat
-    store_id: int
-    question: wire.Question
-    outcome: Outcome = field(default_factory=Future)
-    is_sent: bool = False
-
-    def fail(self, error: CoveyError) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
-
-
 class Stores:
-    """The stores that this process owns, and its questions to other owners. On the control loop."""
+    """This process's copies of the stores of its run, and its questions. On the control loop."""
 
     def __init__(self, node: Node | None) -> None:
-        """Begin without stores; `node` is None for a process that is alone."""
+        """Begin without members: questions wait for the first view. `node` is None for a process that is alone."""
         self._node = node
         self._me = node.seat if node is not None else Seat(0)
-        self._stores: dict[int, KeyValueStore] = {}
-        self._requests: dict[int, _Request] = {}
+        self._replica = Replica(self._me)
+        self._outcomes: dict[int, Outcome] = {}
+        """By number of a question."""
         self._is_closed = False
+        if node is None:
+            self._replica.configure(0, (self._me,), is_first=True)
 
-    def keep(self, store_id: int) -> None:
-        """Begin an empty store."""
-        self._stores[store_id] = KeyValueStore()
-        while len(self._stores) > STORES_LIMIT:
-            del self._stores[next(iter(self._stores))]
+    def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
+        """Take the members of a view. The one that is longest in the run orders the changes."""
+        is_first = generation == view == 0
+        self._replica.configure((generation << 32) + view, tuple(sorted(seats)), is_first=is_first)
+        self._perform()
 
-    def ask(self, number: int, request: _Request) -> None:
-        """Send a question, or send it again."""
+    def ask(self, store_id: int, number: int, question: wire.Question | wire.Open, outcome: Outcome) -> None:
+        """Ask a question; `outcome` gets the answer."""
         if self._is_closed or (self._node is not None and self._node.is_closing):
-            request.fail(ClosedError("the run is closed, and its store with it; join again"))
+            _fail(outcome, ClosedError("the run is closed, and its store with it; join again"))
             return
-        self._requests[number] = request
-        if request.owner == self._me:
-            self._answer(self._me, request.store_id, number, request.question)
-            return
-        assert self._node is not None
-        peer = self._node.peers[request.owner]
-        if peer.is_gone:
-            self._fail(number, self._lost(request.owner))
-        elif peer.link is not None:
-            request.is_sent = True
-            self._send(request.owner, request.store_id, number, request.question)
+        self._outcomes[number] = outcome
+        self._replica.ask(store_id, number, question)
+        self._perform()
+        self._fail_if_lost()
 
     def withdraw(self, number: int) -> None:
         """Cancel a question: its caller does not wait any more."""
-        request = self._requests.pop(number, None)
-        if request is None:
-            return
-        if request.owner != self._me:
-            self._send(request.owner, request.store_id, number, wire.Withdraw())
-        elif request.store_id in self._stores:
-            self._stores[request.store_id].withdraw(self._me, number)
+        if self._outcomes.pop(number, None) is not None:
+            self._replica.withdraw(number)
+            self._perform()
 
     def heard(self, seat: Seat, posting: messages.Posting) -> None:
-        """Take a question or an answer from another process."""
+        """Take a message of another process."""
         body = wire.decode_body(posting.body)
-        if self._node is not None and self._node.peers[seat].is_excluded:
-            return
-        if isinstance(body, wire.Done | wire.Refused):
-            request = self._requests.get(posting.number)
-            if request is not None and request.owner == seat:
-                self._answered(posting.number, body)
-        elif isinstance(body, wire.Withdraw):
-            if posting.store in self._stores:
-                self._stores[posting.store].withdraw(seat, posting.number)
-        else:
-            self._answer(seat, posting.store, posting.number, body)
+        if self._node is None or not self._node.peers[seat].is_excluded:
+            self._replica.heard(seat, posting.store, posting.number, body)
+            self._perform()
 
     def link_up(self, seat: Seat) -> None:
-        """Repeat, on the new link with a process, the questions that may be lost with the last one."""
-        self._broken(seat)
-        for number, request in list(self._requests.items()):
-            if request.owner == seat:
-                self.ask(number, request)
-
-    def link_down(self, seat: Seat) -> None:
-        """Forget the questions of a process whose link ended; it may link again and repeat them."""
-        self._broken(seat)
-        for store in self._stores.values():
-            store.forget(seat)
+        """Repeat, on the new link with a process, what may be lost with the last one."""
+        self._replica.repeat(seat)
+        self._perform()
 
     def peer_gone(self, seat: Seat) -> None:
-        """Fail the questions to a process that is gone."""
-        for number in [number for number, request in self._requests.items() if request.owner == seat]:
-            self._fail(number, self._lost(seat))
+        """Note that a process is gone. In a run that continues after losses, the next view says what follows."""
+        if self._node is not None and self._node.config.on_loss == "continue":
+            return
+        self._replica.drop(seat)
+        self._perform()
+        self._fail_if_lost()
 
     def close(self) -> None:
         """Fail all questions."""
         self._is_closed = True
-        for number in list(self._requests):
-            self._fail(number, ClosedError("the run was closed while its store was asked"))
+        self.fail(ClosedError("the run was closed while its store was asked"))
+
+    def fail(self, error: CoveyError) -> None:
+        """Fail the questions that wait now."""
+        outcomes, self._outcomes = self._outcomes, {}
+        for number, outcome in outcomes.items():
+            self._replica.withdraw(number)
+            _fail(outcome, error)
+        self._perform()
 
     # Helpers
 
-    def _answer(self, seat: Seat, store_id: int, number: int, question: wire.Question) -> None:
-        if store_id in self._stores:
-            replies = self._stores[store_id].ask(seat, number, question)
-        else:
-            replies = [Reply(seat, number, wire.Refused("this store is closed; the process group was made anew"))]
-        for reply in replies:
-            if reply.asker == self._me:
-                self._answered(reply.number, reply.answer)
+    def _perform(self) -> None:
+        for effect in self._replica.effects():
+            if not isinstance(effect, Answered):
+                if self._node is not None:
+                    body = wire.encode_body(effect.body)
+                    self._node.send(Seat(effect.peer), messages.Posting(effect.store, effect.number, body))
+                continue
+            outcome = self._outcomes.pop(effect.number, None)
+            if outcome is None or outcome.done():
+                continue
+            if isinstance(effect.answer, wire.Done):
+                outcome.set_result(effect.answer)
             else:
-                self._send(Seat(reply.asker), store_id, reply.number, reply.answer)
+                _fail(outcome, ConfigError(effect.answer.reason))
 
-    def _answered(self, number: int, answer: wire.Answer) -> None:
-        request = self._requests.pop(number, None)
-        if request is None or request.outcome.done():
+    def _fail_if_lost(self) -> None:
+        """Fail all questions if the process that orders changes is gone, and no view will name another."""
+        owner = self._replica.owner
+        if self._node is None or owner is None or owner == self._me or self._node.config.on_loss == "continue":
             return
-        if isinstance(answer, wire.Done):
-            request.outcome.set_result(answer)
-        else:
-            request.fail(ConfigError(answer.reason))
+        peer = self._node.peers[Seat(owner)]
+        if not peer.is_gone:
+            return
+        rank = self._node.generation_table.rank_of(Seat(owner))
+        name = f"rank {rank} ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
+        error = PeerLostError(
+            f"{name}, which orders the changes to the store, {peer.how_it_went()}",
+            rank=rank,
+            host=peer.host_name,
+            operation="store",
+        )
+        self.fail(error)
 
-    def _broken(self, seat: Seat) -> None:
-        """Fail the questions to `seat` that may have arrived before the link ended, and must not be repeated."""
-        for number, request in list(self._requests.items()):
-            if request.owner == seat and request.is_sent and not isinstance(request.question, wire.REPEATABLE):
-                what = type(request.question).__name__.lower()
-                self._fail(number, ConnectError(f"the link to the store's owner broke in the middle of {what}()"))
 
-    def _fail(self, number: int, error: CoveyError) -> None:
-        self._requests.pop(number).fail(error)
-
-    def _lost(self, seat: Seat) -> PeerLostError:
-        assert self._node is not None
-        peer = self._node.peers[seat]
-        name = f"rank 0 ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
-        text = f"{name}, which owns the store, {peer.how_it_went()}"
-        return PeerLostError(text, rank=0, host=peer.host_name, operation="store")
-
-    def _send(self, seat: Seat, store_id: int, number: int, body: wire.Body) -> None:
-        if self._node is not None:
-            self._node.send(seat, messages.Posting(store_id, number, wire.encode_body(body)))
+def _fail(outcome: Outcome, error: CoveyError) -> None:
+    if not outcome.done():
+        outcome.set_exception(error)
 
 
 class StoreClient:
     """Asks one store. On any thread."""
 
-    _numbers = itertools.count()
+    _numbers = itertools.count(1)
 
-    def __init__(self, stores: Stores, store_id: int, owner: Seat) -> None:
-        self._stores, self._owner = stores, owner
+    def __init__(self, stores: Stores, store_id: int) -> None:
+        self._stores = stores
         self.store_id = store_id
         """The number of the store, the same on all ranks and unique to it."""
 
-    def ask(self, question: wire.Question, timeout: float) -> wire.Done:
+    def ask(self, question: wire.Question | wire.Open, timeout: float) -> wire.Done:
         """Return the answer.
 
         Raises:
             DeadlineError: there was no answer within `timeout` seconds.
-            PeerLostError: the process that owns the store is gone.
-            ConnectError: the link to the owner broke, and whether the question arrived is not known.
+            PeerLostError: in a run that ends with its first loss, the process that orders the changes is gone.
             ConfigError: the store is full, or the question is malformed.
             ClosedError: this process has left the run.
         """
         _check(question)
-        number, request = next(self._numbers), _Request(self._owner, self.store_id, question)
+        outcome: Outcome = Future()
         until = time.monotonic() + timeout
-        is_repeatable = isinstance(question, wire.REPEATABLE)
+        number = -1
         try:
-            while True:
-                control.soon(self._stores.ask, number, request)
-                left = max(0.0, until - time.monotonic())
-                try:
-                    return request.outcome.result(min(left, ASK_AGAIN_SECONDS) if is_repeatable else left)
-                except TimeoutError:
-                    if request.outcome.done():  # with a TimeoutError as its outcome
-                        raise
-                    if time.monotonic() >= until:
-                        raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
+            number = next(self._numbers)
+            control.soon(self._stores.ask, self.store_id, number, question, outcome)
+            try:
+                return outcome.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                if outcome.done():  # with a TimeoutError as its outcome
+                    raise
+                raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
         except BaseException:  # Ctrl-C, too
             control.soon(self._stores.withdraw, number)
             raise
 
 
-def _check(question: wire.Question) -> None:
-    """Raise ConfigError for a question that the owner would take for a broken protocol, which ends the link."""
+def _check(question: wire.Question | wire.Open) -> None:
+    """Raise ConfigError for a question that others would take for a broken protocol, which ends the link."""
     try:
-        body = wire.encode_body(question)
+        body = wire.encode_body(wire.Submit(0, 0, question))
         wire.decode_body(body)
     except (RemoteProtocolError, OverflowError) as error:
         raise ConfigError(

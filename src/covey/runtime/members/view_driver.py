@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from covey.proto import changes
 from covey.proto.membership import PATIENCE, Membership
+from covey.runtime.counters import process
 from covey.runtime.driver import CoreDriver
 from covey.wire import membership as wire
 from covey.wire import messages
@@ -186,6 +187,7 @@ class ViewDriver:
                 if self._store is not None:
                     self._store(record)
             case changes.Freeze(number):
+                process.elections += 1
                 self._view_host.freeze(number)
             case changes.Installed(view, lost):
                 self._view_host.installed(view, lost)

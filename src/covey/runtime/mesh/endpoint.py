@@ -16,6 +16,7 @@ from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
 from covey.net.descriptors import explain, keep_a_spare
 from covey.net.discovery.host_rendezvous import host_token
+from covey.net.hardware import hardware
 from covey.net.temporary import temporary_folder
 from covey.runtime import loop as control
 from covey.runtime.links.acceptor import Acceptor
@@ -122,6 +123,7 @@ def cluster_endpoint(
             breaks_ties,
             own.machine,
             own.endorsement,
+            hardware(),
         )
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
+from covey.base.version import __version__
 from covey.net.descriptors import explain
 from covey.net.discovery.host_rendezvous import (
     HostRendezvous,
@@ -19,6 +20,7 @@ from covey.net.discovery.host_rendezvous import (
     local_address_towards,
     socket_path,
 )
+from covey.net.hardware import hardware
 from covey.net.run_folder import RunFolder
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials
@@ -101,7 +103,9 @@ def _known_ranks(launched: LaunchedRank) -> dict[Seat, Contact]:
 
 def _anonymous_card(contact: Contact) -> Card:
     name = host_name()
-    return Card(b"", secrets.token_bytes(16), name, name, os.getpid(), contact)
+    return Card(
+        b"", secrets.token_bytes(16), name, name, os.getpid(), contact, version=__version__, hardware=hardware()
+    )
 
 
 def _listen_at(host: str, port: int) -> socket.socket:

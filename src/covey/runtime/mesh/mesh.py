@@ -39,6 +39,7 @@ from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
 from covey.runtime.mesh.secret_changes import SecretChanges, secrets_of
 from covey.runtime.mesh.visitors import Visitors
+from covey.runtime.metrics.inspection import PacedAnswers, answer
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
@@ -116,6 +117,7 @@ class Mesh:
         )
         self._secret_changes = SecretChanges(self.rules, endpoint, self.search, self._tasks)
         self._limits, self._told = limits, pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
+        self._inspections = PacedAnswers()
         self._reach_answers = ReachAnswers(endpoint, config.interfaces, limits, self.spawn)
         self.is_closing = False
         endpoint.acceptor.on_link = self._accept
@@ -315,9 +317,13 @@ class Mesh:
             case messages.Reach():
                 self.visitors.asked(remote)
                 self._reach_answers.asked(remote, message, self._linked_from(remote.card.id))
+            case messages.Inspect():
+                self.visitors.asked(remote)
+                is_keeper = self._is_named_keeper(remote)
+                remote.send(answer(message) if is_keeper else self._inspections.answer(message, remote.card.id))
             case messages.NewSecret():
                 self._secret_changes.receive(remote, message)
-            case messages.Tell() | messages.Reached() | messages.SecretKept():
+            case messages.Tell() | messages.Reached() | messages.SecretKept() | messages.Inspected():
                 remote.answered(message)
             case messages.Charter():
                 self.rules.heard(message, remote.card.name)

@@ -34,6 +34,7 @@ ANSWERS: Final = {
     messages.Ask: messages.Tell,
     messages.Reach: messages.Reached,
     messages.NewSecret: messages.SecretKept,
+    messages.Inspect: messages.Inspected,
 }
 
 

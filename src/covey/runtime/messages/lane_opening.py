@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING, Protocol
 
 from covey.base.errors import PeerLostError
@@ -40,7 +41,7 @@ class LaneOpening:
         """`open_lane` is that of the messenger."""
         self._lock, self._matcher, self._lanes = lock, matcher, lanes
         self._open_lane = open_lane
-        self._busy = [threading.Lock() for _ in range(matcher.size)]
+        self._busy: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def open(self, user: LaneUser, peer: int, deadline: float | None) -> None:
         """Return once there is a lane to a rank; do nothing for this rank itself, and for ranks that do not exist."""

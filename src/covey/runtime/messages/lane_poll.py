@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import select
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
@@ -31,7 +32,7 @@ MOST_PAUSE_SECONDS: Final = 2.0
 class LanePoll:
     """The lanes of one messenger."""
 
-    def __init__(self, size: int, matcher: Matcher, driving: DrivingThread, wake_fd: int) -> None:
+    def __init__(self, matcher: Matcher, driving: DrivingThread, wake_fd: int) -> None:
         """`wake_fd` is readable once the group has failed; it is polled and never read."""
         self._matcher, self._driving, self._wake_fd = matcher, driving, wake_fd
         self.by_rank: dict[int, MessageLane] = {}
@@ -39,7 +40,8 @@ class LanePoll:
         self._by_fd: dict[int, MessageLane] = {}
         self.ended: list[tuple[MessageLane, BaseException | None]] = []
         """Lanes that ended and are not handled yet, with the error if this rank ended them."""
-        self._strikes, self._trouble = [0] * size, [""] * size
+        self._strikes: defaultdict[int, int] = defaultdict(int)
+        self._trouble: defaultdict[int, str] = defaultdict(str)
         """By rank: how many lanes in a row broke without carrying anything, and how the last one broke."""
         self._poll = select.poll()
         for descriptor in (driving.bell_fd, wake_fd):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import CancelledError, ClosedError, DeadlineError, PeerLostError
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Send, describe_source
+from covey.runtime.counters import MessageTraffic
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.expiring_works import ExpiringWorks
 from covey.runtime.messages.lane_opening import LaneOpening
@@ -76,7 +77,7 @@ class Messenger:
         self._lock = threading.Lock()
         self._matcher = Matcher(rank, size, sizes)
         self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
-        self._lanes = LanePoll(size, self._matcher, self._driving, wake_fd)
+        self._lanes = LanePoll(self._matcher, self._driving, wake_fd)
         self._opening = LaneOpening(self._lock, self._matcher, self._lanes, open_lane=open_lane)
         self._pending: dict[Operation, Work[Any]] = {}
         self._expiring = ExpiringWorks()
@@ -84,6 +85,7 @@ class Messenger:
         """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
         """Ranks whose lanes are no longer replaced."""
+        self.traffic = MessageTraffic()
         self._is_closed = False
         """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
 
@@ -110,6 +112,7 @@ class Messenger:
         self._opening.open(self, dst, deadline)
         with self._lock:
             operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
+            self.traffic.began(view)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         return self._started(work)
 
@@ -292,19 +295,21 @@ class Messenger:
             for lane, cause in ended:
                 peer = lane.peer
                 if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
-                    self._part_with(peer, cause)
+                    self.part_with(peer, cause)
                 elif self._lanes.by_rank[peer] is lane and self._fault() is None:  # else it was replaced already
                     self._renew_lane(peer, lane.sock, self._lanes.pause_after(lane))
         while self._departed:
             with self._lock:
                 departed, self._departed = self._departed, []
             for peer in departed:
-                self._part_with(peer, None)
+                self.part_with(peer, None)
         if not self._matcher.completed:
             return
         with self._lock:
             over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
             self._matcher.completed.clear()
+            self.traffic.ended(operation for operation, _ in over)
+            self._take_heard(over)
         works = []
         for operation, work in over:
             if work is not None:
@@ -314,14 +319,18 @@ class Messenger:
                 works.append(work)
         for work in works:  # after all have ended: a callback may wait for another of them
             work.notify()
-        self._driving.works_ended()
+        if works:
+            self._driving.works_ended()
 
     def _operation_of(self, work: Work[Any]) -> Operation | None:
         """Return the operation of a work that is not over."""
         found = next((operation for operation, pending in self._pending.items() if pending is work), None)
         return None if found in self._matcher.completed else found
 
-    def _part_with(self, peer: int, cause: BaseException | None) -> None:
+    def _take_heard(self, over: list[tuple[Operation, Work[Any] | None]]) -> None:
+        """Take the operations without a work, with the lock; see `messages.listening`."""
+
+    def part_with(self, peer: int, cause: BaseException | None) -> None:
         """Fail all messages with a rank for good, with `cause` or the rank's loss."""
         if self._matcher.has_failed(peer):
             return

@@ -17,11 +17,13 @@ from covey.runtime import loop as control
 if TYPE_CHECKING:
     import asyncio
     import socket
+    from collections.abc import Callable
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
+    from covey.runtime.counters import MessageTraffic
     from covey.runtime.members.node import Node
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
@@ -81,9 +83,11 @@ class MessageOwner(Protocol):
 class MessageRouting:
     """The messenger of a group on this rank, made on first use, and its sockets."""
 
-    def __init__(self, owner: MessageOwner, bell: Bell) -> None:
+    def __init__(self, owner: MessageOwner, bell: Bell, traffic: MessageTraffic | None = None) -> None:
+        """`traffic` counts the messages; by default, the messenger counts them for itself."""
         self._owner, self._bell = weakref.ref(owner), bell  # weak: a dropped group is freed at once
         self._messenger: Messenger | None = None
+        self._traffic = traffic
         self.lock = threading.Lock()
 
     @property
@@ -95,7 +99,6 @@ class MessageRouting:
     def messenger(self) -> Messenger:
         """Return the messenger of this group; make it on first use."""
         from covey.proto.message_link import MessageSizes
-        from covey.runtime.messages.messenger import Messenger
 
         group = self._group
         with self.lock:
@@ -103,7 +106,7 @@ class MessageRouting:
                 if group.is_closed:
                     group.failure.require_open()
                 self._bell.open()
-                self._messenger = Messenger(
+                self._messenger = self._kind()(
                     group.rank,
                     group.size,
                     open_lane=self._socket,
@@ -117,11 +120,18 @@ class MessageRouting:
                     sizes=MessageSizes(group.config.eager_bytes, group.config.credit_bytes),
                     may_spin=group.may_spin,
                 )
+                if self._traffic is not None:
+                    self._messenger.traffic = self._traffic
                 if group.node is not None:
                     for seat, sock in group.node.lanes.arrived(group.id, "messages").items():
                         if seat in group.roster.rank_of:  # a seat outside of the group has no messages in it
                             self._messenger.adopt(group.roster.rank_of[seat], sock)
             return self._messenger
+
+    def _kind(self) -> Callable[..., Messenger]:
+        from covey.runtime.messages.messenger import Messenger  # most groups need none
+
+        return Messenger
 
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
         """Return the socket to `rank`, opened on first use."""

@@ -29,7 +29,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
 from covey.net.discovery import sieve
 from covey.net.discovery.responder import InterfaceResponder
-from covey.testing.fuzz import values
+from covey.testing.fuzz import call_targets, values
 from covey.testing.fuzz.values import Maker
 from covey.wire import (
     array_list,
@@ -542,6 +542,22 @@ def _array_seeds() -> list[bytes]:
 
 
 BY_HAND: Final = (
+    Target(
+        name="call_arguments",
+        read=call_targets.read_arguments,
+        promised=call_targets.PROMISED,
+        write=None,
+        seeds=call_targets.argument_seeds,
+        prefix=0,
+    ),
+    Target(
+        name="call_results",
+        read=call_targets.read_result,
+        promised=call_targets.PROMISED,
+        write=None,
+        seeds=call_targets.result_seeds,
+        prefix=0,
+    ),
     Target(
         name="frames",
         read=_cut_frames,

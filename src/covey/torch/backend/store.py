@@ -1,4 +1,4 @@
-"""A store of torch.distributed over covey's control links: rank 0 holds the entries, the other ranks ask it."""
+"""A store of torch.distributed over covey's control links; all members of the run hold copies of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
+from covey.proto.replication import STORES_LIMIT
 from covey.runtime.group.store import open_group_store
-from covey.runtime.members.store import STORES_LIMIT
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def open_store(group: Group, timeout: timedelta, *, owns_run: bool = False) -> C
 
 
 class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A key-value store of a run. Any thread may use it; Ctrl-C and the loss of rank 0 end a waiting call.
+    """A key-value store of a run. Any thread may use it; Ctrl-C ends a waiting call.
 
     C++ calls some methods by other names than Python does: see the pairs at the end.
     """

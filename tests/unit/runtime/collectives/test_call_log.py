@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.runtime.collectives.call_log import LOGGED, OPERATIONS, CallLog, make_call
+from covey.base.operations import OPERATIONS
+from covey.runtime.collectives.call_log import LOGGED, CallLog, make_call
 
 FLOAT = dtype_code(np.dtype(np.float32))
 BARRIER = make_call("barrier", None, None)

@@ -1,0 +1,199 @@
+"""The `covey trace` command: gets the last operations of the ranks, merges them, writes a trace, and prints a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from covey.base.config import check_timeout, group_config
+from covey.base.errors import ConfigError, DeadlineError, RemoteProtocolError
+from covey.base.text import listed, printable
+from covey.cli.layout import Column, room, table
+from covey.cli.terminal import plural, say, working
+from covey.cli.trace.merge import chrome_trace, merge
+from covey.runtime.keeper.flights import collect
+from covey.runtime.metrics.flight import SUFFIX, folder
+from covey.wire import messages
+from covey.wire.flight import Flight, decode_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.cli.trace.merge import Timeline
+
+ANSWER_SECONDS: Final = 5.0
+FILE_LIMIT_BYTES: Final = 1 << 26
+TOGETHER_SECONDS: Final = 60.0
+"""Files of one run that were written within this time are about the same moment."""
+ROWS: Final = 20
+"""Rows of the table: the longest waits."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def trace(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN | FILE...]",
+            help="A run of the cluster, or files that its ranks have written.",
+            show_default="the latest files here",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write the trace.", show_default="RUN.trace.json"),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
+    ] = None,
+    wait: Annotated[float, typer.Option(metavar="S", help="Seconds to look for nodes.")] = 1.5,
+) -> None:
+    """Show the last operations of all ranks of a run on one time line, and which rank waited for which.
+
+    The trace is for ui.perfetto.dev, or for chrome://tracing.
+
+    A rank writes its last operations to a file when its group fails, and when it gets SIGUSR1; so does covey run for
+    all its ranks when it gets SIGUSR1.
+    """
+    words = what or []
+    measured: dict[str, float] | None = None
+    if not words:
+        flights = read_latest(folder())
+    elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
+        flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
+    else:
+        flights = [read(Path(word)) for word in words]
+    timeline = merge(flights, measured)
+    target = out or Path(f"{_file_name(flights[0].run)}.trace.json")
+    try:
+        target.write_text(json.dumps(chrome_trace(timeline)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; choose another file with --out") from error
+    typer.echo(report(timeline, room()))
+    say(f"{target} is for ui.perfetto.dev, or for chrome://tracing")
+
+
+def _file_name(run: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in run) or "run"
+
+
+# Files
+
+
+def read(path: Path) -> Flight:
+    """Return what a process has written; ConfigError if the file is something else."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(FILE_LIMIT_BYTES + 1)
+        if len(data) > FILE_LIMIT_BYTES:
+            raise ConfigError(f"{path} is too large for the operations of a process")
+        return decode_flight(data)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except RemoteProtocolError as error:
+        raise ConfigError(f"{path} was not written by covey: {error}") from error
+
+
+def read_latest(place: Path) -> list[Flight]:
+    """Return what the processes of the run whose file is the newest have written around that time."""
+    files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not files:
+        raise ConfigError(f"there are no files of ranks in {place}; name a run of the cluster, or the files")
+    newest, at = read(files[0]), files[0].stat().st_mtime
+    flights = [newest]
+    for path in files[1:]:
+        if at - path.stat().st_mtime <= TOGETHER_SECONDS and (flight := read(path)).run == newest.run:
+            flights.append(flight)
+    return sorted(flights, key=lambda flight: flight.seat)
+
+
+# The nodes of a cluster
+
+
+def ask_run(run: str, cluster: str | None, wait: float) -> tuple[list[Flight], dict[str, float]]:
+    """Ask the members of a run for their operations; return those, and by host how far its clock is ahead of ours.
+
+    Raises:
+        ConfigError: there is no such run.
+        DeadlineError: no member has answered.
+    """
+    from covey.runtime.environment import ClusterOptions
+    from covey.runtime.mesh.visit import visiting
+
+    found = ClusterOptions(cluster).find(os.environ)
+    with visiting(found, group_config(os.environ), announce=False) as visit:
+        with working(f"looking for nodes of {found.name} ..."):
+            visit.look(wait)
+        seen = visit.members()
+        told = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
+        runs = {answer.run for answer in told if isinstance(answer, messages.Tell)}
+        if run not in runs:
+            names = listed(repr(printable(name)) for name in sorted(runs)) or "none"
+            raise ConfigError(f"no node of cluster {found.name!r} is in a run {run!r}; runs: {names}")
+        members = [
+            state
+            for state, answer in zip(seen, told, strict=True)
+            if isinstance(answer, messages.Tell) and answer.run == run and answer.rank >= 0
+        ]
+        cards = [state.card for state in members]
+
+        def ask(question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
+            answers = enumerate(visit.ask_all(cards, question, within))
+            return {index: answer if isinstance(answer, messages.Inspected) else None for index, answer in answers}
+
+        flights = collect(ask)
+    if not flights:
+        raise DeadlineError(
+            f"no member of the run {run!r} has told its operations within the timeout of {ANSWER_SECONDS:g} s"
+        )
+    if missing := len(members) - len(flights):
+        say(f"{plural(missing, 'member')} did not answer", err=True)
+    ahead = {state.card.contact.host: state.clock_offset for state in members}
+    return sorted(flights, key=lambda flight: flight.seat), ahead
+
+
+# The table
+
+
+def report(timeline: Timeline, width: int | None) -> str:
+    """Return what to print: how much is known, which ranks waited for which, and operations that are stuck."""
+    calls = [call for known in timeline.calls.values() for call in known]
+    ranks = {(flight.seat, flight.pid) for flight in timeline.flights}
+    span = (max(call.ended for call in calls) - min(call.begun for call in calls)) / 1e9 if calls else 0.0
+    parts = [f"{plural(len(calls), 'operation')} of {plural(len(ranks), 'rank')} in {span:.3f} s"]
+    if timeline.unmeasured:
+        parts.append(f"no clock was compared with that of {listed(timeline.unmeasured)}: times there may be shifted")
+    sums: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for wait in timeline.waits():
+        sums[wait.waiting.rank, wait.late].append(wait.ns)
+    longest = sorted(sums.items(), key=lambda item: -sum(item[1]))
+    if longest:
+        rows = [
+            (str(rank), str(late), _time(sum(waits)), _time(max(waits)), str(len(waits)))
+            for (rank, late), waits in longest[:ROWS]
+        ]
+        titles = ("RANK", "WAITED FOR", "IN ALL", "LONGEST", "OPERATIONS")
+        parts.append(table([Column(title, list(cells)) for title, *cells in zip(titles, *rows, strict=True)], width))
+    for stuck in timeline.stuck():
+        parts.append(
+            f"operation {stuck.sequence} of group {stuck.group!r}, {stuck.name}: {_ranks(stuck.inside)} in it, "
+            f"{_ranks(stuck.missing)} not"
+        )
+    for flight in timeline.flights:
+        parts += [f"rank {group.rank}: {group.fault}" for group in flight.groups if group.fault]
+    return "\n".join(parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {'are' if len(ranks) > 1 else 'is'}"
+
+
+def _time(ns: int) -> str:
+    return f"{ns / 1e9:.3f} s" if ns >= 10**9 else f"{ns / 1e6:.3f} ms"

@@ -1,0 +1,78 @@
+"""All calls of one node, as a core with deadlines (`proto.core`): messages and time in, effects out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from covey.proto.calling.effects import CallEffect, ReleaseObject
+from covey.proto.calling.incoming import HANDLERS, MESSAGE_BYTES, IncomingCalls
+from covey.proto.calling.outgoing import OutgoingCalls
+from covey.wire import calls as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Calling:
+    """The calls that this node makes (`outgoing`) and serves (`incoming`). Peers are seats; one may be this node."""
+
+    def __init__(
+        self, *, handlers: int = HANDLERS, handlers_per_peer: int = HANDLERS, message_bytes: int = MESSAGE_BYTES
+    ):
+        self._effects: list[CallEffect] = []
+        self.outgoing = OutgoingCalls(self._effects)
+        self.incoming = IncomingCalls(
+            self._effects, handlers=handlers, handlers_per_peer=handlers_per_peer, message_bytes=message_bytes
+        )
+
+    def received(self, peer: int, message: wire.CallMessage, now: float) -> None:
+        """Take a message of another node.
+
+        Raises:
+            RemoteProtocolError: no correct node sends it now; the peer must be treated as lost.
+        """
+        match message:
+            case wire.CallRequest():
+                self.incoming.called(peer, message, now)
+            case wire.CallCancel(number):
+                self.incoming.cancelled(peer, number)
+            case wire.StreamCredit():
+                self.incoming.credited(peer, message)
+            case wire.CallResult() | wire.CallFailure():
+                self.outgoing.answered(peer, message, now)
+            case wire.StreamItem():
+                self.outgoing.item(peer, message)
+            case wire.ReferenceRelease(target, references):
+                self._effects.append(ReleaseObject(peer, target, references))
+
+    def fetched(self, peer: int, number: int, parts: Any, now: float, *, is_answer: bool) -> None:
+        """Take the parts of a payload; None if they do not come."""
+        if is_answer:
+            self.outgoing.fetched(peer, number, parts, now)
+        else:
+            self.incoming.fetched(peer, number, parts)
+
+    def lost(self, peer: int) -> None:
+        """End all calls with a node that is gone."""
+        self.outgoing.lost(peer)
+        self.incoming.lost(peer)
+
+    def close(self) -> None:
+        """End all calls, because this node leaves."""
+        self.incoming.close()
+        self.outgoing.close()
+
+    def effects(self) -> Sequence[CallEffect]:
+        """Return the effects to perform, in order, and clear them."""
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    def next_deadline(self) -> float:
+        """Return when to call `tick`; inf for never."""
+        return min(self.outgoing.deadlines.next(), self.incoming.deadlines.next())
+
+    def tick(self, now: float) -> None:
+        """Act on the deadlines that have passed."""
+        self.outgoing.tick(now)
+        self.incoming.tick(now)

@@ -1,0 +1,113 @@
+"""What the core of calls wants done. `peer` is the seat of the other node, `number` the caller's number of the call."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from covey.wire.calls import CallFailure, CallMessage, CallPayload, CallRequest, CallResult
+
+
+class Ending(enum.Enum):
+    """Why a call ended without an answer of the other node."""
+
+    LATE = "late"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+    """The other node is gone."""
+    CLOSED = "closed"
+    """This node leaves."""
+
+
+class SendMessage(NamedTuple):
+    """Send a message, and the parts that belong to it."""
+
+    peer: int
+    message: CallMessage
+    parts: Any = None
+    """What the driver gave with the payload, if the parts are not in the message."""
+
+
+class FetchParts(NamedTuple):
+    """Receive the parts of a payload, and report them to `fetched`."""
+
+    peer: int
+    number: int
+    sizes: tuple[int, ...]
+    is_answer: bool
+
+
+class RefuseParts(NamedTuple):
+    """Let the sender of parts know that they are not wanted."""
+
+    peer: int
+    number: int
+    sizes: tuple[int, ...]
+    is_answer: bool
+
+
+class Conclude(NamedTuple):
+    """Give the caller of this node its outcome. Comes once for each call."""
+
+    peer: int
+    number: int
+    outcome: CallResult | CallFailure | Ending
+    parts: Any = None
+    """Those of a result that were fetched."""
+
+
+class DeliverItem(NamedTuple):
+    """Give the caller of this node the next item of its stream."""
+
+    peer: int
+    number: int
+    payload: CallPayload
+
+
+class RunHandler(NamedTuple):
+    """Call the function. Report its end to `finished`."""
+
+    peer: int
+    number: int
+    request: CallRequest
+    deadline: float
+    parts: Any = None
+    """Those of its arguments that were fetched."""
+
+
+class StepStream(NamedTuple):
+    """Get the next item of a stream, and report it to `yielded`, or its end to `finished`."""
+
+    peer: int
+    number: int
+
+
+class StopHandler(NamedTuple):
+    """Cancel a function, or close a stream: its caller is gone or does not wait any more."""
+
+    peer: int
+    number: int
+    is_running: bool
+    """Whether `finished` must be called when it has stopped; a stream between two items has stopped already."""
+
+
+class ReleaseObject(NamedTuple):
+    """The peer drops references to an exported object."""
+
+    peer: int
+    target: int
+    references: int
+
+
+CallEffect: TypeAlias = (
+    SendMessage
+    | FetchParts
+    | RefuseParts
+    | Conclude
+    | DeliverItem
+    | RunHandler
+    | StepStream
+    | StopHandler
+    | ReleaseObject
+)

@@ -1,0 +1,308 @@
+"""The calls that one node serves.
+
+A call waits for the parts of its arguments, then for a handler; each queue serves the peers in turn. It is answered
+once: with what its function returned, or before that, because it was cancelled, its deadline passed, or this node
+leaves. A function that still runs after the answer keeps its handler until it returns.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.calling.deadlines import Deadlines
+from covey.proto.calling.effects import (
+    CallEffect,
+    FetchParts,
+    RefuseParts,
+    RunHandler,
+    SendMessage,
+    StepStream,
+    StopHandler,
+)
+from covey.proto.calling.fair_queue import FairQueue
+from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.wire import calls as wire
+
+HANDLERS: Final = 64
+"""Functions that run at the same time on one node."""
+MESSAGE_BYTES: Final = 1 << 30
+"""Bytes of the arguments, or of the result, of one call."""
+
+
+class _CallState(enum.Enum):
+    """How far a call is that this node serves."""
+
+    NEW = "new"
+    WAITS_FOR_MEMORY = "waits for memory"
+    FETCHING = "fetching"
+    READY = "ready"
+    """It waits for a handler: to begin, or, as a stream, to go on."""
+    RUNNING = "running"
+    PARKED = "parked"
+    """A stream that has no credit."""
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """A call of another node."""
+
+    peer: int
+    number: int
+    request: wire.CallRequest
+    deadline: float
+    state: _CallState
+    credit: int
+    held_bytes: int = 0
+    """Memory that the parts of its arguments take."""
+    parts: Any = None
+    """What was fetched."""
+    is_answered: bool = False
+    has_begun: bool = False
+
+
+class IncomingCalls:
+    """The calls of other nodes to this one."""
+
+    def __init__(
+        self,
+        effects: list[CallEffect],
+        *,
+        handlers: int = HANDLERS,
+        handlers_per_peer: int = HANDLERS,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        """Serve up to `handlers` calls at a time, and arguments of up to `message_bytes` in all and for each call."""
+        self._effects = effects
+        self._handlers, self._per_peer, self._message_bytes = handlers, handlers_per_peer, message_bytes
+        self._calls: dict[tuple[int, int], _Served] = {}
+        """Not answered, or still running."""
+        self._open_from: dict[int, int] = {}
+        """By peer: calls without an answer."""
+        self._last: dict[int, int] = {}
+        """By peer: the number of its last call."""
+        self._for_memory: FairQueue[_Served] = FairQueue()
+        self._for_handler: FairQueue[_Served] = FairQueue()
+        self._held_bytes = 0
+        self._running = 0
+        self._running_of: dict[int, int] = {}
+        self._is_closing = False
+        self.deadlines = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def running(self) -> int:
+        """The number of functions that run, and of streams that make an item."""
+        return self._running
+
+    # What the caller sends
+
+    def called(self, peer: int, request: wire.CallRequest, now: float) -> None:
+        """Take a call.
+
+        Raises:
+            RemoteProtocolError: its number is not new, or too many calls of this peer are open.
+        """
+        if request.number <= self._last.get(peer, 0):
+            raise RemoteProtocolError(f"call {request.number} came after call {self._last[peer]}")
+        if self._open_from.get(peer, 0) >= CALLS_LIMIT:
+            raise RemoteProtocolError(f"more than {CALLS_LIMIT} calls at a time")
+        if request.payload.inline and request.payload.sizes:
+            raise RemoteProtocolError("a payload with parts and their sizes")
+        self._last[peer] = request.number
+        deadline = now + request.seconds
+        served = _Served(peer, request.number, request, deadline, _CallState.NEW, request.credit)
+        self._calls[peer, request.number] = served
+        self._open_from[peer] = self._open_from.get(peer, 0) + 1
+        self.deadlines.add((peer, request.number), deadline)
+        total = request.payload.total_bytes
+        if self._is_closing:
+            self._fail(served, wire.CLOSING, "the node that was called is leaving")
+        elif total > self._message_bytes:
+            text = f"the arguments have {total} bytes, and the node that was called takes {self._message_bytes}"
+            self._fail(served, wire.TOO_LARGE, text)
+        elif request.payload.sizes:
+            served.state = _CallState.WAITS_FOR_MEMORY
+            self._for_memory.push(peer, served)
+        else:
+            self._queue(served)
+        self._proceed()
+
+    def cancelled(self, peer: int, number: int) -> None:
+        """Cancel a call for its caller; if it was answered meanwhile, nothing happens."""
+        self._check_number(peer, number)
+        served = self._calls.get((peer, number))
+        if served is not None and not served.is_answered:
+            self._fail(served, wire.CANCELLED, "the caller cancelled the call")
+            self._proceed()
+
+    def credited(self, peer: int, message: wire.StreamCredit) -> None:
+        """Take credit for a stream; if it has ended meanwhile, nothing happens.
+
+        Raises:
+            RemoteProtocolError: there was no such call, or the credit is beyond the limit.
+        """
+        self._check_number(peer, message.number)
+        served = self._calls.get((peer, message.number))
+        if served is None or served.is_answered:
+            return
+        if not served.request.credit or served.credit + message.items > wire.CREDIT_LIMIT:
+            raise RemoteProtocolError(f"credit of {message.items} items for call {message.number}")
+        served.credit += message.items
+        if served.state is _CallState.PARKED:
+            self._queue(served)
+            self._proceed()
+
+    def _check_number(self, peer: int, number: int) -> None:
+        if number > self._last.get(peer, 0):
+            raise RemoteProtocolError(f"a message about call {number}, which was never made")
+
+    # What this node reports
+
+    def fetched(self, peer: int, number: int, parts: Any) -> None:
+        """Take the parts of a call's arguments; None if they do not come."""
+        served = self._calls.get((peer, number))
+        if served is None or served.state is not _CallState.FETCHING:
+            return
+        if served.is_answered:
+            self._forget(served)
+        else:
+            served.parts = parts
+            self._queue(served)
+        self._proceed()
+
+    def yielded(self, peer: int, number: int, payload: wire.CallPayload, parts: Any = None) -> None:
+        """Send the item that a stream has made."""
+        served = self._calls.get((peer, number))
+        if served is None or served.state is not _CallState.RUNNING:
+            return
+        self._stop_running(served)
+        if served.is_answered:
+            self._effects.append(StopHandler(peer, number, is_running=False))
+            self._forget(served)
+        else:
+            served.credit -= 1
+            self._effects.append(SendMessage(peer, wire.StreamItem(number, payload), parts))
+            if served.credit:
+                self._queue(served)
+            else:
+                served.state = _CallState.PARKED
+        self._proceed()
+
+    def finished(
+        self, peer: int, number: int, answer: wire.CallResult | wire.CallFailure | None, parts: Any = None
+    ) -> None:
+        """Answer a call whose function has ended; `answer` is None for one that was stopped."""
+        served = self._calls.get((peer, number))
+        if served is None or served.state is not _CallState.RUNNING:
+            return
+        self._stop_running(served)
+        if served.is_answered:
+            self._forget(served)
+        else:
+            stopped = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
+            self._answer(served, answer or stopped, parts)
+        self._proceed()
+
+    def tick(self, now: float) -> None:
+        """Fail the calls whose deadline has passed."""
+        for key in self.deadlines.take_due(now):
+            served = self._calls[key]
+            text = f"{served.request.name!r} was not done within its timeout of {served.request.seconds:.3g} s"
+            self._fail(served, wire.LATE, text)
+        self._proceed()
+
+    def lost(self, peer: int) -> None:
+        """Drop the calls of a node that is gone, and stop their functions."""
+        for served in [served for served in self._calls.values() if served.peer == peer]:
+            if not served.is_answered:
+                self._end(served)
+        self._last.pop(peer, None)
+        self._proceed()
+
+    def close(self) -> None:
+        """Answer all calls, and refuse those that come from now on, because this node leaves."""
+        self._is_closing = True
+        for served in list(self._calls.values()):
+            if not served.is_answered:
+                self._fail(served, wire.CLOSING, "the node that was called is leaving")
+
+    # Helpers
+
+    def _proceed(self) -> None:
+        """Start what there are memory and handlers for."""
+        while (served := self._for_memory.pop(self._has_memory)) is not None:
+            served.state = _CallState.FETCHING
+            served.held_bytes = served.request.payload.total_bytes
+            self._held_bytes += served.held_bytes
+            self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
+        while self._running < self._handlers:
+            served = self._for_handler.pop(self._has_handler)
+            if served is None:
+                break
+            served.state = _CallState.RUNNING
+            self._running += 1
+            self._running_of[served.peer] = self._running_of.get(served.peer, 0) + 1
+            if served.has_begun:
+                self._effects.append(StepStream(served.peer, served.number))
+            else:
+                served.has_begun = True
+                parts, served.parts = served.parts, None
+                self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
+
+    def _has_handler(self, peer: int, _served: _Served) -> bool:
+        return self._running_of.get(peer, 0) < self._per_peer
+
+    def _has_memory(self, _peer: int, served: _Served) -> bool:
+        return not self._held_bytes or self._held_bytes + served.request.payload.total_bytes <= self._message_bytes
+
+    def _queue(self, served: _Served) -> None:
+        served.state = _CallState.READY
+        self._for_handler.push(served.peer, served)
+
+    def _stop_running(self, served: _Served) -> None:
+        served.state = _CallState.DONE
+        self._running -= 1
+        self._running_of[served.peer] -= 1
+        if not self._running_of[served.peer]:
+            del self._running_of[served.peer]
+
+    def _fail(self, served: _Served, kind: int, text: str) -> None:
+        self._answer(served, wire.CallFailure(served.number, kind, "", text))
+
+    def _answer(self, served: _Served, answer: wire.CallResult | wire.CallFailure, parts: Any = None) -> None:
+        self._effects.append(SendMessage(served.peer, answer, parts))
+        self._end(served)
+
+    def _end(self, served: _Served) -> None:
+        """Note that a call needs no answer any more, and stop what is under way for it."""
+        peer, number, sizes = served.peer, served.number, served.request.payload.sizes
+        served.is_answered = True
+        self.deadlines.discard((peer, number))
+        self._open_from[peer] -= 1
+        if not self._open_from[peer]:
+            del self._open_from[peer]
+        match served.state:
+            case _CallState.FETCHING:
+                return  # until the parts are here
+            case _CallState.RUNNING:
+                self._effects.append(StopHandler(peer, number, is_running=True))
+                return  # until its function returns
+            case _CallState.WAITS_FOR_MEMORY:
+                self._for_memory.remove(peer, served)
+            case _CallState.READY:
+                self._for_handler.remove(peer, served)
+        if sizes and served.state in (_CallState.NEW, _CallState.WAITS_FOR_MEMORY):
+            self._effects.append(RefuseParts(peer, number, sizes, is_answer=False))
+        if served.has_begun and served.state is not _CallState.DONE:
+            self._effects.append(StopHandler(peer, number, is_running=False))
+        self._forget(served)
+
+    def _forget(self, served: _Served) -> None:
+        del self._calls[served.peer, served.number]
+        self._held_bytes -= served.held_bytes

@@ -1,0 +1,123 @@
+"""Carries calls over the lanes of a run (`calls.lanes`)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.base.numbers import Seat
+from covey.proto.calling.tags import CALL_TAG
+from covey.runtime.calls.lanes import CallLanes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.base.errors import CoveyError
+    from covey.proto.message import Received
+    from covey.runtime.calls.transport import CallListener
+    from covey.runtime.members.node import Node
+    from covey.runtime.work import Work
+
+
+class LaneTransport:
+    """Carries the calls of one node over lanes for messages: sealed, and resumed when a connection breaks."""
+
+    def __init__(self, node: Node, listener: CallListener) -> None:
+        """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
+        self._node, self.listener = node, listener
+        self._small = CallLanes(node, "calls", self)
+        self._large = CallLanes(node, "parts of calls", self)
+
+    @property
+    def seat(self) -> Seat:
+        """This node."""
+        return self._node.seat
+
+    def send(self, peer: Seat, data: bytes) -> None:
+        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
+        with contextlib.suppress(ClosedError):
+            self._small.messenger(peer).push(memoryview(data), peer, CALL_TAG)
+
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
+        """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
+        with contextlib.suppress(ClosedError):
+            messenger = self._large.messenger(peer)
+            for part in parts:
+                messenger.push(memoryview(part), peer, tag)
+            messenger.flush()
+
+    def flush(self) -> None:
+        """Give the kernel the messages that were queued."""
+        with contextlib.suppress(ClosedError):
+            self._small.messenger(self.seat).flush()
+
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+        """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
+        try:
+            parts = [np.empty(size, np.uint8) for size in sizes]
+            messenger = self._large.messenger(peer)
+        except MemoryError:
+            self.refuse_parts(peer, tag, len(sizes))
+            then(None)
+            return
+        except ClosedError:
+            then(None)
+            return
+        left = [len(parts)]
+
+        def ended(work: Work[Any]) -> None:
+            if isinstance(error := work.exception(), MismatchError):
+                self.listener.broke_protocol(peer, RemoteProtocolError(f"a part of another size: {error}"))
+            left[0] = -1 if error is not None else left[0] - 1
+            if left[0] in (0, -1):
+                then(None if error is not None else parts)
+
+        for part in parts:
+            messenger.pull(peer, tag, part.data).add_done_callback(ended)
+
+    def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
+        """Let the peer know that the parts of a payload are not wanted."""
+        with contextlib.suppress(ClosedError):
+            messenger = self._large.messenger(peer)
+            for _ in range(count):
+                messenger.pull(peer, tag, memoryview(bytearray()))
+
+    def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
+        """Return the error of a call to a lost peer."""
+        other = self._node.peers.get(peer)
+        host = "" if other is None else other.host_name
+        how = "is gone" if other is None or not other.is_gone else other.how_it_went()
+        text = f"rank {rank} ({host or 'this host'}), which was called, {how}"
+        return PeerLostError(f"{operation}: {text}", rank=rank, host=host, operation=operation)
+
+    def cut_off(self, peer: Seat, error: CoveyError) -> None:
+        """Have nothing more to do with a peer that broke the protocol."""
+        with contextlib.suppress(ClosedError):
+            for lanes in (self._small, self._large):
+                lanes.messenger(peer).part_with(peer, error)
+
+    def shut(self) -> None:
+        """Deliver what was sent, within a few seconds, and free everything."""
+        self._small.shut()
+        self._large.shut()
+
+    # What the lanes report
+
+    def received(self, messages: list[Received]) -> None:
+        """Pass on messages."""
+        self.listener.heard([(Seat(each.source), each.data.tobytes()) for each in messages if each.data is not None])
+
+    def parted(self, peer: Seat) -> None:
+        """Pass on that a peer is gone."""
+        self.listener.lost(peer)
+
+    def close(self) -> None:
+        """Pass on that this node leaves."""
+        self.listener.close()
+
+    def forked(self) -> None:
+        """Pass on that this process is a fork of the one that joined."""
+        self.listener.forked()

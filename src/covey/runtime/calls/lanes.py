@@ -1,0 +1,197 @@
+"""The network of calls: two messengers of the whole run, one for small messages and one for parts of large payloads.
+
+They have connections of their own with each node, opened on first use, so a small message never waits for a payload.
+The ranks of both are seats of the run: calls go on from generation to generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from covey.base.errors import ClosedError, PeerLostError
+from covey.base.numbers import Rank, Seat
+from covey.proto.calling.tags import CALL_TAG
+from covey.runtime.bell import Bell
+from covey.runtime.messages.routing import MessageRouting
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+    from covey.base.errors import CoveyError
+    from covey.proto.message import Received
+    from covey.runtime.fault import Fault
+    from covey.runtime.members.generation import Generation
+    from covey.runtime.members.group_registry import GroupMessage
+    from covey.runtime.members.node import Node
+    from covey.runtime.messages.listening import ListeningMessenger
+    from covey.runtime.messages.messenger import Messenger
+
+FLUSH_SECONDS: Final = 2.0
+"""How long leaving a run may take to deliver the last answers."""
+
+
+class _Seats:
+    """The seats of a run as the ranks of a group: each seat is its own rank, and new ones may come."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __contains__(self, seat: object) -> bool:
+        return seat == self._node.seat or seat in self._node.peers
+
+    def __getitem__(self, seat: Any) -> Any:
+        return seat
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter((self._node.seat, *self._node.peers))
+
+    def __len__(self) -> int:
+        return 1 + len(self._node.peers)
+
+    def describe(self, ranks: tuple[Rank, ...]) -> str:
+        return " and ".join(self._node.generation_table.name_of(Seat(rank)) for rank in ranks)
+
+    @property
+    def rank_of(self) -> dict[Seat, Rank]:
+        return cast("dict[Seat, Rank]", self)
+
+
+class LaneListener(Protocol):
+    """What the lanes of calls report; on any thread."""
+
+    def received(self, messages: list[Received]) -> None: ...
+
+    def parted(self, peer: Seat) -> None: ...
+
+    def close(self) -> None: ...
+
+    def forked(self) -> None: ...
+
+
+class _CallRouting(MessageRouting):
+    """The sockets of one of the two messengers."""
+
+    def __init__(self, owner: CallLanes, bell: Bell) -> None:
+        super().__init__(cast("Any", owner), bell)
+        self._listener = owner.listener
+
+    def _kind(self) -> Callable[..., Messenger]:
+        from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
+
+        return functools.partial(ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received)
+
+    def _give_up(self, rank: int) -> None:
+        super()._give_up(rank)
+        self._listener.parted(Seat(rank))
+
+
+class CallLanes:
+    """One messenger of the run, as its node and its routing see it: a group whose ranks are all seats of the run."""
+
+    is_closed = False
+    generation: Generation | None = None
+    survives = True
+    may_spin = False
+    has_happened = False
+
+    def __init__(self, node: Node, name: str, listener: LaneListener) -> None:
+        self.name, self.listener = name, listener
+        self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
+        self.node: Node | None = node
+        self.config, self.rank = node.config, Rank(node.seat)
+        self.members = self.roster = _Seats(node)
+        self._descriptors: list[int] = []
+        self.routing = _CallRouting(self, Bell(self._descriptors))
+        self._has_messenger = False
+        node.groups.register(self.id, cast("Any", self))
+
+    def messenger(self, peer: Seat) -> ListeningMessenger:
+        """Return the messenger, which takes messages with `peer`; ClosedError once it is closed."""
+        messenger = cast("ListeningMessenger", self.routing.messenger())
+        self._has_messenger = True
+        messenger.grow(peer + 1)
+        return messenger
+
+    def shut(self) -> None:
+        """Deliver what was sent, and close all connections."""
+        with self.routing.lock:
+            is_first, self.is_closed = not self.is_closed, True
+        if is_first and self.node is not None:
+            self.routing.close(time.monotonic() + FLUSH_SECONDS)
+            self.node.groups.forget(self.id, 0)
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
+
+    @property
+    def size(self) -> int:
+        """One more than the highest seat."""
+        return 1 + max(self.members)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the lanes are closed."""
+        return self.is_closed
+
+    @property
+    def failure(self) -> CallLanes:
+        """What tells whether messages have failed as a whole; they never do."""
+        return self
+
+    def require_open(self) -> None:
+        """Raise ClosedError once the lanes are closed."""
+        if self.is_closed:
+            raise ClosedError("this node has left its run; join again")
+
+    def message_error(self) -> CoveyError | None:
+        """Return why all messages fail: they never do."""
+        return None
+
+    def lost_error(self, rank: Rank) -> CoveyError:
+        """Return the error of messages with a lost node."""
+        return PeerLostError(f"{self.roster.describe((rank,))} is gone", rank=rank, operation=self.name)
+
+    def note_raised(self, error: BaseException) -> None:
+        """Do nothing: no error of a message ends the others."""
+
+    # As a group of its node, on the control loop (`members.group_registry.RegisteredGroup`)
+
+    def heard(self, peer: Seat, message: GroupMessage) -> None:
+        """Do nothing: no control message is about calls."""
+
+    def peer_gone(self, peer: Seat, *, left: bool) -> None:
+        """Report a lost node, once all that has arrived from it is read."""
+        if self._has_messenger:
+            self.routing.peer_lost(Rank(peer))
+        else:
+            self.listener.parted(peer)
+
+    def lane_arrived(self, peer: Seat, purpose: str, lane: socket.socket) -> bool:
+        """Use a lane that has opened."""
+        if purpose != "messages" or self.is_closed:
+            return False
+        self.messenger(peer)
+        return self.routing.lane_arrived(Rank(peer), lane)
+
+    def end(self, fault: Fault) -> None:
+        """Do nothing: calls do not end with a generation."""
+
+    def fail(self, fault: Fault) -> None:
+        """Do nothing, as above."""
+
+    def forked(self) -> None:
+        """Forget everything: this process is a fork of the one that joined."""
+        self.is_closed, self.node = True, None
+        self.routing.forked()
+        self.listener.forked()
+
+    def close(self) -> None:
+        """Close with the node."""
+        self.listener.close()

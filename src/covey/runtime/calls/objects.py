@@ -1,0 +1,165 @@
+"""Exported objects, whose methods other nodes may call through handles.
+
+An object is exported until its owner has dropped its own handle, and every node that got one has dropped it or left.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from covey.base.errors import CallRefusedError, RemoteProtocolError
+from covey.runtime import loop as control
+from covey.runtime.calls.functions import CallableFunction, callable_function
+
+if TYPE_CHECKING:
+    from covey.base.numbers import Seat
+    from covey.runtime.calls.work import CallWork
+
+
+class HandleOwner(Protocol):
+    """What handles need of the calls of their node."""
+
+    def call_object(
+        self, owner: Seat, target: int, method: str, args: tuple[Any, ...], named: dict[str, Any], timeout: float | None
+    ) -> CallWork[Any]:
+        """Call a method of an exported object."""
+
+    def drop_handle(self, owner: Seat, target: int) -> None:
+        """Note that a handle is gone. On the control loop."""
+
+
+class Handle:
+    """Stands for an object that some node has exported with `node.export`; its methods run on that node.
+
+    `handle.method(1, 2)` calls a method and returns its result; `handle.call("method", 1, 2, timeout=5)` does so with a
+    timeout, and `handle.call_async` returns at once. Names with a leading underscore cannot be called, except that
+    `handle(...)` calls the object itself. A handle may be an argument or a result of calls between its owner and its
+    holder; on its owner it becomes the object. It is given back when it is no longer used.
+    """
+
+    def __init__(self, node: HandleOwner, owner: Seat, target: int, type_name: str) -> None:
+        self._node, self._owner, self._target, self._type_name = node, owner, target, type_name
+        self._dropped = weakref.finalize(self, control.soon, node.drop_handle, owner, target)
+        self._dropped.atexit = False
+
+    def call(self, method: str, /, *args: Any, timeout: float | None = None, **named: Any) -> Any:
+        """Call a method and return its result; see `Node.call` for the errors."""
+        return self.call_async(method, *args, timeout=timeout, **named).wait_or_cancel()
+
+    def call_async(self, method: str, /, *args: Any, timeout: float | None = None, **named: Any) -> CallWork[Any]:
+        """Start to call a method; the result can be awaited."""
+        if not self._dropped.alive:
+            raise CallRefusedError("this handle was released; its object cannot be called through it any more")
+        return self._node.call_object(self._owner, self._target, method, args, named, timeout)
+
+    def release(self) -> None:
+        """Give the object back now. The handle cannot be used any more."""
+        self._dropped()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **named: self.call(name, *args, **named)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the object itself."""
+        return self.call("__call__", *args, **named)
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self._type_name} {self._target}>"
+
+
+class _Exported:
+    """An object, and which nodes hold how many handles of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.holders: Counter[int] = Counter()
+        self.methods: dict[str, CallableFunction] = {}
+
+
+class ExportedObjects:
+    """The objects that this node has exported. Any thread may call any method."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._lock = threading.Lock()
+        self._objects: dict[int, _Exported] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def export(self, value: Any) -> int:
+        """Keep an object for the handle that this node makes; return its number."""
+        with self._lock:
+            self._last += 1
+            exported = self._objects[self._last] = _Exported(value)
+            exported.holders[self._seat] = 1
+            return self._last
+
+    def hand_out(self, target: int, peer: Seat) -> None:
+        """Note that a node gets one more handle; CallRefusedError if the object was released."""
+        with self._lock:
+            if target not in self._objects:
+                raise CallRefusedError("the object of this handle was released; export it again")
+            self._objects[target].holders[peer] += 1
+
+    def held(self, target: int, peer: Seat) -> Any:
+        """Return an object that a node holds a handle of; CallRefusedError if it holds none."""
+        with self._lock:
+            return self._exported(target, peer).value
+
+    def method(self, target: int, name: str, peer: Seat) -> CallableFunction:
+        """Return the method of an object, for a node that holds a handle of it.
+
+        Raises:
+            CallRefusedError: it holds none, or there is no such public method.
+        """
+        with self._lock:
+            exported = self._exported(target, peer)
+            found = exported.methods.get(name)
+            value = exported.value
+        if found is None:
+            method = getattr(value, name, None) if name == "__call__" or not name.startswith("_") else None
+            if not callable(method):
+                raise CallRefusedError(f"a {type(value).__qualname__} has no public method {name!r}")
+            found = callable_function(name, method)
+            exported.methods[name] = found
+        return found
+
+    def _exported(self, target: int, peer: Seat) -> _Exported:
+        exported = self._objects.get(target)
+        if exported is None or not exported.holders[peer]:
+            raise CallRefusedError(f"object {target} is not exported to this node, or was released")
+        return exported
+
+    def drop(self, target: int, peer: Seat, references: int = 1) -> None:
+        """Note that a node has dropped handles; RemoteProtocolError if it never had so many."""
+        with self._lock:
+            exported = self._objects.get(target)
+            if exported is None or exported.holders[peer] < references:
+                raise RemoteProtocolError(
+                    f"{references} handles of object {target} are dropped, and so many never were"
+                )
+            exported.holders[peer] -= references
+            self._free(target, exported)
+
+    def lost(self, peer: Seat) -> None:
+        """Drop all handles of a node that is gone."""
+        with self._lock:
+            for target, exported in list(self._objects.items()):
+                exported.holders.pop(peer, None)
+                self._free(target, exported)
+
+    def clear(self) -> None:
+        """Drop all objects."""
+        with self._lock:
+            self._objects.clear()
+
+    def _free(self, target: int, exported: _Exported) -> None:
+        if not +exported.holders:
+            del self._objects[target]

@@ -1,0 +1,98 @@
+"""Gives every node its calls: they are awaited from the moment it joins a run, and loaded when the first one is made.
+
+Most programs make no calls, and what serves them takes as long to load as the rest of covey.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from covey.runtime.calls.lane_transport import LaneTransport
+
+if TYPE_CHECKING:
+    from covey.base.config import GroupConfig
+    from covey.base.errors import CoveyError
+    from covey.base.numbers import Seat
+    from covey.runtime.calls.service import CallService
+    from covey.runtime.members.node import Node
+
+
+class AwaitedCalls:
+    """The calls of one node before the first one is made or comes: makes the service then. Any thread may call it."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._making = threading.Lock()
+        self._service: CallService | None = None
+        self._lost: set[Seat] = set()
+        self._is_closed = False
+        self._transport = LaneTransport(node, self)
+
+    def service(self) -> CallService:
+        """Return the service; make it on first use."""
+        with self._making:
+            if self._service is None:
+                from covey.runtime.calls.service import CallService
+
+                self._service = CallService(lambda _: self._transport, self._node.config, self._node.run)
+                self._transport.listener = self._service
+                for peer in self._lost:
+                    self._service.lost(peer)
+                if self._is_closed:
+                    self._service.close()
+            return self._service
+
+    # What the transport reports until there is a service
+
+    def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Pass on messages of other nodes."""
+        self.service().heard(messages)
+
+    def lost(self, peer: Seat) -> None:
+        """Note that a node is gone."""
+        with self._making:
+            self._lost.add(peer)
+            service = self._service
+        if service is not None:
+            service.lost(peer)
+
+    def broke_protocol(self, peer: Seat, error: CoveyError) -> None:
+        """Pass on that a node broke the protocol."""
+        self.service().broke_protocol(peer, error)
+
+    def forked(self) -> None:
+        """Make the calls unusable: this process is a fork of the one that joined."""
+        self._making, self._is_closed = threading.Lock(), True  # a thread of the parent may have held the lock
+        if self._service is not None:
+            self._service.forked()
+
+    def close(self) -> None:
+        """Free the lanes."""
+        with self._making:
+            self._is_closed = True
+            service = self._service
+        if service is not None:
+            service.close()
+        else:
+            self._transport.shut()
+
+
+def await_calls(node: Node) -> None:
+    """Have calls of other nodes answered from now on."""
+    if node.calls is None:
+        node.calls = AwaitedCalls(node)
+
+
+def serve_calls(node: Node) -> CallService:
+    """Return the calls of a node."""
+    await_calls(node)
+    assert isinstance(node.calls, AwaitedCalls)
+    return node.calls.service()
+
+
+def calls_alone(config: GroupConfig, name: str) -> CallService:
+    """Return the calls of a node that is alone: it can call itself."""
+    from covey.runtime.calls.service import CallService
+
+    return CallService(lambda _: None, config, name)

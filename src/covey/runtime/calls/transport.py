@@ -1,0 +1,138 @@
+"""What calls need of the network: small messages in order, and parts of payloads beside them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from covey.base.errors import PeerLostError
+from covey.base.numbers import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.base.errors import CoveyError
+
+
+class CallListener(Protocol):
+    """What a transport reports; on any thread."""
+
+    def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Take messages and their senders. One thread at a time reports those of a peer, in order."""
+
+    def lost(self, peer: Seat) -> None:
+        """Note that a peer is gone for good."""
+
+    def broke_protocol(self, peer: Seat, error: CoveyError) -> None:
+        """Note that a peer sent what no correct node sends."""
+
+    def close(self) -> None:
+        """Note that this node leaves its run."""
+
+    def forked(self) -> None:
+        """Note that this process is a fork of the one that joined, and cannot use its calls."""
+
+
+class CallTransport(Protocol):
+    """Connects one node with the others. No method waits for the network. Messages to a lost peer are dropped."""
+
+    @property
+    def seat(self) -> Seat:
+        """This node."""
+
+    def send(self, peer: Seat, data: bytes) -> None:
+        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
+
+    def flush(self) -> None:
+        """Send the messages that were queued."""
+
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
+        """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
+
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+        """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
+
+    def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
+        """Let the peer know that the parts of a payload are not wanted."""
+
+    def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
+        """Return the error of a call to a lost peer."""
+
+    def cut_off(self, peer: Seat, error: CoveyError) -> None:
+        """Have nothing more to do with a peer that broke the protocol."""
+
+    def shut(self) -> None:
+        """Deliver what was sent, within a few seconds, and free everything."""
+
+
+class Loopback:
+    """The transport of a node that may call itself: its own messages stay here, all others go to another transport."""
+
+    def __init__(self, listener: CallListener, others: CallTransport | None) -> None:
+        """Without `others` the node is alone."""
+        self._listener, self._others = listener, others
+        self.seat = Seat(0) if others is None else others.seat
+        """This node."""
+        self._has_queued = False
+        self._parts: dict[int, deque[list[Any]]] = {}
+        """By tag: parts that this node sent to itself, as copies: the function must not change its caller's arrays."""
+
+    def send(self, peer: Seat, data: bytes) -> None:
+        """Queue a message for another node, or deliver it here."""
+        if peer == self.seat:
+            self._listener.heard([(peer, data)])
+        elif self._others is not None:
+            self._has_queued = True
+            self._others.send(peer, data)
+
+    def flush(self) -> None:
+        """Send the messages that were queued."""
+        if self._has_queued and self._others is not None:
+            self._has_queued = False
+            self._others.flush()
+
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
+        """Send the parts of a payload; before the message that they belong to."""
+        if peer == self.seat:
+            self._parts.setdefault(tag, deque()).append([np.frombuffer(part, np.uint8).copy() for part in parts])
+        elif self._others is not None:
+            self._others.send_parts(peer, tag, parts)
+
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+        """Receive the parts of a payload."""
+        if peer == self.seat:
+            then(self._take(tag))
+        elif self._others is not None:
+            self._others.fetch_parts(peer, tag, sizes, then)
+
+    def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
+        """Let the peer know that the parts of a payload are not wanted."""
+        if peer == self.seat:
+            self._take(tag)
+        elif self._others is not None:
+            self._others.refuse_parts(peer, tag, count)
+
+    def _take(self, tag: int) -> list[Any]:
+        waiting = self._parts[tag]
+        parts = waiting.popleft()
+        if not waiting:
+            del self._parts[tag]
+        return parts
+
+    def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
+        """Return the error of a call to a lost peer."""
+        if self._others is not None:
+            return self._others.lost_error(peer, rank, operation)
+        return PeerLostError(f"{operation}: this node is alone", rank=rank, operation=operation)
+
+    def cut_off(self, peer: Seat, error: CoveyError) -> None:
+        """Have nothing more to do with a peer that broke the protocol."""
+        if self._others is not None and peer != self.seat:
+            self._others.cut_off(peer, error)
+
+    def shut(self) -> None:
+        """Deliver what was sent, and free everything."""
+        if self._others is not None:
+            self._others.shut()

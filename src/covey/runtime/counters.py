@@ -1,0 +1,217 @@
+"""Counters of groups and of the process, as plain integers: the code that counts adds to them, and nothing else.
+
+A group's counters change on the thread that uses the group, those of its messages under the messenger's lock, and those
+of the process on the control loop. Any thread may read them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from covey.proto.message import Receive
+from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
+from covey.wire.messages import NAME_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from covey.base.numbers import Seat
+    from covey.proto.message import Operation
+
+NO_LANE: Final = "none"
+"""The kind of lane of traffic before any lane was opened."""
+
+CODECS_LIMIT: Final = 32
+"""Codecs that are counted each for itself."""
+
+
+class MessageTraffic:
+    """The messages of one group on this rank."""
+
+    __slots__ = ("received", "received_bytes", "sent", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.sent = self.sent_bytes = self.received = self.received_bytes = 0
+
+    def began(self, view: memoryview) -> None:
+        """Count a message whose send begins."""
+        self.sent += 1
+        self.sent_bytes += view.nbytes
+
+    def ended(self, operations: Iterable[Operation]) -> None:
+        """Count those of the ended operations that have received a message."""
+        for operation in operations:
+            if isinstance(operation, Receive) and operation.result is not None:
+                payload = operation.out if operation.result.data is None else operation.result.data
+                self.received += 1
+                self.received_bytes += 0 if payload is None else len(payload)
+
+
+class CodecTraffic(NamedTuple):
+    """What the operations compressed with one codec have sent from this rank."""
+
+    operations: int
+    sent_bytes: int
+    plain_bytes: int
+    """What would have been sent without compression."""
+
+
+class GroupCounters:
+    """The counters of one group on this rank; the group's engine owns them."""
+
+    def __init__(self, name: str, rank: int, seats: Sequence[Seat], *, is_native: bool) -> None:
+        """`seats` are the positions in the run of the group's ranks."""
+        self.name, self.rank, self.seats = name, rank, tuple(seats)
+        self.recorder: Any = make_recorder(len(seats), is_native=is_native)
+        self.messages = MessageTraffic()
+        self.codecs: dict[str, CodecTraffic] = {}
+        self.fault = ""
+        """Why the group has ended, if it failed."""
+        self.is_over = False
+        """Whether the group is closed or was dropped. Its numbers stay in those of the process."""
+        self._kinds: dict[int, str] = {}
+        """By rank: the kind of the lane that was opened last."""
+        self._earlier: list[tuple[int, str, RankTraffic]] = []
+        """Traffic with a rank at the time when a lane of another kind replaced one of this kind."""
+
+    def lane_opened(self, rank: int, kind: str) -> None:
+        """Note that a lane to a rank was opened: what moves from now on moves over this kind."""
+        before = self._kinds.get(rank, kind)
+        if before != kind:
+            self._earlier.append((rank, before, self.recorder.traffic()[rank]))
+        self._kinds[rank] = kind
+        process.lanes[kind] += 1
+
+    def compressed(self, codec: str, sent_bytes: int, plain_bytes: int) -> None:
+        """Count an operation that was compressed."""
+        codec = codec.encode("ascii", "replace").decode()[:NAME_LIMIT]
+        if codec not in self.codecs and len(self.codecs) >= CODECS_LIMIT:
+            codec = "other"
+        before = self.codecs.get(codec, CodecTraffic(0, 0, 0))
+        self.codecs[codec] = CodecTraffic(
+            before.operations + 1, before.sent_bytes + sent_bytes, before.plain_bytes + plain_bytes
+        )
+
+    def traffic(self) -> dict[tuple[Seat, str], RankTraffic]:
+        """Return what was moved, by the seat of the other rank and the kind of lane."""
+        found: dict[tuple[Seat, str], RankTraffic] = {}
+        totals = self.recorder.traffic()
+        done = [RankTraffic(0, 0, 0, 0)] * len(totals)
+        for rank, kind, until in list(self._earlier):
+            _add_traffic(found, (self.seats[rank], kind), _minus(until, done[rank]))
+            done[rank] = until
+        for rank, total in enumerate(totals):
+            if any(rest := _minus(total, done[rank])):
+                _add_traffic(found, (self.seats[rank], self._kinds.get(rank, NO_LANE)), rest)
+        return found
+
+
+class Totals:
+    """The sum of the counters of several groups."""
+
+    def __init__(self) -> None:
+        self.operations: dict[int, OperationTotals] = {}
+        self.traffic: dict[tuple[Seat, str], RankTraffic] = {}
+        self.messages = MessageTraffic()
+        self.codecs: dict[str, CodecTraffic] = {}
+
+    def add(self, group: GroupCounters) -> None:
+        """Add the counters of a group."""
+        self.add_operations(group.recorder.totals())
+        for key, traffic in group.traffic().items():
+            _add_traffic(self.traffic, key, traffic)
+        for name in MessageTraffic.__slots__:
+            setattr(self.messages, name, getattr(self.messages, name) + getattr(group.messages, name))
+        for codec, numbers in list(group.codecs.items()):
+            before = self.codecs.get(codec, CodecTraffic(0, 0, 0))
+            self.codecs[codec] = CodecTraffic(*(a + b for a, b in zip(before, numbers, strict=True)))
+
+    def add_operations(self, totals: Iterable[OperationTotals]) -> None:
+        for more in totals:
+            before = self.operations.get(more.operation)
+            if before is None:
+                before = OperationTotals(more.operation, 0, 0, 0, 0, 0, (0,) * BUCKETS)
+            buckets = tuple(a + b for a, b in zip(before.buckets, more.buckets, strict=True))
+            sums = (a + b for a, b in zip(before[1:6], more[1:6], strict=True))
+            self.operations[more.operation] = OperationTotals(more.operation, *sums, buckets)  # type: ignore[call-arg, arg-type]
+
+    def copy(self) -> Totals:
+        """Return totals that can be added to."""
+        copy = Totals()
+        copy.operations, copy.traffic, copy.codecs = dict(self.operations), dict(self.traffic), dict(self.codecs)
+        for name in MessageTraffic.__slots__:
+            setattr(copy.messages, name, getattr(self.messages, name))
+        return copy
+
+
+class ProcessCounters:
+    """The counters of this process, and the groups in it."""
+
+    def __init__(self) -> None:
+        self.heartbeats_sent = self.heartbeats_answered = self.suspicions = self.elections = 0
+        self.calls_made = self.calls_failed = self.calls_served = 0
+        self.recovery_seconds = 0.0
+        self.lanes: Counter[str] = Counter()
+        """Lanes of collectives that were opened, by kind."""
+        self.events: Counter[str] = Counter()
+        """Events of the run, by kind."""
+        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The nodes of this process (`members.node`): mostly one."""
+        self._lock = threading.Lock()
+        self._groups: list[GroupCounters] = []
+        self._past = Totals()
+        """Of the groups that are over."""
+
+    def register(self, group: GroupCounters) -> None:
+        """Count a new group among those of the process. Groups that are over free their memory here."""
+        with self._lock:
+            self._sweep()
+            self._groups.append(group)
+
+    def sweep(self) -> None:
+        """Keep only the totals of the groups that are over."""
+        with self._lock:
+            self._sweep()
+
+    def groups(self) -> list[GroupCounters]:
+        """Return the counters of the open groups, in the order in which the groups were made."""
+        with self._lock:
+            self._sweep()
+            return list(self._groups)
+
+    def totals(self) -> Totals:
+        """Return the sum over all groups that this process has had."""
+        with self._lock:
+            self._sweep()
+            total = self._past.copy()
+            for group in self._groups:
+                total.add(group)
+            return total
+
+    def _sweep(self) -> None:
+        for group in [group for group in self._groups if group.is_over]:
+            self._past.add(group)
+            self._groups.remove(group)
+
+    def forked(self) -> None:
+        """Begin anew in a forked child, in which nothing has happened yet."""
+        self.__init__()  # type: ignore[misc]
+
+
+process: Final = ProcessCounters()
+
+
+def _minus(traffic: RankTraffic, before: RankTraffic) -> RankTraffic:
+    return RankTraffic(*(a - b for a, b in zip(traffic, before, strict=True)))
+
+
+def _add_traffic(traffic: dict[tuple[Seat, str], RankTraffic], key: tuple[Seat, str], more: RankTraffic) -> None:
+    before = traffic.get(key, RankTraffic(0, 0, 0, 0))
+    traffic[key] = RankTraffic(*(a + b for a, b in zip(before, more, strict=True)))
+
+
+os.register_at_fork(after_in_child=process.forked)

@@ -1,0 +1,277 @@
+"""`Node`, the public face of this process in its run: who is there, and calls between nodes.
+
+A node belongs to a group, whose ranks name the other nodes. The groups of one process share their registered functions
+and exported objects, also from generation to generation.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from covey.base.errors import ConfigError
+from covey.runtime.calls.caller import Caller, current_caller
+from covey.runtime.events import KINDS
+from covey.runtime.group import observing
+from covey.runtime.group.following import check_kinds, follow
+from covey.runtime.group.store import RunStore
+from covey.wire.call_values import ANYTHING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable
+
+    from covey.base.numbers import Rank
+    from covey.runtime.calls.objects import Handle
+    from covey.runtime.calls.service import CallService
+    from covey.runtime.calls.work import CallStream, CallWork
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.events import Event
+    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
+    from covey.wire.call_values import ValueDecoder
+
+    Peer = int | str | bytes
+    """A node: its rank in the group, its name, or its id."""
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class Node:
+    """This process in its run: functions that other nodes may call, and calls to theirs. See `group.node`.
+
+    Other nodes are named by their rank in the group, their name, or their id. Nothing can be called until it is
+    registered. Arguments and results are what msgspec encodes (numbers, text, bytes, containers, dataclasses, dates),
+    numpy arrays, torch CPU tensors and handles. The annotations of the function that is called say what its arguments
+    become, and wrong ones are refused; nothing is pickled. Arrays that are sent must not change until the call is over.
+    Methods may be called on any thread; a blocking one must not be called on an event loop.
+
+    Calls may raise:
+        RemoteCallError: the function raised.
+        CallRefusedError: there is no such function, its arguments do not fit, or something is too large to be sent.
+        DeadlineError: there was no result within `timeout` seconds (default: the group's timeout).
+        CallCancelledError: the call was cancelled.
+        PeerLostError: the node was lost, or has left.
+        ClosedError: this node or the called one leaves the run.
+        TypeError: an argument cannot be sent.
+    """
+
+    def __init__(self, engine: Engine, service: CallService) -> None:
+        self._engine, self._service = engine, service
+
+    def __repr__(self) -> str:
+        return f"<Node of rank {self._engine.rank} of {self._engine.size} in {self._engine.name!r}>"
+
+    # Who is there
+
+    @property
+    def id(self) -> str:
+        """The public key of this node, in hexadecimal; empty in a run that uses a launcher's token."""
+        return self.members[self._engine.rank].id
+
+    @property
+    def name(self) -> str:
+        """The name of this node."""
+        return self.members[self._engine.rank].name
+
+    @property
+    def leader(self) -> int | None:
+        """The rank that leads when members agree on views; None if it is not in this group, or not known now."""
+        generation = self._engine.generation
+        leads = None if generation is None else generation.view_driver.leader()
+        if generation is None or leads is None:
+            return None
+        return self._engine.roster.rank_of.get(generation.seats[leads])
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the group by rank, lost ones included: names, machines and what these have."""
+        return observing.members(self._engine)
+
+    def hosts(self) -> dict[str, tuple[int, ...]]:
+        """Return the live ranks of each machine, by its name, in the order of their first ranks."""
+        return observing.hosts(self._engine)
+
+    def links(self) -> tuple[PeerLink, ...]:
+        """Return how this node reaches the other live members: lane, interface, round trip, speed."""
+        return observing.links(self._engine)
+
+    def health(self) -> tuple[MemberHealth, ...]:
+        """Return the state of each member by rank, as this node knows it: since when, and why."""
+        return observing.health(self._engine)
+
+    def on_event(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
+        """Call `listener(event)` for every event of these kinds from now on, on a thread of covey's."""
+        check_kinds(kinds)
+        if self._engine.node is not None:
+            self._engine.node.events.listen(listener, frozenset(kinds))
+
+    async def events(self, kinds: Collection[str] = KINDS) -> AsyncIterator[Event]:
+        """Yield the last events of these kinds, and then new ones as they come, until the run is over here.
+
+        A reader that falls behind by more than a thousand events misses the oldest ones.
+        """
+        check_kinds(kinds)
+        if self._engine.node is not None:
+            async for event in follow(self._engine.node.events, frozenset(kinds)):
+                yield event
+
+    @functools.cached_property
+    def store(self) -> RunStore:
+        """The key-value store of the run."""
+        return RunStore(self._engine)
+
+    # Functions of this node
+
+    def register(self, name: str, function: Callable[..., Any]) -> None:
+        """Let other nodes call `function`: a plain or an asynchronous one, or a generator of either kind for `stream`.
+
+        Plain functions run on threads, asynchronous ones on an event loop of covey's own; up to 64 run at a time.
+
+        Raises:
+            ConfigError: the name is taken, or the annotations cannot be used.
+        """
+        self._service.functions.register(name, function)
+
+    def unregister(self, name: str) -> None:
+        """Let other nodes no longer call the function of this name; calls that have begun go on."""
+        self._service.functions.unregister(name)
+
+    @overload
+    def rpc(self, function: F, /) -> F: ...
+
+    @overload
+    def rpc(self, function: str | None = None, /) -> Callable[[F], F]: ...
+
+    def rpc(self, function: Any = None, /) -> Any:
+        """Register a function under its own name, or under the given one: `@node.rpc`, or `@node.rpc("name")`."""
+        if function is None or isinstance(function, str):
+
+            def register(named: F) -> F:
+                self.register(function or named.__name__, named)
+                return named
+
+            return register
+        self.register(function.__name__, function)
+        return function
+
+    def export(self, value: Any) -> Handle:
+        """Return a handle of an object, which can be sent to other nodes: they can call its public methods.
+
+        The object is kept until this handle and all those that other nodes hold are dropped, or their nodes left.
+        """
+        return self._service.export(value)
+
+    def caller(self) -> Caller:
+        """Return the call that the running function serves: which rank called, and whether it still waits.
+
+        Raises:
+            ConfigError: the caller of this method is not a function that another node called.
+        """
+        caller = current_caller.get()
+        if caller is None:
+            raise ConfigError("node.caller() works inside of a function that another node has called")
+        caller.rank = self._engine.roster.rank_of.get(caller.seat, -1)
+        return caller
+
+    # Functions of other nodes
+
+    def call(
+        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> Any:
+        """Call a function of another node and return its result.
+
+        `function` is a name, or a function that is registered here under the same name as there. The result is decoded
+        by the annotation of the function that is registered here under this name, if there is one.
+        """
+        return self.call_async(peer, function, *args, timeout=timeout, **named).wait_or_cancel()
+
+    def call_async(
+        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> CallWork[Any]:
+        """Start a call; the work that it returns can be waited for, awaited and cancelled."""
+        rank, name, decoder = self._rank(peer), *self._name(function)
+        seat = self._engine.members[rank]
+        return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+
+    def stream(
+        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> CallStream[Any]:
+        """Call a generator of another node; iterate over the result with `for` or `async for`.
+
+        The generator runs a few items ahead of the reader. `timeout` is for the whole stream.
+        """
+        rank, name, decoder = self._rank(peer), *self._name(function)
+        seat = self._engine.members[rank]
+        return self._service.stream(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+
+    def broadcast_call(
+        self,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        peers: Iterable[Peer] | None = None,
+        timeout: float | None = None,
+        return_exceptions: bool = False,
+        **named: Any,
+    ) -> dict[int, Any]:
+        """Call a function of several nodes at the same time (default: all other ranks); return the results by rank.
+
+        All calls end before this returns. With `return_exceptions` the errors are among the results; otherwise the one
+        of the lowest rank is raised.
+        """
+        engine = self._engine
+        chosen = set(engine.live) - {engine.rank} if peers is None else set(map(self._rank, peers))
+        works = {rank: self.call_async(rank, function, *args, timeout=timeout, **named) for rank in sorted(chosen)}
+        results: dict[int, Any] = {}
+        try:
+            errors = {rank: work.exception() for rank, work in works.items()}
+        except BaseException:  # Ctrl-C
+            for work in works.values():
+                work.cancel()
+            raise
+        for rank, error in errors.items():
+            if error is not None and not return_exceptions:
+                raise error
+            results[rank] = works[rank].wait() if error is None else error
+        return results
+
+    def proxy(self, peer: Peer, *, timeout: float | None = None) -> NodeProxy:
+        """Return an object whose methods are the functions of another node: `node.proxy(1).add(2, 3)`."""
+        return NodeProxy(self, peer, timeout)
+
+    # Helpers
+
+    def _name(self, function: str | Callable[..., Any]) -> tuple[str, ValueDecoder]:
+        functions = self._service.functions
+        name = function if isinstance(function, str) else functions.name_of(function)
+        here = functions.get(name)
+        return name, ANYTHING if here is None else here.signature.result
+
+    def _rank(self, peer: Peer) -> Rank:
+        """Return the rank of a node; ConfigError if there is none, or several."""
+        engine = self._engine
+        if isinstance(peer, int) and not isinstance(peer, bool):
+            if peer not in engine.ranks:
+                raise ConfigError(f"there is no rank {peer} in a group of {engine.size}")
+            return engine.ranks[peer]
+        card = None if engine.node is None else engine.node.card
+        known = [(rank, engine.roster.peer(rank) or card) for rank in engine.ranks]
+        found = [rank for rank, each in known if each is not None and peer in (each.name, each.id)]
+        if len(found) != 1 or not peer:
+            what = "several nodes are" if found and peer else "no node is"
+            raise ConfigError(f"{what} named {peer!r} in this group; use the rank of one")
+        return found[0]
+
+
+class NodeProxy:
+    """The functions of another node as methods."""
+
+    def __init__(self, node: Node, peer: Peer, timeout: float | None) -> None:
+        self._node, self._peer, self._timeout = node, peer, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **named: self._node.call(self._peer, name, *args, timeout=self._timeout, **named)
+
+    def __repr__(self) -> str:
+        return f"<Proxy of {self._peer!r}>"

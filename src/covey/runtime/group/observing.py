@@ -1,0 +1,175 @@
+"""Who is in a group and how they are: members, hosts, links and health, as this node knows them.
+
+Everything here is a snapshot. It is read without asking other nodes: facts came with the links, states are those that
+this node acts on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.base.version import __version__
+from covey.net import tcp
+from covey.net.discovery.interfaces import all_interfaces
+from covey.net.hardware import hardware
+from covey.net.lanes.stream import SocketLane
+
+if TYPE_CHECKING:
+    from covey.base.numbers import Rank
+    from covey.net.discovery.interfaces import Interface
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.members.peers import Peer
+    from covey.wire.messages import Hardware
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a group."""
+
+    rank: int
+    name: str
+    id: str
+    """Its public key, in hexadecimal; empty in a run that uses a launcher's token."""
+    host: str
+    """The name of its machine."""
+    pid: int
+    addresses: tuple[str, ...]
+    """Where it listens, as "address:port"."""
+    cores: int
+    """Cores that the process may use; 0 if it did not say, as old versions of covey do not."""
+    memory_bytes: int
+    accelerators: tuple[str, ...]
+    platform: str
+    version: str
+    """Of covey."""
+
+
+@dataclass(frozen=True)
+class MemberHealth:
+    """The state of a member, as this node knows it."""
+
+    rank: int
+    state: str
+    """`active`; `suspected`: it is not heard; `leaving`, `left`; `lost`; `excluded`: the group continues without it."""
+    since: float
+    """When the state began, in seconds since 1970."""
+    why: str
+    """The reason, if the state is a bad one."""
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """How this node reaches another member."""
+
+    rank: int
+    lane: str
+    """The kind of lane: shm, unix, tcp, secure or memory."""
+    interface: str
+    """The network interface of this machine; empty for a member on this machine."""
+    medium: str
+    """`wired`, `wireless`, `virtual`, `unknown`; `local` for a member on this machine."""
+    round_trip: float | None
+    """Seconds; None before it was measured."""
+    bytes_per_second: float | None
+    """How fast the lane has sent while it had something to send; None if it has sent nothing, or shares memory."""
+
+
+def members(engine: Engine) -> tuple[Member, ...]:
+    """Return all members of a group, lost ones included, by rank."""
+    return tuple(_member(engine, rank) for rank in engine.ranks)
+
+
+def _member(engine: Engine, rank: Rank) -> Member:
+    node, peer = engine.node, engine.roster.peer(rank)
+    if node is None or peer is None:
+        card = None if node is None else node.card
+        name, host = ("", os.uname().nodename) if card is None else (card.name, card.host_name)
+        identity = b"" if card is None else card.id
+        pid, version, contact = os.getpid(), __version__, None if card is None else card.contact
+        facts: Hardware | None = hardware()
+    else:
+        name, host, identity, pid = peer.name, peer.host_name, peer.id, peer.pid
+        facts, version, contact = peer.hardware, peer.version, peer.contact
+    addresses = () if contact is None else contact.addresses
+    return Member(
+        rank,
+        name,
+        identity.hex(),
+        host,
+        pid,
+        tuple(f"[{each.ip}]:{each.port}" if ":" in each.ip else f"{each.ip}:{each.port}" for each in addresses),
+        0 if facts is None else facts.cores,
+        0 if facts is None else facts.memory,
+        () if facts is None else facts.accelerators,
+        "" if facts is None else facts.platform,
+        version,
+    )
+
+
+def hosts(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Return the live ranks of each machine, in the order of their first ranks.
+
+    Two machines of one name are told apart by a number after the name.
+    """
+    by_host: dict[str, list[Rank]] = {}
+    for rank in engine.live:
+        by_host.setdefault(host_of(engine, rank), []).append(rank)
+    named: dict[str, tuple[int, ...]] = {}
+    for ranks in by_host.values():
+        name = engine.roster.host_name(ranks[0]) or os.uname().nodename
+        same = sum(1 for other in named if other == name or other.startswith(f"{name}#"))
+        named[f"{name}#{same + 1}" if same else name] = tuple(ranks)
+    return named
+
+
+def host_of(engine: Engine, rank: Rank) -> str:
+    """Return what is equal for ranks that can share memory."""
+    node, peer = engine.node, engine.roster.peer(rank)
+    if node is None:
+        return ""
+    contact = node.card.contact if peer is None else peer.contact
+    return "" if contact is None else contact.host
+
+
+def health(engine: Engine) -> tuple[MemberHealth, ...]:
+    """Return the state of every member, by rank; this node itself is active."""
+    return tuple(_health(engine.roster.peer(rank), rank) for rank in engine.ranks)
+
+
+def _health(peer: Peer | None, rank: Rank) -> MemberHealth:
+    if peer is None:
+        return MemberHealth(rank, "active", _STARTED, "")
+    state = "left" if peer.state.value == "released" else peer.state.value
+    why = "" if state == "active" else peer.failure or peer.reason
+    if not why and peer.is_suspected:
+        why = "it is not heard"
+    return MemberHealth(rank, state, peer.since, why)
+
+
+_STARTED = time.time()
+
+
+def links(engine: Engine) -> tuple[PeerLink, ...]:
+    """Return how this node reaches the other live members."""
+    interfaces = all_interfaces()
+    return tuple(_link(engine, rank, interfaces) for rank in engine.live if rank != engine.rank)
+
+
+def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
+    peer, lane = engine.roster.peer(rank), engine.attempt.open_lane(rank)
+    assert peer is not None
+    kind = engine.roster.lane_kind(rank) if lane is None else lane.kind
+    link = peer.link
+    own = "" if link is None else link.local_ip
+    is_here = engine.node is not None and host_of(engine, rank) == engine.node.host
+    found = None if is_here else next((each for each in interfaces if own and own in each.addresses), None)
+    medium = "local" if is_here else "unknown" if found is None else found.kind
+    rate = None
+    if isinstance(lane, SocketLane):
+        speeds = [speed for sock in lane.sockets() if (speed := tcp.sending_speed(sock)) is not None]
+        rate = sum(speeds) if speeds else None
+    round_trip = next((taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0), None)
+    return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate)

@@ -1,0 +1,175 @@
+"""The flight recorder's output: the last operations of this process, for other processes and for files.
+
+A file is written when a group fails and when the process gets SIGUSR1. `covey trace` reads such files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError
+from covey.base.text import printable
+from covey.net import home
+from covey.net.descriptors import explain
+from covey.runtime import loop as control
+from covey.runtime.counters import process
+from covey.runtime.recorder import clock_ns
+from covey.wire import flight as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.runtime.counters import GroupCounters
+
+logger = logging.getLogger("covey")
+
+SUFFIX: Final = ".covey-trace"
+NOTE: Final = "`covey trace` shows the last operations:"
+"""Begins the note of an error that names a file."""
+FILES_LIMIT: Final = 64
+"""Files that are kept; older ones are removed."""
+
+
+def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
+    """Return the last operations of these groups of the process. On any thread."""
+    node: Any = next(iter(list(process.nodes)), None)
+    card = None if node is None else node.card
+    now = clock_ns()
+    return wire.Flight(
+        run="" if node is None else node.run,
+        name="" if card is None else card.name,
+        host="" if card is None else card.contact.host,
+        host_name=_ascii(socket.gethostname() if card is None else card.host_name),
+        pid=os.getpid(),
+        seat=groups[0].seats[groups[0].rank] if groups else 0 if node is None else node.seat,
+        clock_ns=time.time_ns() - now,
+        taken_ns=now,
+        offsets=() if node is None else tuple(node.clocks.offsets().items()),
+        groups=tuple(map(_flown, groups[: wire.GROUPS_LIMIT])),
+    )
+
+
+def _flown(group: GroupCounters) -> wire.FlownGroup:
+    operations = tuple(wire.FlownOperation(*record) for record in group.recorder.records(0))
+    return wire.FlownGroup(group.name, group.rank, len(group.seats), group.fault, operations)
+
+
+def _ascii(name: str) -> str:
+    return name.encode("ascii", "replace").decode()[:100]
+
+
+# Files
+
+
+def folder() -> Path:
+    """Return the folder of the files, `traces` in covey's configuration folder; make it if it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or used.
+    """
+    return home.private_folder(home.home() / "traces")
+
+
+def path_for(taken: wire.Flight) -> Path:
+    """Return the path of a new file; ConfigError if its folder cannot be used."""
+    rank = taken.groups[0].rank if taken.groups else taken.seat
+    run = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in taken.run)[:60] or "run"
+    return folder() / f"{run}-rank{rank}-{taken.pid}-{time.time_ns()}{SUFFIX}"
+
+
+def store(taken: wire.Flight, path: Path) -> None:
+    """Write the last operations of a process to a new file, and remove the oldest files.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(wire.encode(taken))
+    except OSError as error:
+        text = f"cannot write {path}: {explain(error)}; make room, or set COVEY_HOME elsewhere"
+        raise ConfigError(text) from error
+    _remove_old(path.parent)
+
+
+def _remove_old(place: Path) -> None:
+    with contextlib.suppress(OSError):  # another process removes files as well
+        files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-FILES_LIMIT]:
+            path.unlink(missing_ok=True)
+
+
+def write_failed(group: GroupCounters, error: BaseException) -> None:
+    """Write the last operations of a group that has failed, and name the file in the error. On any thread."""
+    if not group.recorder.records(0):
+        return
+    group.fault = printable(f"{type(error).__name__}: {error}", 8 * 1000)
+    taken = flight([group])
+    try:
+        path = path_for(taken)
+        if control.is_here():  # which must not wait for a disk
+            threading.Thread(target=_store_in_background, args=(taken, path), name="covey-trace", daemon=True).start()
+        else:
+            store(taken, path)
+    except (ConfigError, RuntimeError) as problem:  # no folder, no room, no more threads
+        logger.info("the last operations of group %r could not be written: %s", group.name, problem)
+    else:
+        error.add_note(f"{NOTE} {path}")
+
+
+def _store_in_background(taken: wire.Flight, path: Path) -> None:
+    try:
+        store(taken, path)
+    except ConfigError as problem:
+        logger.info("the last operations could not be written: %s", problem)
+
+
+# SIGUSR1
+
+
+def write_on_signal() -> None:
+    """Write a file whenever the process gets SIGUSR1, unless the program handles that signal itself.
+
+    Python can set signal handlers on its main thread only; on other threads this does nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _is_caught(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, _signalled)
+
+
+def _is_caught(signum: int) -> bool:
+    """Tell whether the process has a handler that Python does not know, such as that of `faulthandler.register`."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text().splitlines()
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) & 1 << (signum - 1))
+    return False
+
+
+def _signalled(_signum: int, _frame: object) -> None:
+    control.soon(_start_writing)  # the thread that was interrupted may hold any lock
+
+
+def _start_writing() -> None:
+    threading.Thread(target=write_all, name="covey-trace", daemon=True).start()
+
+
+def write_all() -> None:
+    """Write the last operations of all groups, and log where."""
+    try:
+        taken = flight(process.groups())
+        path = path_for(taken)
+        store(taken, path)
+    except ConfigError as error:
+        logger.warning("the last operations could not be written: %s", error)
+    else:
+        logger.warning("the last operations are in %s", path)

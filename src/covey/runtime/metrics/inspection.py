@@ -1,0 +1,50 @@
+"""Answers to `messages.Inspect`: the metrics and the last operations of this process.
+
+A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
+to encode, on the control loop, so a process answers such nodes a few times a second.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from covey.base.pace import Bucket, Buckets
+from covey.runtime.counters import process
+from covey.runtime.metrics.flight import flight
+from covey.runtime.metrics.samples import samples
+from covey.wire import flight as wire
+from covey.wire import messages
+
+RATE, BURST = 10.0, 64.0
+"""Answers a second to one key, and at once: `covey trace` asks once for each group."""
+TOTAL_RATE, TOTAL_BURST = 20.0, 128.0
+"""The same for all keys together: a holder of the secret can make any number of keys."""
+METRICS: Final = "metrics"
+OPERATIONS: Final = "operations"
+
+
+class PacedAnswers:
+    """Answers nodes of the cluster, within limits. On the control loop."""
+
+    def __init__(self) -> None:
+        self._by_key = Buckets(RATE, BURST)
+        self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
+
+    def answer(self, question: messages.Inspect, key: bytes) -> messages.Inspected:
+        """Return the answer to the node with this key; it has no pages if the node, or all together, ask too often."""
+        now = time.monotonic()
+        if self._by_key.take(key, now) and self._total.take(now):
+            return answer(question)
+        return messages.Inspected(question.what, question.page, 0, b"")
+
+
+def answer(question: messages.Inspect) -> messages.Inspected:
+    """Return the answer; it has no pages if the question is not known."""
+    if question.what == METRICS:
+        return messages.Inspected(METRICS, 0, 1, wire.encode(wire.Samples(tuple(samples()))))
+    if question.what == OPERATIONS:
+        groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
+        page = groups[question.page : question.page + 1]
+        return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+    return messages.Inspected(question.what, question.page, 0, b"")

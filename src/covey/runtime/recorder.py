@@ -1,0 +1,191 @@
+"""The recorder of one group: totals by operation, traffic by rank, and the last operations in a ring.
+
+`native/recorder.c` does the same for groups whose plans the compiled executor runs. The thread of an operation writes,
+any thread may read.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from typing import Any, Final, NamedTuple, Protocol
+
+from covey.base.native import native
+from covey.base.operations import OPERATIONS
+
+RECORDS: Final = 4096
+"""The operations in the ring."""
+BUCKETS: Final = 28
+FIRST_BITS: Final = 10
+"""The buckets of durations: the first is below 2**FIRST_BITS ns, each further one twice as long, the last is open."""
+MOST_PEERS: Final = 64
+"""Ranks above this are counted, but not named in the record of an operation."""
+RUNNING, RETURNED, FAILED = range(3)
+if sys.platform == "linux":
+    clock_ns = time.monotonic_ns
+else:  # where Python's monotonic clock may stop during sleep, and the one that the extension reads does not
+    clock_ns = functools.partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC)
+
+
+class OperationTotals(NamedTuple):
+    """What all operations of one kind have done."""
+
+    operation: int
+    calls: int
+    failures: int
+    ns: int
+    sent: int
+    """Bytes."""
+    received: int
+    buckets: tuple[int, ...]
+    """How many lasted how long; see BUCKETS."""
+
+
+class RankTraffic(NamedTuple):
+    """What was moved between this rank and another one."""
+
+    sent_bytes: int
+    sends: int
+    received_bytes: int
+    receives: int
+
+
+_BUCKET_OF_BITS: Final = [5 + min(max(0, bits - FIRST_BITS), BUCKETS - 1) for bits in range(65)]
+
+Record = tuple[int, int, int, int, int, int, int, int, int, int]
+"""Sequence, operation, outcome, begin and end in ns (0 while it runs), bytes sent and received, a bit for each rank
+that it moved something to or from, plans begun, view."""
+
+
+class Recorder(Protocol):
+    """What both recorders do."""
+
+    def begin(self, sequence: int, operation: int, /) -> None:
+        """Note that an operation begins."""
+
+    def end(self, view: int, has_failed: bool, /) -> None:
+        """Note that the operation that began last has ended, in an attempt of this view."""
+
+    def records(self, after: int, /) -> list[Record]:
+        """Return the operations after this sequence, those of them that are still in the ring."""
+
+    def totals(self) -> list[OperationTotals]:
+        """Return the totals of each kind of operation that has run."""
+
+    def traffic(self) -> list[RankTraffic]:
+        """Return the traffic with each rank of the group."""
+
+    def busy(self, since_ns: int, /) -> tuple[int, int]:
+        """Return for how many ns after `since_ns` operations in the ring ran, and when the first of them began."""
+
+
+def make_recorder(size: int, *, is_native: bool) -> Any:
+    """Return the recorder of a group of this size: a NativeRecorder for the compiled executor, or a PythonRecorder."""
+    return NativeRecorder(size) if is_native else PythonRecorder(size)
+
+
+class NativeRecorder:
+    """The recorder of the compiled executor, which counts transfers itself."""
+
+    def __init__(self, size: int) -> None:
+        self.native = native().module.Recorder(size)
+        self.begin, self.end = self.native.begin, self.native.end
+        self.records, self.busy = self.native.records, self.native.busy
+
+    def totals(self) -> list[OperationTotals]:
+        return [OperationTotals(*each) for each in self.native.totals()]
+
+    def traffic(self) -> list[RankTraffic]:
+        return [RankTraffic(*each) for each in self.native.traffic()]
+
+
+class PythonRecorder:
+    """The recorder of groups whose plans run in Python, which calls `began_phase`, `sent` and `received`."""
+
+    def __init__(self, size: int) -> None:
+        self._records: list[Record | None] = [None] * RECORDS
+        self._totals = [[0] * (5 + BUCKETS) for _ in OPERATIONS]
+        """By operation: count, failures, ns, bytes sent and received, then the buckets."""
+        self._traffic = [[0, 0, 0, 0] for _ in range(size)]
+        self._last = self._operation = 0
+        self._begun = 0
+        """When the operation in progress began; 0 if there is none."""
+        self._sent = self._received = self._peers = self._phases = 0
+        """Of the operation in progress."""
+
+    def begin(self, sequence: int, operation: int, /) -> None:
+        self._last, self._operation, self._begun = sequence, operation, clock_ns()
+
+    def end(self, view: int, has_failed: bool, /) -> None:
+        begun = self._begun
+        if not begun:
+            return
+        ended, operation, last, sent, received = (
+            clock_ns(), self._operation, self._last, self._sent, self._received,
+        )  # fmt: skip
+        self._records[last % RECORDS] = (
+            last, operation, FAILED if has_failed else RETURNED, begun, ended, sent, received, self._peers,
+            self._phases, view,
+        )  # fmt: skip
+        lasted, totals = ended - begun, self._totals[operation]
+        totals[0] += 1
+        totals[2] += lasted
+        if has_failed:
+            totals[1] += 1
+        if self._peers:
+            totals[3] += sent
+            totals[4] += received
+        totals[_BUCKET_OF_BITS[lasted.bit_length()]] += 1
+        self._begun = self._sent = self._received = self._peers = self._phases = 0
+
+    def began_phase(self) -> None:
+        """Note that a plan of the operation begins."""
+        self._phases += 1
+
+    def sent(self, rank: int, nbytes: int) -> None:
+        """Count a transfer to a rank."""
+        traffic = self._traffic[rank]
+        traffic[0] += nbytes
+        traffic[1] += 1
+        self._sent += nbytes
+        self._peers |= 1 << rank if rank < MOST_PEERS else 0
+
+    def received(self, rank: int, nbytes: int) -> None:
+        """Count a transfer from a rank."""
+        traffic = self._traffic[rank]
+        traffic[2] += nbytes
+        traffic[3] += 1
+        self._received += nbytes
+        self._peers |= 1 << rank if rank < MOST_PEERS else 0
+
+    def records(self, after: int, /) -> list[Record]:
+        found = []
+        for sequence in range(max(after + 1, self._last - RECORDS + 1, 1), self._last + 1):
+            record = self._records[sequence % RECORDS]
+            if sequence == self._last and (begun := self._begun):
+                progress = self._sent, self._received, self._peers, self._phases
+                record = (sequence, self._operation, RUNNING, begun, 0, *progress, 0)
+            if record is not None and record[0] == sequence:
+                found.append(record)
+        return found
+
+    def totals(self) -> list[OperationTotals]:
+        return [
+            OperationTotals(operation, *numbers[:5], tuple(numbers[5:]))  # type: ignore[call-arg, arg-type]
+            for operation, numbers in enumerate(map(tuple, self._totals))
+            if numbers[0]
+        ]
+
+    def traffic(self) -> list[RankTraffic]:
+        return [RankTraffic(*each) for each in self._traffic]
+
+    def busy(self, since_ns: int, /) -> tuple[int, int]:
+        busy = first = 0
+        for record in reversed(self.records(0)):
+            ended = record[4] or clock_ns()
+            if ended <= since_ns:
+                break
+            first = max(record[3], since_ns)
+            busy += ended - first
+        return busy, first

@@ -1,0 +1,220 @@
+"""Arguments and results of calls as parts: a msgpack body, and the memory of large arrays, which is not copied.
+
+Everything that msgspec encodes may be sent, and numpy arrays and scalars, torch tensors, and references to exported
+objects. The receiver decides by the annotations of its own function what a value becomes; nothing in the bytes can name
+a class. Without an annotation a value is decoded to lists, dicts and atoms.
+
+Extensions of msgpack: an array (1), an array in a part of its own (2), a reference (3). An array is: form u8 (0 array,
+1 scalar, 2 tensor), dtype code u8, dimensions u8, then u64 for each length, and its elements, or u32: the part.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, get_args, get_origin
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.errors import RemoteProtocolError
+from covey.base.text import printable
+from covey.wire.calls import PARTS_LIMIT
+from covey.wire.message_header import MAX_NDIM, array_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PART_BYTES: Final = 32 * 1024
+"""Arrays from this size on are not copied into the body."""
+_ARRAY: Final = 1
+_PART: Final = 2
+_REFERENCE: Final = 3
+_PLAIN, _SCALAR, _TENSOR = 0, 1, 2
+_BOOL_CODE: Final = dtype_code(np.dtype(bool))
+_TYPE_NAME_LIMIT: Final = 100
+
+Bytes: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[np.uint8]]"
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class Reference(NamedTuple):
+    """An exported object, as it travels."""
+
+    is_senders: bool
+    """Whether the sender owns it, else the receiver does."""
+    number: int
+    type_name: str
+
+
+class Converter(Protocol):
+    """What the runtime knows about values that are not plain data: tensors, and references."""
+
+    def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:
+        """Return an array over a tensor's memory and True, or a reference; None if the value is neither."""
+
+    def tensor(self, array: Array) -> Any:
+        """Return a tensor over the memory of an array; the array itself where torch is not loaded."""
+
+    def reference(self, reference: Reference) -> Any:
+        """Return the object for a received reference."""
+
+    def as_type(self, wanted: Any, value: Any) -> Any:
+        """Return a value as a type that msgspec does not know; NotImplementedError if it cannot be."""
+
+
+class _Packing:
+    """The parts of one value that is being encoded."""
+
+    def __init__(self, converter: Converter) -> None:
+        self.parts: list[Any] = [b""]
+        self._converter = converter
+
+    def hook(self, value: Any) -> Ext:
+        if isinstance(value, np.ndarray):
+            return self._array(value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN)
+        if isinstance(value, np.generic):
+            return self._array(np.asarray(value), _SCALAR)
+        found = self._converter.to_wire(value)
+        if isinstance(found, Reference):
+            name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
+            return Ext(_REFERENCE, struct.pack("<BQ", found.is_senders, found.number) + name)
+        if found is None:
+            raise TypeError(
+                f"cannot send a {type(value).__module__}.{type(value).__qualname__}: calls take what msgspec encodes "
+                "(numbers, text, bytes, containers, dataclasses, dates), arrays and tensors, and node.export(obj)"
+            )
+        return self._array(found[0], _TENSOR)
+
+    def _array(self, array: Array, form: int) -> Ext:
+        code = dtype_code(array.dtype.newbyteorder("="))
+        if array.ndim > MAX_NDIM:
+            raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_NDIM})")
+        array = np.ascontiguousarray(array.astype(DTYPES[code], copy=False)).reshape(array.shape)
+        prefix = struct.pack(f"<BBB{array.ndim}Q", form, code, array.ndim, *array.shape)
+        if array.nbytes < PART_BYTES or len(self.parts) >= PARTS_LIMIT:
+            return Ext(_ARRAY, prefix + array.tobytes())
+        self.parts.append(memoryview(array.reshape(-1).view(np.uint8)))
+        return Ext(_PART, prefix + struct.pack("<I", len(self.parts) - 1))
+
+
+def pack(value: Any, converter: Converter) -> list[Any]:
+    """Return the parts of a value: bytes, then the memory of its large arrays.
+
+    Raises:
+        TypeError: there is something in it that cannot be sent.
+    """
+    packing = _Packing(converter)
+    try:
+        packing.parts[0] = msgspec.msgpack.encode(value, enc_hook=packing.hook)
+    except (OverflowError, ValueError) as error:
+        raise TypeError(f"cannot send the value: {error}") from error
+    except RecursionError:
+        raise TypeError("cannot send a value that contains itself, or is nested too deeply") from None
+    return packing.parts
+
+
+class _Unpacking:
+    """The parts of one value that is being decoded."""
+
+    def __init__(self, parts: Sequence[Bytes], converter: Converter) -> None:
+        self._parts = dict(enumerate(parts))
+        self.converter = converter
+
+    def extension(self, code: int, data: memoryview) -> Any:
+        if code == _REFERENCE and 9 <= len(data) <= 9 + 4 * _TYPE_NAME_LIMIT:
+            whose, number = struct.unpack_from("<BQ", data)
+            name = printable(bytes(data[9:]).decode("utf-8", "replace"), _TYPE_NAME_LIMIT)
+            if whose not in (0, 1) or not 0 < number < 1 << 60:
+                raise RemoteProtocolError("not a reference")
+            return self.converter.reference(Reference(bool(whose), number, name))
+        if code not in (_ARRAY, _PART) or len(data) < 3:
+            raise RemoteProtocolError(f"not a value of a call: extension {code} of {len(data)} bytes")
+        form, dtype, ndim = data[0], data[1], data[2]
+        start = 3 + 8 * ndim
+        if form > _TENSOR or dtype >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (form == _SCALAR and ndim):
+            raise RemoteProtocolError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
+        shape = struct.unpack_from(f"<{ndim}Q", data, 3)
+        elements: Any = np.frombuffer(data[start:], np.uint8)
+        if code == _PART:
+            elements = self._part(bytes(data[start:]))
+        if array_bytes(dtype, shape) != len(elements):
+            raise RemoteProtocolError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
+        if dtype == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
+            elements = elements.astype(bool)
+        elif code == _ARRAY:
+            elements = elements.copy()  # writable, and aligned
+        array = elements.view(DTYPES[dtype]).reshape(shape)
+        if form == _SCALAR:
+            return DTYPES[dtype].type(array[()])
+        return self.converter.tensor(array) if form == _TENSOR else array
+
+    def _part(self, index: bytes) -> Any:
+        number = int.from_bytes(index, "little")
+        part = self._parts.pop(number, None) if len(index) == 4 and number else None
+        if part is None:
+            raise RemoteProtocolError(f"part {number} is missing, or used twice")
+        array = np.frombuffer(part, np.uint8)
+        return array if array.flags.writeable else array.copy()
+
+
+_unpacking: contextvars.ContextVar[_Unpacking] = contextvars.ContextVar("covey_unpacking")
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    return _unpacking.get().extension(code, data)
+
+
+def _custom(wanted: Any, value: Any) -> Any:
+    plain = get_origin(wanted) or wanted
+    if plain is np.ndarray:
+        converted = value if isinstance(value, np.ndarray) else _unpacking.get().converter.as_type(np.ndarray, value)
+        dtypes = [each for arg in get_args(wanted) if get_origin(arg) is np.dtype for each in get_args(arg)]
+        if dtypes and isinstance(dtypes[0], type) and not issubclass(converted.dtype.type, dtypes[0]):
+            raise ValueError(f"expected an array of {dtypes[0].__name__}, got {converted.dtype}")
+        return converted
+    if isinstance(plain, type) and isinstance(value, plain):
+        return value
+    if isinstance(plain, type) and issubclass(plain, np.generic) and isinstance(value, bool | int | float):
+        with np.errstate(over="ignore"):
+            return plain(value)
+    return _unpacking.get().converter.as_type(wanted, value)
+
+
+class ValueDecoder:
+    """Decodes values of one type."""
+
+    def __init__(self, wanted: Any) -> None:
+        """Raise TypeError if msgspec cannot decode the type."""
+        self._decoder = msgspec.msgpack.Decoder(wanted, ext_hook=_extension, dec_hook=_custom)
+
+    def decode_raw(self, body: Any) -> Any:
+        """Return a value inside one that is being decoded."""
+        return self._decoder.decode(body)
+
+    def decode(self, body: Bytes, parts: Sequence[Bytes], converter: Converter) -> Any:
+        """Return the value; see `decoded` for the errors."""
+        return decoded(self._decoder.decode, body, parts, converter)
+
+
+def decoded(decode: Callable[[Any], Any], body: Bytes, parts: Sequence[Bytes], converter: Converter) -> Any:
+    """Return what `decode` makes of a body.
+
+    Raises:
+        TypeError: the value is not of the type that the receiver wants.
+        RemoteProtocolError: `pack` never made these bytes.
+    """
+    token = _unpacking.set(_Unpacking(parts, converter))
+    try:
+        return decode(body)
+    except (msgspec.ValidationError, NotImplementedError) as error:
+        raise TypeError(printable(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RemoteProtocolError(f"not a value of a call: {error}") from error
+    finally:
+        _unpacking.reset(token)
+
+
+ANYTHING: Final = ValueDecoder(Any)

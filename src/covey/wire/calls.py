@@ -1,0 +1,150 @@
+"""Messages of calls between nodes: a function of another node is called, and answers once, or item by item.
+
+The caller counts its calls to each node; all messages about a call carry its number. Each call gets exactly one
+`CallResult` or `CallFailure`, also if it was cancelled. Tags and fields are only added, at the end.
+
+A payload is a list of parts: the msgpack body, and the memory of large arrays (`wire.call_values`). If all of them fit,
+they are in the message; otherwise the message has their sizes, and they travel on a connection of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.messages import Story, Text, Worded
+
+INLINE_BYTES: Final = 48 * 1024
+"""A payload of up to this many bytes is in the message itself, which is below the 64 KiB of a message sent at once."""
+PARTS_LIMIT: Final = 2048
+"""Parts of one payload."""
+PART_LIMIT: Final = 1 << 46
+"""Bytes of one part, as far as the format is concerned; the receiver has a limit for their sum."""
+NAME_LIMIT: Final = 200
+"""Characters of a function's name."""
+CREDIT_LIMIT: Final = 1024
+"""Items of a stream that may be under way."""
+LINES_LIMIT: Final = 60
+"""Lines of a traceback."""
+
+CallNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+ObjectNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+CallName = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
+Line = Annotated[str, msgspec.Meta(max_length=300)]
+Remaining = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""Seconds that are left: clocks of different machines are never compared."""
+PartSize = Annotated[int, msgspec.Meta(ge=0, le=PART_LIMIT)]
+Inline = Annotated[
+    tuple[Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)], ...], msgspec.Meta(max_length=PARTS_LIMIT)
+]
+Sizes = Annotated[tuple[PartSize, ...], msgspec.Meta(max_length=PARTS_LIMIT)]
+
+RAISED: Final = 1
+"""The function raised."""
+UNKNOWN: Final = 2
+"""No function has this name."""
+ARGUMENTS: Final = 3
+"""The arguments do not fit the function, or it is called as a stream and is none, or the other way round."""
+TOO_LARGE: Final = 4
+"""The payload exceeds the limit of the node that got or made it."""
+LATE: Final = 5
+"""The deadline passed."""
+CANCELLED: Final = 6
+CLOSING: Final = 7
+"""The node that was called is leaving."""
+NO_RESULT: Final = 8
+"""The function returned something that cannot be sent."""
+
+
+class CallPayload(msgspec.Struct, frozen=True, array_like=True):
+    """Parts, or their sizes; one of both is empty."""
+
+    inline: Inline = ()
+    sizes: Sizes = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(self.sizes) if self.sizes else sum(map(len, self.inline))
+
+
+class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Call a function. Numbers of calls from one node to another grow."""
+
+    number: CallNumber
+    name: CallName
+    seconds: Remaining
+    """Until the deadline."""
+    payload: CallPayload
+    target: ObjectNumber = 0
+    """The exported object whose method `name` is; 0 for a registered function."""
+    credit: Annotated[int, msgspec.Meta(ge=0, le=CREDIT_LIMIT)] = 0
+    """How many items the caller takes at first; 0: it wants one result."""
+
+
+class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What the function returned; for a stream, its end."""
+
+    number: CallNumber
+    payload: CallPayload
+
+
+class CallFailure(Worded, frozen=True, array_like=True, tag=3):
+    """Why there is no result."""
+
+    number: CallNumber
+    kind: Annotated[int, msgspec.Meta(ge=RAISED, le=NO_RESULT)]
+    error: Text
+    """The class of the exception, if the function raised."""
+    text: Story
+    traceback: Annotated[tuple[Line, ...], msgspec.Meta(max_length=LINES_LIMIT)] = ()
+    """The remote traceback, line by line."""
+
+
+class CallCancel(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The caller does not wait any more. The answer comes all the same."""
+
+    number: CallNumber
+
+
+class StreamItem(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The next item of a stream; takes one credit."""
+
+    number: CallNumber
+    payload: CallPayload
+
+
+class StreamCredit(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The caller takes this many more items."""
+
+    number: CallNumber
+    items: Annotated[int, msgspec.Meta(ge=1, le=CREDIT_LIMIT)]
+
+
+class ReferenceRelease(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The sender drops references to an exported object: as many as it received."""
+
+    target: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    references: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+
+
+CallMessage = CallRequest | CallResult | CallFailure | CallCancel | StreamItem | StreamCredit | ReferenceRelease
+
+_call_messages: msgspec.msgpack.Decoder[CallMessage] = msgspec.msgpack.Decoder(CallMessage)
+encode_call_message = msgspec.msgpack.Encoder().encode
+
+
+def decode_call_message(data: bytes) -> CallMessage:
+    """Decode a message about a call; RemoteProtocolError for anything else."""
+    try:
+        return _call_messages.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message about a call: {error}") from error
+
+
+def payload_of(parts: list[bytes]) -> CallPayload:
+    """Return the payload of a message: the parts themselves if they are small, else their sizes."""
+    sizes = tuple(map(len, parts))
+    return CallPayload(sizes=sizes) if sum(sizes) > INLINE_BYTES else CallPayload(inline=tuple(map(bytes, parts)))

@@ -1,0 +1,119 @@
+"""What a process tells about itself: the last operations of its groups, and samples of its metrics.
+
+Both travel in `messages.Inspected`. The operations are also what a process writes to a file when a group fails;
+`covey trace` reads both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Story, Text, Worded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RECORDS_LIMIT: Final = 4096
+"""Operations of one group."""
+GROUPS_LIMIT: Final = 64
+"""Groups of one process."""
+SAMPLES_LIMIT: Final = 10_000
+LABELS_LIMIT: Final = 8
+
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class FlownOperation(msgspec.Struct, frozen=True, array_like=True):
+    """One operation of a group, as a rank saw it."""
+
+    sequence: Whole
+    operation: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    """Its number in `base.operations`."""
+    outcome: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    """0: it runs; 1: it has returned; 2: it has raised."""
+    begun_ns: Whole
+    """On the monotonic clock of the rank's host."""
+    ended_ns: Whole
+    """0 while it runs."""
+    sent: Whole
+    """Bytes that the rank has sent."""
+    received: Whole
+    peers: Annotated[int, msgspec.Meta(ge=0)]
+    """A bit for each of the first 64 ranks that it moved something to or from."""
+    phases: Whole
+    """Plans that it has begun."""
+    view: Whole
+
+
+class FlownGroup(Worded, frozen=True, array_like=True):
+    """The last operations of one group."""
+
+    name: Text
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_LIMIT)]
+    size: Annotated[int, msgspec.Meta(ge=0, le=RANKS_LIMIT)]
+    fault: Story
+    """Why the group has ended; empty if it has not failed."""
+    operations: Annotated[tuple[FlownOperation, ...], msgspec.Meta(max_length=RECORDS_LIMIT)]
+
+
+class Flight(Worded, frozen=True, array_like=True):
+    """The last operations of the groups of one process."""
+
+    run: Text
+    name: Name
+    host: Name
+    """Equal for processes of one host, which have the same clocks."""
+    host_name: Name
+    pid: Whole
+    seat: Whole
+    clock_ns: Annotated[int, msgspec.Meta(ge=-(1 << 62), lt=1 << 62)]
+    """Nanoseconds since 1970 when the monotonic clock of the host was at 0, by the clock of the host."""
+    taken_ns: Whole
+    """When this was written down, on the monotonic clock."""
+    offsets: Annotated[tuple[tuple[Whole, Seconds], ...], msgspec.Meta(max_length=RANKS_LIMIT)]
+    """By seat: by how many seconds the clock of another process was measured to be ahead."""
+    groups: Annotated[tuple[FlownGroup, ...], msgspec.Meta(max_length=GROUPS_LIMIT)]
+
+
+def joined(flights: Sequence[Flight]) -> Flight:
+    """Return the groups of several answers of one process as one."""
+    groups = tuple(group for flight in flights for group in flight.groups)[:GROUPS_LIMIT]
+    return msgspec.structs.replace(flights[0], groups=groups)
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The value of a metric, or of a part of a histogram, for some labels."""
+
+    name: Name
+    labels: Annotated[tuple[tuple[Name, Name], ...], msgspec.Meta(max_length=LABELS_LIMIT)]
+    value: float
+
+
+class Samples(msgspec.Struct, frozen=True, array_like=True):
+    """The metrics of one process."""
+
+    samples: Annotated[tuple[Sample, ...], msgspec.Meta(max_length=SAMPLES_LIMIT)]
+
+
+_flights: msgspec.msgpack.Decoder[Flight] = msgspec.msgpack.Decoder(Flight)
+_samples: msgspec.msgpack.Decoder[Samples] = msgspec.msgpack.Decoder(Samples)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_flight(data: bytes) -> Flight:
+    """Decode the last operations of a process; raise RemoteProtocolError for anything else."""
+    try:
+        return _flights.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not the operations of a process: {error}") from error
+
+
+def decode_samples(data: bytes) -> Samples:
+    """Decode samples of metrics; raise RemoteProtocolError for anything else."""
+    try:
+        return _samples.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not samples of metrics: {error}") from error

@@ -1,0 +1,107 @@
+"""What a function takes and returns, by its annotations: checks and decodes the arguments of a call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.wire.call_values import ANYTHING, ValueDecoder, decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.wire.call_values import Bytes, Converter
+
+
+class Signature:
+    """The parameters and the result of one function."""
+
+    _lists = msgspec.msgpack.Decoder(tuple[tuple[msgspec.Raw, ...], dict[str, msgspec.Raw]])
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        """Read the annotations.
+
+        Raises:
+            ConfigError: an annotation cannot be found, or is of a type that cannot be sent.
+        """
+        self.name = name
+        try:
+            self._signature = inspect.signature(function)
+            hints = typing.get_type_hints(_annotated(function), include_extras=True)
+        except Exception as error:  # whatever an annotation raises when it is evaluated
+            raise ConfigError(
+                f"the annotations of {name!r} cannot be evaluated: {error}; import its types where the module can find "
+                "them at run time, or leave them out"
+            ) from error
+        names = self._signature.parameters
+        self._decoders = {each: self._decoder(each, hints[each]) if each in hints else ANYTHING for each in names}
+        returned = hints.get("return", Any)
+        if self.is_stream(function):
+            returned = next(iter(typing.get_args(returned)), Any)
+        self.result = self._decoder("return", returned)
+        """Decodes what the function returns; of a stream, an item."""
+        kinds = [(each.name, each.kind) for each in self._signature.parameters.values()]
+        self._in_order = [each for each, kind in kinds if kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+        needs_names = any(kind is kind.KEYWORD_ONLY for _, kind in kinds)
+        self._positional = -1 if needs_names else len(self._in_order)
+        """How many positional arguments always fit; -1 if there is no such number."""
+        self._rest = next((each for each, kind in kinds if kind is kind.VAR_POSITIONAL), "")
+        self._keywords = next((self._decoders[each] for each, kind in kinds if kind is kind.VAR_KEYWORD), ANYTHING)
+
+    @staticmethod
+    def is_stream(function: Callable[..., Any]) -> bool:
+        """Tell whether a function is a generator, or an asynchronous one."""
+        plain = _annotated(function)
+        return inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
+
+    def _decoder(self, parameter: str, hint: Any) -> ValueDecoder:
+        try:
+            return ValueDecoder(hint)
+        except (TypeError, ValueError) as error:
+            text = f"{self.name!r} annotates {parameter!r} with {hint}, which calls do not take: {error}"
+            raise ConfigError(text) from error
+
+    def arguments(
+        self, body: Bytes, parts: Sequence[Bytes], converter: Converter
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of a call.
+
+        Raises:
+            TypeError: they do not fit the function.
+            RemoteProtocolError: they are not the arguments of a call.
+        """
+        return decoded(self._arguments, body, parts, converter)  # type: ignore[no-any-return]
+
+    def _arguments(self, body: Bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            raw, raw_named = self._lists.decode(body)
+        except msgspec.ValidationError as error:
+            raise RemoteProtocolError(f"not the arguments of a call: {error}") from error
+        if raw_named or len(raw) != self._positional:  # else they fit: all of them are positional, and none is missing
+            try:
+                self._signature.bind(*raw, **raw_named)
+            except TypeError as error:
+                raise msgspec.ValidationError(f"{self.name}{self._signature}: {error}") from None
+        names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order))]
+        values = tuple(self._value(name, value) for name, value in zip(names, raw, strict=True))
+        return values, {name: self._value(name, value) for name, value in raw_named.items()}
+
+    def _value(self, name: str, raw: msgspec.Raw) -> Any:
+        try:
+            return self._decoders.get(name, self._keywords).decode_raw(raw)
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
+
+
+def _annotated(function: Callable[..., Any]) -> Any:
+    """Return what carries the annotations of a callable: a function, or the `__call__` of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isroutine(function):
+        return inspect.unwrap(function)
+    return function.__init__ if isinstance(function, type) else type(function).__call__  # type: ignore[misc]

@@ -1,0 +1,105 @@
+"""The key-value store of a run survives the member that ordered its changes, and reaches members that come later."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import covey
+from covey.testing.threads import run_threads
+
+if TYPE_CHECKING:
+    from covey import Group
+
+
+def test_entries_are_shared_and_every_sum_is_given_once() -> None:
+    def body(group: Group) -> list[int]:
+        store = group.node.store
+        if group.rank == 0:
+            store.set("text", "grüße")
+            assert store.compare_set("text", "no", "other") == "grüße".encode()
+            assert store.compare_set("new", "", b"\x00") == b"\x00"
+        assert store.wait("text", "new", timeout=20) == ["grüße".encode(), b"\x00"]
+        assert store.get("missing") is None
+        assert store.get("missing", b"default") == b"default"
+        sums = [store.add("count") for _ in range(10)]
+        group.barrier()
+        assert store.keys() == ["count", "new", "text"]
+        group.barrier()
+        if group.rank == 1:
+            assert store.delete("text")
+            assert not store.delete("text")
+        group.barrier()
+        assert store.get("text") is None
+        with pytest.raises(covey.DeadlineError, match=r"get\(never\): no answer within the timeout of 0\.01 s"):
+            store.wait("never", timeout=0.01)
+        with pytest.raises(covey.ConfigError, match="bytes and text, not int"):
+            store.set("x", 3)  # type: ignore[arg-type]
+        with pytest.raises(covey.ConfigError, match="1000 characters"):
+            store.get("k" * 1001)
+        group.barrier()  # before a rank leaves
+        return sums
+
+    results = run_threads(3, body)
+    assert sorted(number for sums in results for number in sums) == list(range(1, 31))
+
+
+def test_a_watched_entry_is_seen_when_it_changes_and_when_it_is_deleted() -> None:
+    def body(group: Group) -> list[bytes | None]:
+        store = group.node.store
+        if group.rank == 1:
+            seen = []
+            for watched in store.watch("key", timeout=20):
+                seen.append(watched.value)
+                store.set(f"seen {len(seen)}", b"")
+                if len(seen) == 4:
+                    break
+            return seen
+        store.wait("seen 1")
+        store.set("key", "one")
+        store.wait("seen 2")
+        store.delete("key")
+        store.wait("seen 3")
+        store.set("key", "one")
+        store.wait("seen 4")
+        return []
+
+    assert run_threads(2, body)[1] == [None, b"one", None, b"one"]
+
+
+def test_a_process_alone_has_a_store() -> None:
+    def body(group: Group) -> int:
+        store = group.node.store
+        store.set("a", "b")
+        assert store.wait("a") == [b"b"]
+        return store.add("n", 5) + group.node.store.add("n")
+
+    assert run_threads(1, body) == [11]
+
+
+def survive(group: Group) -> dict[str, Any]:
+    """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice."""
+    store = group.node.store
+    sums = []
+    for step in range(60):
+        if group.rank == step // 20 - 1 and step % 20 == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums.append(store.add("count", timeout=60))
+        store.set(f"mark {group.rank}", str(sums[-1]))
+    return {"sums": sums, "own": store.get(f"mark {group.rank}"), "first": store.get("mark 0")}
+
+
+def test_the_store_survives_the_members_that_ordered_its_changes() -> None:
+    results = covey.launch(survive, 4, on_loss="continue", timeout=90)
+    assert results[:2] == [None, None]
+    found: list[dict[str, Any]] = [each for each in results[2:] if each is not None]
+    sums = [number for each in found for number in each["sums"]]
+    assert len(set(sums)) == len(sums) == 120
+    # Rank 0 counted 30 times and rank 1 50 times; what each asked last may have had its effect before it was lost.
+    assert max(sums) in range(120 + 30 + 50, 120 + 30 + 50 + 3)
+    assert all(each["own"] == str(each["sums"][-1]).encode() for each in found)
+    assert len({each["first"] for each in found}) == 1
+    assert found[0]["first"] is not None

@@ -1,0 +1,49 @@
+"""Compression that a launcher, a variable or `join` switches on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.ranks import Ranks, covey, np, run_ranks
+from tests.support.survivors import CoveyRun
+
+
+def compressed(options: dict[str, Any]) -> dict[str, Any]:
+    """Reduce a large array, a small one and named ones, and tell what was compressed how."""
+    with covey.join(**options) as group:
+        x = np.random.default_rng(group.rank).standard_normal(1 << 15).astype(np.float32)
+        exact = group.all_reduce(x.copy(), "mean", compress="none")
+        found = [group.compression.codec]
+        group.all_reduce(x[:1000].copy(), "mean")
+        found.append(group.compression.codec)
+        mean = group.all_reduce(x.copy(), "mean")
+        found.append(group.compression.codec)
+        error = float(np.abs(mean - exact).max())
+        group.sync_gradients({"embed.w": x.copy(), "head.w": x.copy()})
+        return {"found": found, "error": error, "names": sorted(group.feedback.names())}
+
+
+def test_covey_run_compresses_what_looks_like_gradients() -> None:
+    with CoveyRun("-n", "2", "--compress", "embed.*=int4, *=int8", function=compressed, args=[{}]) as run:
+        assert run.await_end() == 0, run.story("failed")
+        for line in run.said("returned"):
+            assert line["result"]["found"] == ["", "", "int8"]
+            assert 0 < line["result"]["error"] < 0.05
+            assert line["result"]["names"] == ["embed.w", "head.w"]
+
+
+def test_a_variable_does_the_same_and_an_argument_of_join_takes_precedence() -> None:
+    for options, codec in (({}, "int4"), ({"compress": {"*": "bf16"}}, "bf16"), ({"compress": "none"}, "")):
+        with Ranks(2, compressed, options, lanes="tcp", env={"COVEY_COMPRESS": "int4"}) as ranks:
+            for report in ranks.results():
+                assert report["found"] == ["", "", codec]
+                assert (report["error"] > 0) == bool(codec)
+            ranks.await_exit()
+    assert run_ranks(2, compressed, {}, lanes="tcp")[0]["error"] == 0
+
+
+def test_a_codec_that_does_not_exist_is_named_when_the_ranks_join() -> None:
+    """Not before: a program may register codecs of its own."""
+    with CoveyRun("-n", "2", "--compress", "int9", function=compressed, args=[{}]) as run:
+        assert run.await_end() != 0
+        assert any("there is no codec 'int9' (did you mean int8?)" in note for note in run.notes), run.story("silent")

@@ -1,0 +1,346 @@
+"""Nodes that call each other in virtual time: every call ends once, with the right outcome, whatever is lost or late.
+
+A `World` is a function of its seed. Messages of a pair arrive in order; nodes are lost, callers give up, handlers are
+slow, raise, or make streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.calling import effects as done
+from covey.proto.calling.core import Calling
+from covey.proto.calling.effects import Ending
+from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.wire import calls as wire
+
+NODES = 4
+HANDLERS = 5
+MEMORY = 1000
+STREAM_CREDIT = 4
+
+
+class CallWorld:
+    """Nodes with their cores, and the messages between them."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self.cores = {seat: Calling(handlers=HANDLERS, message_bytes=MEMORY) for seat in range(NODES)}
+        self.dead: set[int] = set()
+        self._events: list[tuple[float, int, Any]] = []
+        self._order = itertools.count()
+        self._pipes: dict[tuple[int, int], float] = {}
+        """When the last message of a pair arrives: they do not overtake each other."""
+        self.outcomes: dict[tuple[int, int, int], Any] = {}
+        """By caller, peer and number."""
+        self.items: dict[tuple[int, int, int], list[bytes]] = {}
+        self.ran: Counter[tuple[int, int, int]] = Counter()
+        """By callee, caller and number: how often the function was started."""
+        self.running: Counter[int] = Counter()
+        self.left: dict[tuple[int, int, int], int] = {}
+        """By callee, caller and number: the items that a stream will still make."""
+        self.stopped: set[tuple[int, int, int]] = set()
+        self.parts: dict[tuple[int, int, int, bool], deque[Any]] = {}
+        """By sender, receiver, number and direction: parts that are neither fetched nor refused."""
+
+    def after(self, seconds: float, action: Any) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
+
+    def told(self, seconds: float, seat: int, report: Any) -> None:
+        """Report something to a node's core later, and settle it."""
+
+        def act() -> None:
+            report()
+            self.settle(seat)
+
+        self.after(seconds, act)
+
+    def call(self, caller: int, peer: int, name: str, size: int, seconds: float) -> int:
+        payload, parts = self._payload(name.encode(), size)
+        credit = STREAM_CREDIT if name.startswith("stream") else 0
+        number = self.cores[caller].outgoing.call(
+            peer, name, payload, self.now + seconds, self.now, parts=parts, credit=credit
+        )
+        self.settle(caller)
+        return number
+
+    def _payload(self, body: bytes, size: int) -> tuple[wire.CallPayload, Any]:
+        return (wire.CallPayload(sizes=(size,)), (size,)) if size else (wire.CallPayload(inline=(body,)), None)
+
+    def settle(self, seat: int) -> None:
+        while effects := self.cores[seat].effects():
+            for effect in effects:
+                self.perform(seat, effect)
+
+    def perform(self, seat: int, effect: done.CallEffect) -> None:
+        core = self.cores[seat]
+        match effect:
+            case done.SendMessage(peer, message, parts):
+                if parts is not None:
+                    is_answer = not isinstance(message, wire.CallRequest)
+                    self.parts.setdefault((seat, peer, message.number, is_answer), deque()).append(parts)  # type: ignore[union-attr]
+                at = max(self._pipes.get((seat, peer), 0.0), self.now + self.chance.uniform(0.001, 0.05))
+                self._pipes[seat, peer] = at
+                self.after(at - self.now, lambda: self.arrive(seat, peer, message))
+            case done.FetchParts(peer, number, sizes, is_answer):
+                parts = self.parts[peer, seat, number, is_answer].popleft()
+                assert parts == sizes
+                arrived = functools.partial(core.fetched, peer, number, parts, is_answer=is_answer)
+                self.told(self.chance.uniform(0.001, 0.2), seat, lambda: arrived(self.now))
+            case done.RefuseParts(peer, number, sizes, is_answer):
+                assert self.parts[peer, seat, number, is_answer].popleft() == sizes
+            case done.Conclude(peer, number, outcome, parts):
+                sizes = outcome.payload.sizes if isinstance(outcome, wire.CallResult) else ()
+                assert (parts or ()) == sizes
+                assert (seat, peer, number) not in self.outcomes, "a call ended twice"
+                self.outcomes[seat, peer, number] = outcome
+            case done.DeliverItem(peer, number, payload):
+                assert (seat, peer, number) not in self.outcomes
+                self.items.setdefault((seat, peer, number), []).append(payload.inline[0])
+                seconds = self.chance.choice([0.0, 0.01, 0.5])
+                self.told(seconds, seat, functools.partial(core.outgoing.give_credit, peer, number, 1))
+            case done.RunHandler(peer, number, request, _, parts):
+                assert (parts or ()) == request.payload.sizes
+                self.ran[seat, peer, number] += 1
+                if request.name.startswith("stream"):
+                    self.left[seat, peer, number] = int(request.name[6:])
+                self.run(seat, peer, number, request.name)
+            case done.StepStream(peer, number):
+                self.run(seat, peer, number, "stream")
+            case done.StopHandler(peer, number, is_running):
+                self.stopped.add((seat, peer, number))
+                if not is_running:
+                    del self.left[seat, peer, number]
+            case _:
+                raise AssertionError(effect)
+
+    def run(self, seat: int, peer: int, number: int, name: str) -> None:
+        self.running[seat] += 1
+        assert self.running[seat] <= HANDLERS
+        self.after(self.chance.choice([0.0, 0.02, 0.3]), lambda: self.end(seat, peer, number, name))
+
+    def end(self, seat: int, peer: int, number: int, name: str) -> None:
+        if seat in self.dead:
+            return
+        self.running[seat] -= 1
+        incoming = self.cores[seat].incoming
+        if left := self.left.get((seat, peer, number)):
+            self.left[seat, peer, number] = left - 1
+            incoming.yielded(peer, number, wire.CallPayload(inline=(b"item %d" % left,)))
+        elif name == "raise":
+            incoming.finished(peer, number, wire.CallFailure(number, wire.RAISED, "E", f"{peer}/{number}"))
+        else:
+            self.left.pop((seat, peer, number), None)
+            size = self.chance.choice([0, 0, 300]) if name == "echo" else 0
+            payload, parts = self._payload(f"{peer}/{number}".encode(), size)
+            incoming.finished(peer, number, wire.CallResult(number, payload), parts)
+        self.settle(seat)
+
+    def arrive(self, source: int, target: int, message: wire.CallMessage) -> None:
+        if target not in self.dead and source not in self.dead:
+            again = wire.decode_call_message(wire.encode_call_message(message))
+            self.cores[target].received(source, again, self.now)
+            self.settle(target)
+
+    def kill(self, seat: int) -> None:
+        self.dead.add(seat)
+        for other in set(range(NODES)) - self.dead:
+            self.told(self.chance.uniform(0.0, 1.0), other, functools.partial(self.cores[other].lost, seat))
+
+    def play(self) -> None:
+        """Go on until nothing happens any more."""
+        while True:
+            deadlines = [core.next_deadline() for seat, core in self.cores.items() if seat not in self.dead]
+            at = min([*deadlines, *(event[0] for event in self._events[:1])])
+            if at == float("inf"):
+                return
+            self.now = max(self.now, at)
+            for seat, core in self.cores.items():
+                if seat not in self.dead and core.next_deadline() <= self.now:
+                    core.tick(self.now)
+                    self.settle(seat)
+            if self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+
+
+NAMES = ["echo", "raise", "stream0", "stream3", "stream20"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_call_ends_once_with_its_own_outcome_and_nothing_stays_behind(seed: int) -> None:
+    world = CallWorld(seed)
+    chance = world.chance
+    made: dict[tuple[int, int, int], tuple[str, float, float]] = {}
+
+    def call(caller: int, peer: int) -> None:
+        if caller in world.dead:
+            return
+        name, size = chance.choice(NAMES), chance.choice([0, 0, 0, 100, 900, 5000])
+        seconds = chance.choice([0.2, 5.0, 60.0])
+        number = world.call(caller, peer, name, size, seconds)
+        made[caller, peer, number] = name, size, world.now + seconds
+        if chance.random() < 0.2:
+            world.after(chance.uniform(0, 0.5), lambda: cancel(caller, peer, number))
+
+    def cancel(caller: int, peer: int, number: int) -> None:
+        world.cores[caller].outgoing.cancel(peer, number, Ending.CANCELLED)
+        world.settle(caller)
+
+    for _ in range(400):
+        caller, peer = chance.sample(range(NODES), 2)
+        world.after(chance.uniform(0, 3), lambda caller=caller, peer=peer: call(caller, peer))
+    victim = chance.randrange(NODES) if seed % 3 else None
+    if victim is not None:
+        world.after(chance.uniform(0, 4), lambda: world.kill(victim))
+    world.play()
+
+    assert all(count == 1 for count in world.ran.values()), "a function ran twice"
+    for (caller, peer, number), (name, size, _deadline) in made.items():
+        if caller == victim:
+            continue
+        outcome = world.outcomes[caller, peer, number]
+        if isinstance(outcome, Ending):
+            assert outcome is not Ending.LOST or peer == victim
+            continue
+        ran = world.ran[peer, caller, number]
+        if size > MEMORY:
+            assert isinstance(outcome, wire.CallFailure)
+            assert (outcome.kind, ran) == (wire.TOO_LARGE, 0)
+        elif isinstance(outcome, wire.CallFailure):
+            assert outcome.kind in (wire.RAISED, wire.LATE)
+            assert outcome.kind == wire.LATE or (name == "raise" and outcome.text == f"{caller}/{number}")
+        else:
+            assert ran == 1
+            assert outcome.payload.sizes or outcome.payload.inline == (f"{caller}/{number}".encode(),)
+            if name.startswith("stream"):
+                count = int(name[6:])
+                assert world.items.get((caller, peer, number), []) == [
+                    b"item %d" % left for left in range(count, 0, -1)
+                ]
+    for seat, core in world.cores.items():
+        if seat not in world.dead:
+            assert (len(core.outgoing), len(core.incoming), core.incoming.running) == (0, 0, 0)
+    unclaimed = {key for key, waiting in world.parts.items() if waiting and not {key[0], key[1]} & world.dead}
+    assert unclaimed == set(), "a sender would wait forever for its parts to be taken"
+
+
+def test_calls_beyond_the_limit_wait_and_one_peers_backlog_delays_no_other() -> None:
+    world = CallWorld(1)
+    for _ in range(CALLS_LIMIT + 50):
+        world.call(0, 1, "echo", 0, 600.0)
+    world.after(0.2, lambda: world.call(2, 1, "echo", 0, 600.0))
+    turns: list[int] = []
+    perform = world.perform
+
+    def note(seat: int, effect: done.CallEffect) -> None:
+        if isinstance(effect, done.RunHandler):
+            turns.append(effect.peer)
+        perform(seat, effect)
+
+    world.perform = note  # type: ignore[method-assign]
+    world.play()
+    assert len(turns) == CALLS_LIMIT + 51
+    assert turns.index(2) < 50, "a call of another peer came after the backlog"
+    assert all(isinstance(outcome, wire.CallResult) for outcome in world.outcomes.values())
+
+
+def test_a_stream_whose_reader_is_slow_holds_no_handler() -> None:
+    core = Calling(handlers=1)
+    core.received(1, wire.CallRequest(1, "slow", 60.0, wire.CallPayload(), 0, 1), 0.0)
+    core.incoming.yielded(1, 1, wire.CallPayload())
+    core.received(1, wire.CallRequest(2, "other", 60.0, wire.CallPayload()), 0.0)
+    ran = [effect for effect in core.effects() if isinstance(effect, done.RunHandler | done.StepStream)]
+    assert [effect.number for effect in ran] == [1, 2]
+    core.incoming.finished(1, 2, wire.CallResult(2, wire.CallPayload()))
+    core.received(1, wire.StreamCredit(1, 1), 0.0)
+    assert done.StepStream(1, 1) in core.effects()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_one_node_sends_the_core_raises_only_that_and_keeps_a_bounded_amount(seed: int) -> None:
+    """A hostile node, cut off at its first impossible message as a driver does it, and an honest one beside it."""
+    chance, now = random.Random(seed), 0.0
+    core = Calling(handlers=HANDLERS, message_bytes=MEMORY)
+    running: list[tuple[int, int]] = []
+    stopped: set[tuple[int, int]] = set()
+    concluded: list[tuple[int, int]] = []
+    fetching: list[done.FetchParts] = []
+    peer = 0
+
+    def settle() -> None:
+        for effect in core.effects():
+            match effect:
+                case done.RunHandler(source, number) | done.StepStream(source, number):
+                    running.append((source, number))
+                case done.StopHandler(source, number, True):
+                    stopped.add((source, number))
+                case done.Conclude(source, number):
+                    concluded.append((source, number))
+                case done.FetchParts():
+                    fetching.append(effect)
+
+    sizes: list[tuple[int, ...]] = [(50, 60), (10**9,)]
+    payloads = [wire.CallPayload(), wire.CallPayload((b"x",)), *(wire.CallPayload((), each) for each in sizes)]
+
+    def anything() -> wire.CallMessage:
+        number, payload = chance.choice([1, 2, 3, chance.randint(1, 60)]), chance.choice(payloads)
+        messages: list[wire.CallMessage] = [
+            wire.CallRequest(number, "f", chance.choice([0.0, 0.5, 100.0]), payload, 0, chance.choice([0, 0, 1, 5])),
+            wire.CallResult(number, payload),
+            wire.CallFailure(number, 1, "E", "t"),
+            wire.CallCancel(number),
+            wire.StreamItem(number, payload),
+            wire.StreamCredit(number, chance.choice([1, 1024])),
+            wire.ReferenceRelease(1, 1),
+        ]
+        return chance.choice(messages)
+
+    honest, made = 10_000, 0
+    for _ in range(2000):
+        now += chance.choice([0.0, 0.001, 0.3])
+        if core.next_deadline() <= now:
+            core.tick(now)
+        try:
+            core.received(peer, anything(), now)
+        except RemoteProtocolError:
+            core.lost(peer)
+            peer += 1  # it comes back as another process
+        if chance.random() < 0.2:
+            core.outgoing.call(peer, "f", wire.CallPayload(), now + 1.0, now, credit=chance.choice([0, 2]))
+        if chance.random() < 0.1:
+            made += 1
+            core.received(honest, wire.CallRequest(made, "f", 1e6, wire.CallPayload()), now)
+        settle()
+        if running and chance.random() < 0.8:
+            source, number = running.pop(0)
+            if chance.random() < 0.3 and source != honest:
+                core.incoming.yielded(source, number, wire.CallPayload())
+            else:
+                core.incoming.finished(source, number, wire.CallResult(number, wire.CallPayload()))
+        if fetching and chance.random() < 0.5:
+            fetch = fetching.pop(0)
+            core.fetched(fetch.peer, fetch.number, chance.choice([None, "parts"]), now, is_answer=fetch.is_answer)
+        settle()
+        assert core.incoming.running == len(running) <= HANDLERS
+        assert len(core.incoming) <= 2 * CALLS_LIMIT + len(fetching)
+    assert len(concluded) == len(set(concluded)), "a caller got two outcomes"
+    for source in range(peer + 1):
+        core.lost(source)
+    while running or fetching or len(core.incoming):
+        settle()
+        if running:
+            core.incoming.finished(*running.pop(0), wire.CallResult(1, wire.CallPayload()))
+        if fetching:
+            fetch = fetching.pop(0)
+            core.fetched(fetch.peer, fetch.number, None, now, is_answer=fetch.is_answer)
+        settle()
+    assert (len(core.outgoing), len(core.incoming), core.incoming.running) == (0, 0, 0)

@@ -1,0 +1,197 @@
+"""The core of calls, step by step: limits, deadlines, cancellation, and what no correct node sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.calling import effects as done
+from covey.proto.calling.core import Calling
+from covey.proto.calling.deadlines import Deadlines
+from covey.proto.calling.effects import Ending
+from covey.proto.calling.fair_queue import FairQueue
+from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.wire import calls as wire
+
+NOTHING = wire.CallPayload()
+RESULT = wire.CallPayload(inline=(b"r",))
+
+
+def request(number: int, *, seconds: float = 10.0, payload: wire.CallPayload = NOTHING, credit: int = 0) -> Any:
+    return wire.CallRequest(number, "f", seconds, payload, 0, credit)
+
+
+def kinds(core: Calling) -> list[str]:
+    return [type(effect).__name__ for effect in core.effects()]
+
+
+def sent(core: Calling) -> list[Any]:
+    return [effect.message for effect in core.effects() if isinstance(effect, done.SendMessage)]
+
+
+def test_a_call_is_sent_with_the_seconds_that_are_left_and_ends_with_its_answer() -> None:
+    core = Calling()
+    number = core.outgoing.call(3, "f", NOTHING, 12.0, 2.0)
+    (message,) = sent(core)
+    assert (message.number, message.seconds) == (number, 10.0)
+    core.received(3, wire.CallResult(number, RESULT), 5.0)
+    assert core.effects() == [done.Conclude(3, number, wire.CallResult(number, RESULT))]
+    assert (len(core.outgoing), core.next_deadline()) == (0, float("inf"))
+
+
+def test_calls_beyond_the_limit_wait_here_and_their_time_runs() -> None:
+    core = Calling()
+    for _ in range(CALLS_LIMIT + 2):
+        core.outgoing.call(3, "f", NOTHING, 100.0, 0.0)
+    assert len(sent(core)) == CALLS_LIMIT
+    assert core.outgoing.cancel(3, CALLS_LIMIT + 1, Ending.CANCELLED)
+    assert kinds(core) == ["Conclude"], "it was never sent, so nothing is cancelled there"
+    core.received(3, wire.CallResult(1, NOTHING), 60.0)
+    (message,) = sent(core)
+    assert (message.number, message.seconds) == (CALLS_LIMIT + 2, 40.0)
+
+
+def test_a_caller_past_its_deadline_is_told_at_once_and_the_call_stays_open_until_its_answer() -> None:
+    core = Calling()
+    number = core.outgoing.call(3, "f", NOTHING, 10.0, 0.0)
+    core.effects()
+    assert core.next_deadline() == 10.0
+    core.tick(10.0)
+    assert core.effects() == [
+        done.SendMessage(3, wire.CallCancel(number)),
+        done.Conclude(3, number, Ending.LATE),
+    ]
+    assert not core.outgoing.cancel(3, number, Ending.CANCELLED)
+    core.received(3, wire.CallResult(number, wire.CallPayload(sizes=(5,))), 11.0)
+    assert core.effects() == [done.RefuseParts(3, number, (5,), is_answer=True)]
+    assert len(core.outgoing) == 0
+
+
+def test_a_function_past_its_deadline_is_stopped_and_its_call_answered_once() -> None:
+    core = Calling(handlers=1)
+    core.received(5, request(1, seconds=1.0), 0.0)
+    core.received(5, request(2, seconds=1.0), 0.0)
+    assert kinds(core) == ["RunHandler"]
+    core.tick(1.0)
+    effects = core.effects()
+    assert [effect.message.kind for effect in effects if isinstance(effect, done.SendMessage)] == [wire.LATE] * 2  # type: ignore[union-attr]
+    assert done.StopHandler(5, 1, is_running=True) in effects
+    assert core.incoming.running == 1, "until it returns"
+    core.incoming.finished(5, 1, wire.CallResult(1, RESULT))
+    assert core.effects() == []
+    assert (len(core.incoming), core.incoming.running) == (0, 0)
+
+
+def test_memory_for_arguments_is_given_in_turn_and_given_back() -> None:
+    core = Calling(message_bytes=100)
+    large = wire.CallPayload(sizes=(60,))
+    core.received(5, request(1, payload=large), 0.0)
+    core.received(5, request(2, payload=large), 0.0)
+    core.received(6, request(1, payload=large), 0.0)
+    assert core.effects() == [done.FetchParts(5, 1, (60,), is_answer=False)]
+    core.fetched(5, 1, "parts", 0.0, is_answer=False)
+    (run,) = core.effects()
+    assert isinstance(run, done.RunHandler)
+    assert run.parts == "parts"
+    core.incoming.finished(5, 1, wire.CallResult(1, RESULT))
+    assert done.FetchParts(5, 2, (60,), is_answer=False) in core.effects()
+    core.received(5, wire.CallCancel(2), 0.0)
+    assert kinds(core) == ["SendMessage"], "its parts are on the way"
+    core.fetched(5, 2, "parts", 0.0, is_answer=False)
+    assert core.effects() == [done.FetchParts(6, 1, (60,), is_answer=False)]
+    core.received(7, request(1, payload=wire.CallPayload(sizes=(60, 60))), 0.0)
+    assert kinds(core) == ["SendMessage", "RefuseParts"]
+
+
+def test_a_lost_node_frees_all_that_it_held() -> None:
+    core = Calling(handlers=1, message_bytes=100)
+    core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)
+    core.received(5, request(1, credit=1), 0.0)
+    core.incoming.yielded(5, 1, RESULT)  # the stream has no credit now
+    core.received(5, request(2), 0.0)
+    core.received(5, request(3), 0.0)
+    core.received(5, request(4, payload=wire.CallPayload(sizes=(60,))), 0.0)
+    core.received(5, request(5, payload=wire.CallPayload(sizes=(60,))), 0.0)
+    core.effects()
+    core.lost(5)
+    effects = core.effects()
+    assert done.Conclude(5, 1, Ending.LOST) in effects
+    assert done.StopHandler(5, 1, is_running=False) in effects
+    assert done.StopHandler(5, 2, is_running=True) in effects
+    core.incoming.finished(5, 2, None)
+    core.fetched(5, 4, None, 0.0, is_answer=False)
+    assert (len(core.incoming), len(core.outgoing), core.incoming.running) == (0, 0, 0)
+    core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)
+    assert core.effects() == [done.Conclude(5, 2, Ending.LOST)]
+
+
+def test_a_node_that_leaves_answers_all_calls_and_refuses_new_ones() -> None:
+    core = Calling(handlers=1)
+    core.received(5, request(1), 0.0)
+    core.received(5, request(2), 0.0)
+    core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)
+    core.effects()
+    core.close()
+    core.received(5, request(3), 0.0)
+    effects = core.effects()
+    assert [effect.message.kind for effect in effects if isinstance(effect, done.SendMessage)] == [wire.CLOSING] * 3  # type: ignore[union-attr]
+    assert done.Conclude(5, 1, Ending.CLOSED) in effects
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [wire.CallResult(1, NOTHING)],
+        [wire.CallFailure(1, wire.RAISED, "E", "")],
+        [wire.StreamItem(1, NOTHING)],
+        [wire.CallCancel(1)],
+        [wire.StreamCredit(1, 1)],
+        [request(1), request(1)],
+        [request(2), request(1)],
+        [request(1), wire.StreamCredit(1, 1)],
+        [request(1, credit=1024), wire.StreamCredit(1, 1)],
+        [request(number) for number in range(1, CALLS_LIMIT + 2)],
+        [request(1, payload=wire.CallPayload((b"x",), (1,)))],
+    ],
+)
+def test_what_no_correct_node_sends_is_an_error_of_the_protocol(messages: list[Any]) -> None:
+    core = Calling(handlers=1)
+    core.received(6, request(1, credit=1), 0.0)  # another node has a stream of this number
+    for message in messages[:-1]:
+        core.received(5, message, 0.0)
+    with pytest.raises(RemoteProtocolError):
+        core.received(5, messages[-1], 0.0)
+
+
+def test_an_item_beyond_the_credit_is_an_error_of_the_protocol() -> None:
+    core = Calling()
+    number = core.outgoing.call(5, "f", NOTHING, 10.0, 0.0, credit=2)
+    for _ in range(2):
+        core.received(5, wire.StreamItem(number, NOTHING), 0.0)
+    with pytest.raises(RemoteProtocolError, match="not asked for"):
+        core.received(5, wire.StreamItem(number, NOTHING), 0.0)
+
+
+def test_deadlines_that_were_discarded_take_no_memory() -> None:
+    deadlines = Deadlines()
+    for number in range(10_000):
+        deadlines.add((1, number), 1000.0 - number % 7)
+        deadlines.discard((1, number))
+    assert len(deadlines._heap) < 200
+    deadlines.add((2, 1), 5.0)
+    deadlines.add((2, 2), 4.0)
+    assert deadlines.next() == 4.0
+    assert deadlines.take_due(5.0) == [(2, 2), (2, 1)]
+    assert deadlines.next() == float("inf")
+
+
+def test_a_fair_queue_serves_one_of_each_peer_in_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        queue.push(ord(item[0]), item)
+    queue.remove(ord("a"), "a2")
+    served = [queue.pop(lambda peer, item: peer != ord("c")) for _ in range(5)]
+    assert served == ["a1", "b1", "a3", "b2", None]
+    assert queue.pop(lambda peer, item: True) == "c1"

@@ -1,0 +1,107 @@
+"""Questions about metrics and operations: what is answered, and to whom."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.runtime.group.internals import node_of
+from covey.runtime.members.node import Node
+from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer
+from covey.testing.threads import run_threads
+from covey.wire import flight, messages
+
+if TYPE_CHECKING:
+    import pytest
+
+    import covey
+
+METRICS, OPERATIONS = messages.Inspect("metrics"), messages.Inspect("operations")
+
+
+def test_pages_hold_one_group_each() -> None:
+    def work(group: covey.Group) -> list[flight.Flight]:
+        with group.split(0) as other:
+            group.all_reduce(np.ones(10))
+            other.barrier()
+            first = answer(OPERATIONS)
+            group.barrier()
+            pages = [answer(messages.Inspect("operations", page)) for page in range(first.pages + 1)]
+            group.barrier()
+        assert [page.pages for page in pages] == [first.pages] * len(pages)
+        return [flight.decode_flight(page.body) for page in pages]
+
+    *pages, beyond = run_threads(2, work)[0]
+    assert [len(page.groups) for page in pages] == [1] * len(pages)
+    assert beyond.groups == ()
+    names = [(page.groups[0].name, page.groups[0].rank) for page in pages]
+    assert len(names) == len(set(names)) == 4
+    for page in pages:
+        (group,) = page.groups
+        kinds = {operation.operation for operation in group.operations}
+        assert kinds <= ({10} if "/" in group.name else {0, 10, 15})
+        assert all(operation.ended_ns >= operation.begun_ns > 0 for operation in group.operations if operation.outcome)
+
+
+def test_what_is_told_has_names_and_numbers_only() -> None:
+    secret = "the name of a private array"
+
+    def work(group: covey.Group) -> None:
+        group.all_reduce(np.full(100, 12345.678), name=secret)
+        group.all_gather_object(secret)
+        for question in (METRICS, OPERATIONS):
+            told = answer(question).body
+            assert secret.encode() not in told
+            assert np.full(1, 12345.678).tobytes() not in told
+
+    run_threads(2, work)
+    assert flight.decode_samples(answer(METRICS).body).samples
+
+
+def test_an_unknown_question_has_no_pages() -> None:
+    assert answer(messages.Inspect("secrets")) == messages.Inspected("secrets", 0, 0, b"")
+
+
+def test_a_key_that_asks_too_often_is_told_nothing_and_others_are() -> None:
+    answers = PacedAnswers()
+    told = [answers.answer(METRICS, b"a").pages for _ in range(int(BURST) + 30)]
+    assert told[: int(BURST)] == [1] * int(BURST)
+    assert told[-1] == 0 or sum(told) < len(told)
+    assert answers.answer(METRICS, b"b").pages == 1
+
+
+def test_many_keys_together_are_told_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    answers = PacedAnswers()
+    told = [answers.answer(METRICS, bytes([key])).pages for key in range(200)]
+    assert sum(told) == TOTAL_BURST
+
+
+def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    taken = Node.heard
+
+    def note(node: Node, seat: Any, message: Any) -> None:
+        heard.append(message)
+        taken(node, seat, message)
+
+    monkeypatch.setattr(Node, "heard", note)
+
+    def work(group: covey.Group) -> None:
+        node = node_of(group)
+        assert node is not None
+        if group.rank == 0:
+            others = tuple(node.peers)
+            for question in (METRICS, OPERATIONS, messages.Ping(77)):
+                node.tell(others, question)
+            deadline = time.monotonic() + 30
+            while not any(isinstance(each, messages.Pong) and each.number == 77 for each in list(heard)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        group.barrier()
+
+    run_threads(2, work)
+    assert METRICS in heard
+    assert not any(isinstance(each, messages.Inspected) for each in heard)
