@@ -14,7 +14,7 @@ KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issu
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CoveyError])
 def test_every_error_stands_in_the_tree_with_its_remedy(kind: type[CoveyError]) -> None:
     tree = [line for line in (errors.__doc__ or "").splitlines() if line.startswith(("├──", "└──"))]
-    lines = [line for line in tree if kind.__name__ in line]
+    lines = [line for line in tree if line.split()[1] == kind.__name__]
     assert len(lines) == 1
     assert lines[0].split()[-1] == kind.remedy.name
     assert kind.__doc__
