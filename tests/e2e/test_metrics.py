@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.jobs import SOURCE, wait_until
 from tests.support.machines import wait_until_joined
+from tests.support.ranks import covey, np, run_ranks
 
 from covey.runtime.metrics.flight import NOTE
 
@@ -190,6 +191,18 @@ def test_a_recovery_is_counted_by_the_ranks_that_go_on(started: Any, tmp_path: P
         assert float(elections) >= 1
         assert 0 < float(seconds) < DEADLINE
     assert run.files() == []  # the group has not failed
+
+
+def test_operations_that_survive_losses_are_all_counted() -> None:
+    def count() -> list[int]:
+        with covey.join(on_loss="continue") as group:
+            for step in range(30):
+                group.all_reduce(np.full(4, group.rank + step, np.float32))
+                group.barrier()
+            found = group.metrics()
+            return [each.calls for each in found.operations.values()] + [found.operations["all_reduce"].sent_bytes]
+
+    assert run_ranks(2, count, lanes="shm") == [[30, 30, 30 * 16]] * 2
 
 
 def test_closing_and_revoking_leave_no_file(started: Any) -> None:

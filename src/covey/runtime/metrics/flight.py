@@ -33,8 +33,8 @@ logger = logging.getLogger("covey")
 SUFFIX: Final = ".covey-trace"
 NOTE: Final = "`covey trace` shows the last operations:"
 """Begins the note of an error that names a file."""
-FILES_LIMIT: Final = 64
-"""Files that are kept; older ones are removed."""
+FILES_LIMIT: Final = 256
+"""Files that are kept, twice as many as a run can have ranks; older ones are removed."""
 
 
 def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
