@@ -147,7 +147,7 @@ def test_an_absurd_number_of_steps_ends_the_warm_up_and_nothing_else() -> None:
 
         def body(attempt: Attempt) -> None:
             steps = np.array([2**63 - 1], np.int64)
-            plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, None)
+            plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, None, attempt.sizes)
             attempt.execute(plan, [steps], reduction("max", steps.dtype))
             dense.all_reduce(attempt, x, Int8(), divides=False, algorithm=None, residual=None)
 

@@ -223,9 +223,10 @@ def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
 
 
 def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
-    with Insider(prey, hello={"version": 2}) as member:
-        assert member.greeting == messages.Refusal("you speak version 2, and this node 1", retry=False)
-    assert any("version 2" in reason for reason in prey.node.problems.refusals.values())
+    mine, other = messages.VERSION, messages.VERSION + 1
+    with Insider(prey, hello={"version": other}) as member:
+        assert member.greeting == messages.Refusal(f"you speak version {other}, and this node {mine}", retry=False)
+    assert any(f"version {other}" in reason for reason in prey.node.problems.refusals.values())
 
 
 def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
