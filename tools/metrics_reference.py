@@ -65,6 +65,7 @@ PANELS: Final = (
         "{{op}}",
         "s",
     ),
+    ("Operation in progress", "covey_operation_running_seconds", "rank {{rank}}", "s"),
     ("Sent by operations", "sum by (rank) (rate(covey_operation_sent_bytes_total[1m]))", "rank {{rank}}", "Bps"),
     ("Sent over lanes", "sum by (lane) (rate(covey_lane_sent_bytes_total[1m]))", "{{lane}}", "Bps"),
     (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.jobs import SOURCE, wait_until
 from tests.support.machines import wait_until_joined
+from tests.support.ranks import covey, np, run_ranks
 
 from covey.runtime.metrics.flight import NOTE
 
@@ -169,8 +170,47 @@ def test_a_failure_leaves_a_file_of_each_survivor_and_the_error_names_it(started
     assert re.search(r"^rank 0: PeerLostError: rank 1 ", shown, re.MULTILINE)
 
 
+def test_a_recovery_is_counted_by_the_ranks_that_go_on(started: Any, tmp_path: Path) -> None:
+    run = started(
+        "import os\n"
+        "    if group.rank == 1: os._exit(3)\n"
+        "    group.all_reduce(np.ones(9))\n"
+        "    from covey.runtime.metrics.samples import samples\n"
+        "    found = {(each.name, *dict(each.labels).values()): each.value for each in samples()}\n"
+        "    names = 'elections_total', 'recovery_seconds_total', 'members', 'view'\n"
+        "    found = found['covey_events_total', 'lost'], *(found['covey_' + name,] for name in names)\n"
+        "    print('found', *found, flush=True)",
+        *("--on-loss", "continue"),
+    )
+    out, err = run.process.communicate(timeout=DEADLINE)
+    assert run.process.returncode == 0, err
+    told = [line.split("found ")[1].split() for line in out.splitlines() if "found" in line]
+    assert len(told) == 2, err
+    for lost, elections, seconds, members, view in told:
+        assert (float(lost), float(members), float(view)) == (1, 2, 1)
+        assert float(elections) >= 1
+        assert 0 < float(seconds) < DEADLINE
+    assert run.files() == []  # the group has not failed
+
+
+def test_operations_that_survive_losses_are_all_counted() -> None:
+    def count() -> list[int]:
+        with covey.join(on_loss="continue") as group:
+            for step in range(30):
+                group.all_reduce(np.full(4, group.rank + step, np.float32))
+                group.barrier()
+            found = group.metrics()
+            return [each.calls for each in found.operations.values()] + [found.operations["all_reduce"].sent_bytes]
+
+    assert run_ranks(2, count, lanes="shm") == [[30, 30, 30 * 16]] * 2
+
+
 def test_closing_and_revoking_leave_no_file(started: Any) -> None:
-    run = started("group.revoke()\n    try: group.barrier()\n    except covey.ClosedError: print('closed', flush=True)")
+    """The barrier comes first: a rank may revoke the group while others are in the operation before."""
+    run = started(
+        "try: group.barrier(); group.revoke(); group.barrier()\n"
+        "    except covey.ClosedError: print('closed', flush=True)"
+    )
     out, err = run.process.communicate(timeout=DEADLINE)
     assert out.count("closed") == 3, err
     assert run.files() == []

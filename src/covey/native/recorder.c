@@ -272,6 +272,15 @@ static PyObject *method_busy(PyObject *self, PyObject *arg)
     return Py_BuildValue("(LL)", (long long)busy, (long long)first);
 }
 
+/* running() -> when the operation in progress began, or 0 */
+static PyObject *method_running(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct recorder *recorder = (struct recorder *)self;
+    const struct record *record = &recorder->records[recorder->last % RECORDS];
+    return PyLong_FromLongLong(record->outcome == RUNNING ? record->begun_ns : 0);
+}
+
 PyMethodDef recorder_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))method_begin, METH_FASTCALL, "begin(sequence, operation)"},
     {"end", (PyCFunction)(void (*)(void))method_end, METH_FASTCALL, "end(view, has_failed), of the operation begun last."},
@@ -279,5 +288,6 @@ PyMethodDef recorder_methods[] = {
     {"totals", method_totals, METH_NOARGS, "Return the totals by operation."},
     {"traffic", method_traffic, METH_NOARGS, "Return what was moved, by rank."},
     {"busy", method_busy, METH_O, "Return for how long operations ran after a moment, and when the first of them began."},
+    {"running", method_running, METH_NOARGS, "Return when the operation in progress began, or 0."},
     {NULL, NULL, 0, NULL},
 };

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.proto.message import Receive
 from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
 from covey.wire.messages import NAME_LIMIT
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.base.numbers import Seat
-    from covey.proto.message import Operation
+    from covey.proto.message import Receive
 
 NO_LANE: Final = "none"
 """The kind of lane of traffic before any lane was opened."""
@@ -42,10 +41,10 @@ class MessageTraffic:
         self.sent += 1
         self.sent_bytes += view.nbytes
 
-    def ended(self, operations: Iterable[Operation]) -> None:
-        """Count those of the ended operations that have received a message."""
-        for operation in operations:
-            if isinstance(operation, Receive) and operation.result is not None:
+    def ended(self, receives: Iterable[Receive]) -> None:
+        """Count those of the ended receives that have got a message."""
+        for operation in receives:
+            if operation.result is not None:
                 payload = operation.out if operation.result.data is None else operation.result.data
                 self.received += 1
                 self.received_bytes += 0 if payload is None else len(payload)

@@ -79,6 +79,9 @@ class Recorder(Protocol):
     def busy(self, since_ns: int, /) -> tuple[int, int]:
         """Return for how many ns after `since_ns` operations in the ring ran, and when the first of them began."""
 
+    def running(self) -> int:
+        """Return when the operation in progress began, in ns; 0 if there is none."""
+
 
 def make_recorder(size: int, *, is_native: bool) -> Any:
     """Return the recorder of a group of this size: a NativeRecorder for the compiled executor, or a PythonRecorder."""
@@ -91,7 +94,7 @@ class NativeRecorder:
     def __init__(self, size: int) -> None:
         self.native = native().module.Recorder(size)
         self.begin, self.end = self.native.begin, self.native.end
-        self.records, self.busy = self.native.records, self.native.busy
+        self.records, self.busy, self.running = self.native.records, self.native.busy, self.native.running
 
     def totals(self) -> list[OperationTotals]:
         return [OperationTotals(*each) for each in self.native.totals()]
@@ -189,3 +192,6 @@ class PythonRecorder:
             first = max(record[3], since_ns)
             busy += ended - first
         return busy, first
+
+    def running(self) -> int:
+        return self._begun

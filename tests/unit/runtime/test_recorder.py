@@ -27,14 +27,17 @@ def recorder(request: pytest.FixtureRequest) -> Any:
 
 def test_an_operation_has_a_record_while_it_runs_and_after(recorder: Any) -> None:
     before = clock_ns()
+    assert recorder.running() == 0
     recorder.begin(1, BARRIER)
     ((sequence, operation, outcome, begun, ended, *_),) = recorder.records(0)
     assert (sequence, operation, outcome, ended) == (1, BARRIER, RUNNING, 0)
+    assert recorder.running() == begun
     assert before <= begun <= clock_ns()
     recorder.end(7, False)
     ((_, _, outcome, again, ended, _, _, _, _, view),) = recorder.records(0)
     assert (outcome, again, view) == (RETURNED, begun, 7)
     assert begun <= ended <= clock_ns()
+    assert recorder.running() == 0
     recorder.begin(2, ALL_REDUCE)
     recorder.end(7, True)
     assert [record[2] for record in recorder.records(0)] == [RETURNED, FAILED]

@@ -15,7 +15,6 @@ from covey.runtime.collectives.call_log import Call
 from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.runtime.metrics.flight import write_failed
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -132,6 +131,8 @@ class Failure(EnginePart):
         self._raised = error
         is_known = self.fault is None or self.fault.kind == "ClosedError"  # the program has closed or revoked the group
         if not is_known and isinstance(error, Exception):
+            from covey.runtime.metrics.flight import write_failed  # most groups do not fail
+
             write_failed(self.engine.counters, error)
 
     def forked(self, text: str) -> None:

@@ -24,7 +24,6 @@ from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
 from covey.runtime.group.reductions import Reductions
-from covey.runtime.group.snapshot import group_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
@@ -173,6 +172,8 @@ class Group(Reductions, Moves, Messages, AsyncForms):
 
         `covey.metrics` has the same numbers for Prometheus, for all groups of the process together.
         """
+        from covey.runtime.group.snapshot import group_metrics  # most programs do not ask
+
         return group_metrics(self._engine, self._savings.total)
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
-from covey.runtime.metrics.flight import write_on_signal
+from covey.runtime.metrics.usr1 import write_on_signal
 from covey.runtime.off_loop import off_loop
 from covey.wire.messages import MAX_MEMBERS
 

@@ -15,7 +15,6 @@ from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
 from covey.runtime.members.peers import Peer, PeerEvent
-from covey.runtime.metrics.inspection import answer
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -270,8 +269,7 @@ class GenerationTable:
     def _keeper_said(self, message: messages.Control) -> None:
         match message:
             case messages.Inspect():
-                if self.keeper is not None:
-                    self.keeper.send(answer(message))
+                self._answer(message)
             case messages.Vouch(processes):
                 self._node.losses.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):
@@ -280,6 +278,12 @@ class GenerationTable:
                     generation.view_driver.received(len(generation.seats), body)
             case _:
                 pass
+
+    def _answer(self, question: messages.Inspect) -> None:
+        from covey.runtime.metrics.inspection import answer  # most keepers do not ask
+
+        if self.keeper is not None:
+            self.keeper.send(answer(question))
 
     def tell_keeper_of_survival(self) -> None:
         """Tell the keeper not to stop the other ranks after a loss: the program goes on although its groups end."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
@@ -26,6 +24,7 @@ from covey.wire import flight as wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from covey.runtime.counters import GroupCounters
 
@@ -34,8 +33,8 @@ logger = logging.getLogger("covey")
 SUFFIX: Final = ".covey-trace"
 NOTE: Final = "`covey trace` shows the last operations:"
 """Begins the note of an error that names a file."""
-FILES_LIMIT: Final = 64
-"""Files that are kept; older ones are removed."""
+FILES_LIMIT: Final = 256
+"""Files that are kept, twice as many as a run can have ranks; older ones are removed."""
 
 
 def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
@@ -131,36 +130,6 @@ def _store_in_background(taken: wire.Flight, path: Path) -> None:
         store(taken, path)
     except ConfigError as problem:
         logger.info("the last operations could not be written: %s", problem)
-
-
-# SIGUSR1
-
-
-def write_on_signal() -> None:
-    """Write a file whenever the process gets SIGUSR1, unless the program handles that signal itself.
-
-    Python can set signal handlers on its main thread only; on other threads this does nothing.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _is_caught(signal.SIGUSR1):
-        signal.signal(signal.SIGUSR1, _signalled)
-
-
-def _is_caught(signum: int) -> bool:
-    """Tell whether the process has a handler that Python does not know, such as that of `faulthandler.register`."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        status = Path("/proc/self/status").read_text().splitlines()
-        caught = next(line for line in status if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) & 1 << (signum - 1))
-    return False
-
-
-def _signalled(_signum: int, _frame: object) -> None:
-    control.soon(_start_writing)  # the thread that was interrupted may hold any lock
-
-
-def _start_writing() -> None:
-    threading.Thread(target=write_all, name="covey-trace", daemon=True).start()
 
 
 def write_all() -> None:

@@ -46,6 +46,8 @@ def _samples() -> Iterator[Sample]:
     groups, totals = process.groups(), process.totals()
     for operation in totals.operations.values():
         yield from _of_operation(operation)
+    begun = [at for group in groups if (at := group.recorder.running())]
+    yield _sample("covey_operation_running_seconds", max(0, clock_ns() - min(begun)) / 1e9 if begun else 0.0)
     yield _sample("covey_communication_share", communication_share(groups))
     yield from _of_lanes(totals)
     for kind, count in sorted(process.lanes.copy().items()):

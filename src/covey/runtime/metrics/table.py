@@ -26,6 +26,11 @@ TABLE: Final = tuple(
         ("covey_operations_total", "counter", "Collective operations that have ended.", ("op",)),
         ("covey_operation_failures_total", "counter", "Collective operations that have raised.", ("op",)),
         ("covey_operation_seconds", "histogram", "How long collective operations took.", ("op",)),
+        (
+            "covey_operation_running_seconds",
+            "gauge",
+            "For how long the operation in progress has been running, the longest of all groups; 0 without one.",
+        ),
         ("covey_operation_sent_bytes_total", "counter", "Bytes that operations have sent.", ("op",)),
         ("covey_operation_received_bytes_total", "counter", "Bytes that operations have received.", ("op",)),
         (

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pytest
 
+import covey
 from covey.runtime.group.internals import node_of
 from covey.runtime.members.node import Node
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer
+from covey.runtime.metrics.samples import samples
 from covey.testing.threads import run_threads
 from covey.wire import flight, messages
-
-if TYPE_CHECKING:
-    import pytest
-
-    import covey
 
 METRICS, OPERATIONS = messages.Inspect("metrics"), messages.Inspect("operations")
 
@@ -58,6 +56,42 @@ def test_what_is_told_has_names_and_numbers_only() -> None:
 
     run_threads(2, work)
     assert flight.decode_samples(answer(METRICS).body).samples
+
+
+def test_heartbeats_are_counted_and_compare_clocks() -> None:
+    def work(group: covey.Group) -> None:
+        node = node_of(group)
+        assert node is not None
+        deadline = time.monotonic() + 30
+        while not node.clocks.offsets():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        group.barrier()
+        (offset,) = node.clocks.offsets().values()
+        assert abs(offset) < 1, "threads of one process have one clock"
+
+    run_threads(2, work)
+    values = {sample.name: sample.value for sample in flight.decode_samples(answer(METRICS).body).samples}
+    assert values["covey_heartbeats_sent_total"] >= values["covey_heartbeats_answered_total"] >= 2
+
+
+def test_calls_are_counted_where_they_are_made_and_where_they_are_served() -> None:
+    def counts() -> list[float]:
+        values = {sample.name: sample.value for sample in samples()}
+        return [values[f"covey_{name}_total"] for name in ("calls", "call_failures", "calls_served")]
+
+    def work(group: covey.Group) -> None:
+        group.node.register("halve", lambda number: number / 2 if number else 1 / 0)
+        group.barrier()
+        if group.rank == 0:
+            assert group.call(1, "halve", 8) == 4
+            with pytest.raises(covey.RemoteCallError):
+                group.call(1, "halve", 0)
+        group.barrier()
+
+    before = counts()
+    run_threads(2, work)
+    assert [after - old for after, old in zip(counts(), before, strict=True)] == [2, 1, 2]
 
 
 def test_an_unknown_question_has_no_pages() -> None:

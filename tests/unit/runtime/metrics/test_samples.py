@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from tests.support.compiled import use_executors
 import covey
 import covey.metrics
 from covey.base.errors import ConfigError
+from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.metrics_page import parse_address, serve_ranks
 from covey.runtime.metrics.samples import BOUNDS, samples
 from covey.runtime.metrics.table import TABLE
@@ -53,6 +55,33 @@ def test_a_group_knows_what_it_has_done(executors: str, monkeypatch: pytest.Monk
         assert (found.messages.sent, found.messages.received) == (1, 1)
         assert (found.messages.sent_bytes, found.messages.received_bytes) == (8 * (10 + rank), 8 * (11 - rank))
         assert 0 < found.communication_share <= 1
+
+
+@pytest.mark.parametrize("executors", ["python", "native"])
+def test_repeated_small_calls_are_all_counted_and_recorded(executors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of them take the shortcut of the compiled executor."""
+    use_executors(monkeypatch, executors)
+
+    def work(group: covey.Group) -> tuple[dict[str, int], list[Any]]:
+        x, parts = np.arange(8.0), np.empty((2, 8))
+        for _ in range(20):
+            group.all_reduce(x)
+            group.broadcast(x, 1)
+            group.reduce(x)
+            group.barrier()
+            group.all_gather(x, out=parts)
+            group.reduce_scatter(x, out=np.empty(4))
+            group.all_to_all(parts, out=np.empty((2, 8)))
+        calls = {name: each.calls for name, each in group.metrics().operations.items()}
+        return calls, engine_of(group).counters.recorder.records(0)
+
+    names = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
+    for rank, (calls, records) in enumerate(run_threads(2, work)):
+        assert calls == dict.fromkeys(names, 20)
+        assert [record[0] for record in records] == list(range(1, 141))
+        assert all(record[3] <= record[4] for record in records)
+        assert all(before[4] <= after[3] for before, after in itertools.pairwise(records))
+        assert {record[7] for record in records if record[5] or record[6]} == {1 << (1 - rank)}
 
 
 def test_every_sample_is_in_the_table_with_its_labels() -> None:
