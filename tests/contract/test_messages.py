@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,20 @@ def test_several_arrays_are_no_array_and_no_object() -> None:
         group.send_object([1], other, 2)
         with pytest.raises(covey.MismatchError, match="use recv_object"):
             group.recv(other, 2)
+
+    run_threads(2, body, lanes="unix")
+
+
+def test_arrays_that_cannot_be_name_their_sender_and_later_messages_arrive() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            forged = np.frombuffer(struct.pack("<B3xIBB6xQ", 4, 1, 0, 1, 1 << 40), np.uint8)
+            group._send(forged, 0, 1, 0, forged.shape, True, None, False)
+            group.send([np.arange(3)], 0, 1)
+        else:
+            with pytest.raises(covey.RemoteProtocolError, match="rank 1 sent arrays that cannot be used"):
+                group.recv(1, 1)
+            same(group.recv(1, 1)[0], np.arange(3))
 
     run_threads(2, body, lanes="unix")
 

@@ -18,7 +18,7 @@ from msgspec.msgpack import Ext
 
 from covey.base.dtypes import DTYPES, dtype_code
 from covey.base.errors import MismatchError, RemoteProtocolError
-from covey.wire import array_list, unpickling
+from covey.wire import unpickling
 from covey.wire.message_header import MAX_NDIM, array_bytes
 from covey.wire.unpickling import check_allowed
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _PLAIN: Final = b"\x01"
 _PICKLED: Final = b"\x02"
 _FAILED: Final = b"\x03"
-_ARRAYS: Final = bytes([array_list.FORM])
 
 _ARRAY: Final = 1
 _SCALAR: Final = 2
@@ -92,8 +91,6 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
         return _decode_plain(body, type)
     if form == _FAILED:
         raise TypeError(str(body, "utf-8", "replace"))
-    if form == _ARRAYS:
-        raise MismatchError("the sender sent several arrays with send([...]); use recv")
     if form != _PICKLED:
         raise RemoteProtocolError(f"not an encoded object: it starts with {form!r}")
     if allow_pickle is False:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire import array_list, objects
 
 ARRAYS: list[Any] = [
@@ -67,7 +67,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
 
 
 def test_it_is_no_object() -> None:
-    with pytest.raises(MismatchError, match="use recv"):
+    with pytest.raises(RemoteProtocolError, match="not an encoded object"):
         objects.decode(array_list.pack(ARRAYS[:1]).tobytes())
     assert not array_list.is_packed(np.frombuffer(objects.encode([1]), np.uint8))
 

@@ -220,7 +220,10 @@ def _finisher(out: Any, target: Operand | None) -> Callable[[Any], Any]:
         if message.is_object:
             if message.data is None or not array_list.is_packed(message.data):
                 raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
-            return array_list.unpack(message.data)
+            try:
+                return array_list.unpack(message.data)
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(f"rank {message.source} sent arrays that cannot be used: {error}") from error
         if target is not None:
             target.store()
             return out

@@ -618,7 +618,7 @@ BY_HAND: Final = (
     Target(
         name="objects",
         read=objects.decode,
-        promised=(TypeError, MismatchError, RemoteProtocolError),
+        promised=(TypeError, RemoteProtocolError),
         write=objects.encode,
         seeds=_object_seeds,
         prefix=1,
