@@ -308,7 +308,7 @@ class Messenger:
         with self._lock:
             over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
             self._matcher.completed.clear()
-            self.traffic.ended(operation for operation, _ in over if not isinstance(operation, Send))
+            self.traffic.ended(operation for operation, _ in over if isinstance(operation, Receive))
             self._take_heard(over)
         works = []
         for operation, work in over:
