@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CancelledError, ClosedError, DeadlineError, PeerLostError
 from covey.proto.matching import ANY, Matcher
-from covey.proto.message import Operation, Send, describe_source
+from covey.proto.message import Operation, Receive, Send, describe_source
 from covey.runtime.counters import MessageTraffic
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.expiring_works import ExpiringWorks
