@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import threading
@@ -20,6 +19,8 @@ async def off_loop(function: Callable[..., T], *args: Any, discard: Callable[[T]
     Not a thread of the loop's executor: calls that wait for other machines would take all of those. A cancelled await
     does not end the call; what it returns then is given to `discard`.
     """
+    import asyncio  # slow to load; a program that gets here has done so
+
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()

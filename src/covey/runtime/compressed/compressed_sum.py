@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,17 +28,9 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.compressed.automatic import Tuner
+    from covey.runtime.compressed.part import Part
 
     Floats = NDArray[np.float32]
-
-
-class Part(NamedTuple):
-    """A named range of the array: elements start:stop, which are an array of `shape`."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
 
 
 def plain_info(operand: Operand, size: int, reason: str = "") -> dict[str, Any]:

@@ -17,7 +17,8 @@ from covey.compress.policy import SMALLEST, make_policy
 from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
 from covey.runtime.compressed import dense, sparse
-from covey.runtime.compressed.compressed_sum import CompressedSum, Part, plain_info
+from covey.runtime.compressed.compressed_sum import CompressedSum, plain_info
+from covey.runtime.compressed.part import Part
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:

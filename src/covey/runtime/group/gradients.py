@@ -14,8 +14,8 @@ from covey.base.errors import ConfigError, MismatchError
 from covey.base.text import printable
 from covey.plan import choose
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.compressed.compressed_sum import Part
-from covey.runtime.group import compressing, movements
+from covey.runtime.compressed.part import Part
+from covey.runtime.group import movements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -88,6 +88,8 @@ def _reduce(
     if codec is None:
         group.all_reduce(operand, op, compress="none", timeout=timeout)
     else:
+        from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
         compressing.reduce_parts(group, operand, parts, op, codec, feedback=feedback, timeout=timeout)
 
 
@@ -95,7 +97,7 @@ def _buckets(named: Named, limit: int, op: str, policy: Policy | None) -> Iterat
     """Yield runs of arrays of one dtype and codec, in an order that is the same on all ranks."""
     chosen = []
     for name, operand in named:
-        codec = None if policy is None else compressing.codec_for_gradient(policy, name, operand, op)
+        codec = None if policy is None else _codec(policy, name, operand, op)
         chosen.append((operand.code, "" if codec is None else str(codec), name, operand, codec))
     bucket: Named = []
     kind: tuple[int, str] = (0, "")
@@ -165,3 +167,9 @@ def _at(lists: dict[Rank, list[str]], index: int) -> dict[Rank, str]:
 
 def _byte_operand(data: bytes) -> Operand:
     return readable(np.frombuffer(data, np.uint8))
+
+
+def _codec(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
+    from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
+    return compressing.codec_for_gradient(policy, name, operand, op)

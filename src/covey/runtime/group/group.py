@@ -11,8 +11,6 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import CoveyError
-from covey.compress.feedback import ErrorFeedback
-from covey.compress.policy import make_policy
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.events import FOUNDED, VIEWS
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
     from types import TracebackType
 
+    from covey.compress.feedback import ErrorFeedback
     from covey.compress.policy import CompressValue
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine, LaneKinds
@@ -221,7 +220,11 @@ class Group(Reductions, Moves, Messages, AsyncForms):
         Raises:
             MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
         """
-        policy = self._policy if compress is None else make_policy(compress)
+        policy = self._policy
+        if compress is not None:
+            from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
+
+            policy = make_policy(compress)
         own = self.feedback if feedback is True else feedback or None
         limit = self._engine.config.bucket_bytes if bucket_bytes is None else bucket_bytes
         gradients.sync(self, grads, op, limit, policy, None if policy is None else own, timeout)
@@ -229,6 +232,8 @@ class Group(Reductions, Moves, Messages, AsyncForms):
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:
         """What compressed gradients of `sync_gradients` have lost so far, by name; each rank saves its own."""
+        from covey.compress.feedback import ErrorFeedback  # slow to load, and most programs do not need it
+
         return ErrorFeedback()
 
     @overload

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
-from covey.compress.policy import make_policy
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.savings import Savings
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
+    from covey.compress.parsing import Compression
+    from covey.compress.policy import CompressValue, Policy
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
@@ -30,8 +31,12 @@ class Issuer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: dict[Any, Call] = {}
-        self._policy = make_policy(engine.config.compress) if engine.config.compress else None
+        self._policy: Policy | None = None
         """What is compressed unless a call says something else."""
+        if engine.config.compress:
+            from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
+
+            self._policy = make_policy(engine.config.compress)
         self._savings = Savings()
 
     @property
@@ -74,6 +79,12 @@ class Issuer:
             return x
 
         return self._engine.run(call, body, timeout=None, async_op=False)
+
+    def _codec_of(self, compress: CompressValue, operand: Operand) -> Compression | None:
+        """Return the codec that a call asks for, for an array; None for "none"."""
+        from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
+        return compressing.codec_of(compress, operand)
 
     def _check_rank(self, rank: int, what: str) -> Rank:
         """Return `rank` as a `Rank`; raise ConfigError if the group has no such rank."""

@@ -10,7 +10,7 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import NO_RANK
 from covey.plan import barrier, choose
 from covey.runtime.buffers import BYTES, Operand, readable, writable
-from covey.runtime.group import compressing, movements
+from covey.runtime.group import movements
 from covey.runtime.group.issuer import Issuer
 from covey.wire import objects
 
@@ -49,7 +49,9 @@ class Moves(Issuer):
 
         `compress` sends fewer bytes: a cast or a quantiser, like "int8". Then `x` of the root is rounded as well.
         """
-        if compress is not None and (codec := compressing.codec_of(compress, writable(x))) is not None:
+        if compress is not None and (codec := self._codec_of(compress, writable(x))) is not None:
+            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
@@ -94,7 +96,9 @@ class Moves(Issuer):
         With `out`, an array of shape (size, *x.shape), fill its rows and return it; then all shapes must be equal.
         `compress` sends fewer bytes: a cast or a quantiser, like "int8"; then all shapes must be equal, too.
         """
-        if compress is not None and (codec := compressing.codec_of(compress, readable(x))) is not None:
+        if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
+            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
             return compressing.all_gather(self, x, out, codec, algorithm, timeout, async_op)
         if out is not None:
             return self._all_gather_rows(x, out, timeout, algorithm, async_op)

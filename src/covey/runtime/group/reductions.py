@@ -17,7 +17,6 @@ from covey.plan import choose, doubling
 from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
-from covey.runtime.group import compressing
 from covey.runtime.group.issuer import CACHED_CALLS, Issuer
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
@@ -64,6 +63,8 @@ class Reductions(Issuer):
             if type(x) is np.ndarray and (compress is None or type(compress) is str):
                 asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
             if not self._savings.passes(self._engine, asked):
+                from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
                 codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
                 if codec is not None:
                     return compressing.all_reduce(
@@ -191,7 +192,9 @@ class Reductions(Issuer):
         the part's shape, write the part there and return `out`.
         `compress` sends fewer bytes: a cast or a quantiser, like "int8".
         """
-        if compress is not None and (codec := compressing.codec_of(compress, readable(x))) is not None:
+        if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
+            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+
             whole = readable(x)
             shares = self._counts(counts, _rows(whole))
             return compressing.reduce_scatter(

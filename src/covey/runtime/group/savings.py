@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.runtime.compressed.automatic import Tuner
 from covey.runtime.events import CODEC, Event
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.compressed.automatic import Tuner
 
 MOST_PASSING: Final = 4096
 """Calls that are remembered."""
@@ -37,10 +38,16 @@ class Savings:
     """The counters of one group."""
 
     def __init__(self) -> None:
-        self.tuner = Tuner()
         self.total = Compression(0, 0, 0, "", "")
         self._passing: dict[tuple[Any, ...], dict[str, Any]] = {}
         """Calls that are sent as they are, and what is noted of each."""
+
+    @functools.cached_property
+    def tuner(self) -> Tuner:
+        """What `compress="auto"` has measured."""
+        from covey.runtime.compressed.automatic import Tuner  # slow to load, and most programs do not need it
+
+        return Tuner()
 
     def let_pass(self, key: tuple[Any, ...], info: dict[str, Any]) -> None:
         """Let calls with this key be sent as they are, without asking again why."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig, group_config
 from covey.base.settings import from_argument
-from covey.compress.policy import make_policy
 from covey.runtime.environment import (
     ClusterOptions,
     LaunchedRank,
@@ -79,11 +78,11 @@ class JoinRequest:
             on_loss=self.on_loss,
             patience=self.patience,
             quorum=self.quorum,
-            compress=None if self.compress is None else str(make_policy(self.compress)),
+            compress=None if self.compress is None else _policy_text(self.compress),
             **from_argument(self.settings or {}),
         )
         if config.compress:
-            make_policy(config.compress)  # raises for a codec that does not exist
+            _policy_text(config.compress)  # raises for a codec that does not exist
         asked = {name: getattr(self, name) for name in _OF_RUN}
         launched = find_placed_rank({**asked, "rank": self.rank, "address": self.address, "peers": self.peers})
         wanted = find_run(env, asked) if launched is None else None
@@ -105,6 +104,12 @@ class JoinRequest:
 _OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
 _OURS = {"is_elastic", "is_newcomer"}
 """Fields that are no arguments of `covey.join`."""
+
+
+def _policy_text(compress: CompressValue) -> str:
+    from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
+
+    return str(make_policy(compress))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.parsing import Compression
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.compressed.compressed_sum import Part
+    from covey.runtime.compressed.part import Part
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -14,7 +14,7 @@ from covey.compress.feedback import ErrorFeedback
 from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import make_policy
 from covey.runtime.buffers import as_array
-from covey.runtime.compressed.compressed_sum import Part
+from covey.runtime.compressed.part import Part
 from covey.torch.backend.lost import gather_rows, there
 
 if TYPE_CHECKING:
