@@ -32,6 +32,7 @@ PRELOADED = (
     "covey.runtime.joining.bootstrap",
     "covey.runtime.joining.generations",
     "covey.runtime.messages.messenger",
+    "covey.runtime.calls.serve",
     "covey.runtime.members.node",
     "covey.runtime.collectives.atomic",
     "covey.runtime.collectives.native_executor",
