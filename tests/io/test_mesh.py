@@ -387,7 +387,7 @@ def where_of(mesh: Mesh) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"version": 99}, "you speak version 99, and this node 1"),
+        ({"version": 99}, f"you speak version 99, and this node {messages.VERSION}"),
         ({"purpose": "rank"}, "a launcher cannot set them"),
         ({"contact": messages.Contact("h", (), "")}, "the card is not filled in"),
         ({"life": b"short"}, "the card is not filled in"),

@@ -12,7 +12,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.net.descriptors import explained
 from covey.proto.matching import ANY
-from covey.runtime.buffers import BYTES, readable, writable
+from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group.issuer import Issuer, whole_number
 from covey.wire import array_list, objects
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.message import MessageInfo
-    from covey.runtime.buffers import Operand
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
     from covey.wire.unpickling import AllowPickle
@@ -201,7 +200,8 @@ class Messages(Issuer):
 
 def _payload(x: Any) -> tuple[Array, int, tuple[int, ...], bool]:
     """Return the bytes of what is sent, with dtype and shape of an array, and whether it travels like an object."""
-    if isinstance(x, list | tuple) and any(_is_array(each) for each in x):
+    is_list = isinstance(x, list | tuple) and not isinstance(x, Operand)
+    if is_list and any(_is_array(each) for each in x):
         arrays = [operand.load().reshape(operand.shape) for operand in map(readable, x)]
         data = array_list.pack(arrays)
         return data, BYTES, data.shape, True
