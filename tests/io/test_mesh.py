@@ -408,7 +408,7 @@ def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, An
         assert one.met == {}
         if "version" in changes:
             (reason,) = one.problems.refusals.values()
-            assert reason == "it speaks version 99 of covey's protocol, and this node 1"
+            assert reason == f"it speaks version 99 of covey's protocol, and this node {messages.VERSION}"
 
     run(work)
 
