@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -277,3 +278,29 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_are_served() -> 
 def test_a_wait_in_vain_is_torchs_error_and_coveys(kind: type[Exception]) -> None:
     with store_of(0, 1, "alone", timeout=0.001) as (_, store), pytest.raises(kind, match=r"get\(missing\)"):
         store.get("missing")
+
+
+def make_groups_without_rank_0(rank: int, size: int, path: str) -> list[float]:
+    """Rank 0, which orders the changes to the store, is killed; the others make a process group and use it."""
+    with store_of(rank, size, path, config=group_config({}, on_loss="continue")) as (group, store):
+        dist.init_process_group("covey", store=store, rank=rank, world_size=size)
+        store.set(f"from {rank}", str(rank))
+        store.barrier("here", size)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until = time.monotonic() + 30
+        while 0 in group.live:
+            assert time.monotonic() < until
+            group.all_reduce(np.zeros(1))
+        assert store.get("from 0") == b"0"
+        pair = dist.new_group([1, 2], use_local_synchronization=True)
+        x = torch.tensor([10.0**rank])
+        dist.all_reduce(x, group=pair)
+        dist.destroy_process_group()
+        return x.tolist()
+
+
+def test_process_groups_can_be_made_after_rank_0_is_gone() -> None:
+    lost, *others = run_torch_ranks(3, make_groups_without_rank_0)
+    assert lost is Lost
+    assert others == [[110.0], [110.0]]
