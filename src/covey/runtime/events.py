@@ -32,7 +32,7 @@ FOUNDED: Final = ("joined", "generation", "restored")
 """Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
-KINDS: Final = (*VIEWS, *FOUNDED, "suspected", "recovered", "discovered", "leader", "lane", CODEC)
+KINDS: Final = (*VIEWS, *FOUNDED, "suspected", "recovered", "discovered", "refused", "leader", "lane", CODEC)
 """All kinds of events."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
 """The phases of a recovery, in this order; an idle group has no redo."""
@@ -46,8 +46,8 @@ class Event:
     """`lost`: a view without lost members; `left`: a view without members that left; `view`: a view of the same
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
-    again; `discovered`: a node waits for the next generation; `leader`: another member leads; `lane`: a lane was
-    opened; `codec`: `compress="auto"` chose another codec."""
+    again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
+    another member leads; `lane`: a lane was opened; `codec`: `compress="auto"` chose another codec."""
     time: float
     """Seconds since 1970."""
     generation: int

@@ -80,6 +80,11 @@ class GenerationTable:
             event = Event("discovered", time.time(), self.current.number, self.current.view.number, (), (card.name,))
             self._node.events.add(event)
 
+    def tell_of_refusal(self, name: str, reason: str) -> None:
+        """Add an event about a node that was refused. On the control loop."""
+        number, view = (0, 0) if self.current is None else (self.current.number, self.current.view.number)
+        self._node.events.add(Event("refused", time.time(), number, view, (), (name,), text=reason))
+
     def tell_of_peer(self, kind: str, peer: Peer, text: str = "") -> None:
         """Add an event about a peer. On the control loop."""
         generation = self.current

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from covey.runtime.log_limiter import LimitedLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from covey.runtime.members.audit import Auditor
     from covey.runtime.mesh.remote_node import RemoteNode
@@ -22,6 +22,8 @@ LOG_SECONDS: Final = 10.0
 """The log reports refused nodes at most this often."""
 PROBLEMS_LIMIT: Final = 64
 """Refused nodes, and addresses that did not answer; older entries are forgotten."""
+TOLD_LIMIT: Final = 100
+"""Refusals of which the program is told: nodes that are refused again and again must not hide other events."""
 DEPARTED_LIMIT: Final = 256
 """Addresses of visitors that have left; older entries are forgotten."""
 
@@ -40,6 +42,9 @@ class Problems:
         self._departed: dict[tuple[str, int], None] = {}
         """Where visitors listened that have left: that these addresses do not answer is no problem."""
         self._log = LimitedLog(LOG_SECONDS)
+        self.on_refused: Callable[[str, str], None] | None = None
+        """Called with the name of a node that is refused for the first time, or for another reason, and the reason."""
+        self._told = 0
 
     def refuse(self, card: Card, reason: str, source: str) -> None:
         """Note that a node at address `source` was refused."""
@@ -51,6 +56,9 @@ class Problems:
             del self.refusals[next(iter(self.refusals))]
         if is_news:
             self._log.log(logging.WARNING, "%s was refused: %s", name, reason)
+            if self.on_refused is not None and self._told < TOLD_LIMIT:
+                self._told += 1
+                self.on_refused(name, reason)
 
     def linked(self, remote: RemoteNode) -> None:
         """Note that there is a link with a node: it is not refused, and has not left."""
