@@ -65,7 +65,7 @@ def _default(name: str) -> Any:
     return SETTINGS[name].default
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupConfig:
     """How the ranks of a run reach each other, how long they wait, and how they work; `base.settings` explains each."""
 

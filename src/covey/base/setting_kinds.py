@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from covey.base.errors import ConfigError
 
@@ -28,8 +27,7 @@ class Kind(Protocol):
         """Return a value of this kind; raise ConfigError if `value` is none."""
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """A duration above 0, at most a year."""
 
     least: float = 0.0
@@ -50,8 +48,7 @@ class Seconds:
         return seconds
 
 
-@dataclass(frozen=True)
-class ByteCount:
+class ByteCount(NamedTuple):
     """A number of bytes, or text like `4MiB`."""
 
     least: int
@@ -76,8 +73,7 @@ class ByteCount:
         return size
 
 
-@dataclass(frozen=True)
-class OneOf:
+class OneOf(NamedTuple):
     """One of a few words."""
 
     known: tuple[str, ...]
@@ -94,8 +90,7 @@ class OneOf:
         return str(value)
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """On or off."""
 
     words: str = "1 or 0"
@@ -109,8 +104,7 @@ class Flag:
         raise ConfigError(f"{label}={value!r} must be 1 or 0")
 
 
-@dataclass(frozen=True)
-class AnyText:
+class AnyText(NamedTuple):
     """Any text."""
 
     words: str = "text"
@@ -121,8 +115,7 @@ class AnyText:
         return value
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """Texts that are separated by commas; a list in covey.toml and in Python."""
 
     words: str = "a list, separated by commas"
@@ -135,8 +128,7 @@ class Listing:
         return value
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A whole number, or a word instead of one."""
 
     least: int
@@ -154,7 +146,6 @@ class Number:
         raise ConfigError(f"{label}={value!r} must be {self.words.replace('`', '')}")
 
 
-@dataclass(frozen=True)
 class Whole(Number):
     """A whole number, as such."""
 

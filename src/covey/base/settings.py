@@ -7,8 +7,7 @@ or a file: callers pass what they found there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import AnyText, ByteCount, Flag, Kind, Listing, Number, OneOf, Seconds, Whole, show_bytes
@@ -32,8 +31,7 @@ NO_FILE: Final = ""
 _LARGEST: Final = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """One row of the table."""
 
     name: str
@@ -258,8 +256,7 @@ HIDDEN: Final = ("secret",)
 """Settings whose values are not shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EffectiveSetting:
+class EffectiveSetting(NamedTuple):
     """One setting of this process: its value, and its source."""
 
     name: str

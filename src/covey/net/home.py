@@ -9,9 +9,7 @@ import contextlib
 import errno
 import functools
 import os
-import shlex
 import stat
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -66,6 +64,8 @@ def private_folder(folder: Path) -> Path:
 
 def _check_folder(folder: Path) -> Path:
     """Return `folder` if only this user can enter it, or if it does not exist."""
+    import shlex  # slow to load, and rarely needed
+
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -111,6 +111,8 @@ def read_private(path: Path) -> bytes:
 
 def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES) -> None:
     """Raise a ConfigError unless this is the status of a private file of this user."""
+    import shlex  # slow to load, and rarely needed
+
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a file; put a file of yours with mode 0600 there")
     if status.st_uid != os.geteuid():
@@ -135,6 +137,8 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
+    import tempfile  # slow to load, and rarely needed
+
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with open(descriptor, "wb") as file:

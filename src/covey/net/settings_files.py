@@ -7,7 +7,6 @@ shared folder like /tmp must not change how covey works.
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 from collections import ChainMap
 from pathlib import Path
@@ -61,6 +60,8 @@ def _users_folder() -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a file; nothing if there is none."""
+    import shlex  # slow to load, and rarely needed
+
     try:
         _check_owner(path, path.lstat())  # of a link too: another user may have put it there
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError
@@ -28,6 +27,8 @@ def temporary_folder() -> str:
     """
     usual = [folder for name in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(name))] + ["/tmp", "/var/tmp"]
     with contextlib.suppress(FileNotFoundError):
+        import tempfile  # slow to load: it loads compression, too
+
         found = tempfile.gettempdir()
         if found != os.path.abspath(os.curdir) or found in usual:
             return found
@@ -54,6 +55,8 @@ def unwritable(folder: str | os.PathLike[str], error: OSError) -> str:
 
 def _problem(folder: str) -> str:
     try:
+        import tempfile  # slow to load: it loads compression, too
+
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(b"covey")
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -62,6 +61,8 @@ class Event:
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
+        import json  # slow to load
+
         return json.dumps(asdict(self))
 
 
@@ -214,6 +215,8 @@ class Events:
     def _write(self, event: Event) -> None:
         logger.info("%s", event.to_json())
         if self._path:
+            import json  # slow to load
+
             try:
                 _append(self._path, json.dumps({"pid": os.getpid(), **asdict(event)}) + "\n")
             except OSError as error:  # a full disk does not end a run

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
-import secrets
-import shutil
 import socket
 import stat
 import struct
@@ -31,6 +28,8 @@ _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux
 
 def rendezvous_folder(name: str) -> Path:
     """Return the folder for the ranks of job `name`; ConfigError if its parent is not private to this user."""
+    import hashlib  # slow to load: it loads OpenSSL
+
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(temporary_folder())
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:20].strip("-.") or "job"
@@ -110,6 +109,8 @@ class HostRendezvous(LockHolder):
 
     def leave(self) -> None:
         """Stop listening and release the rank; the last rank removes a shared folder. Leaving twice is fine."""
+        import shutil  # slow to load, and rarely needed
+
         if self._lock < 0:
             return
         self.sock.close()
@@ -129,6 +130,8 @@ def _only_one_below(folder: Path | None) -> contextlib.AbstractContextManager[No
 
 def _remove_abandoned_beside(folder: Path) -> None:
     """Remove other folders whose processes were all killed. Called under `_only_one_below`."""
+    import shutil  # slow to load, and rarely needed
+
     for token in folder.parent.glob("*/token"):
         other = token.parent
         if other != folder and not any(_is_taken(path) for path in other.glob("*.lock")):
@@ -175,7 +178,7 @@ def _shared_token(folder: Path) -> bytes:
     if not path.exists():
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.write(descriptor, secrets.token_bytes(TOKEN_BYTES))
+            os.write(descriptor, os.urandom(TOKEN_BYTES))
         finally:
             os.close(descriptor)
     token = path.read_bytes()
@@ -204,6 +207,8 @@ def host_token(folder: Path) -> str:
 
     `folder` is where their sockets are; containers may share everything but that.
     """
+    import hashlib  # slow to load: it loads OpenSSL
+
     status = folder.stat()
     parts = [str(os.getuid()), f"{status.st_dev}:{status.st_ino}"]
     try:

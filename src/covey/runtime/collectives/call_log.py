@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,6 +28,8 @@ class Call(NamedTuple):
 
 def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
     """Return the description of a call. Equal calls have equal fingerprints on all ranks."""
+    import hashlib  # slow to load: it loads OpenSSL
+
     words = []
     if code is not None:
         words.append(DTYPES[code].name + (str(list(shape)) if shape is not None else ""))

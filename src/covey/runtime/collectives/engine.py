@@ -8,7 +8,6 @@ touches a lane in use, so that each lane is used by one thread at a time.
 from __future__ import annotations
 
 import contextvars
-import hashlib
 import os
 import threading
 import time
@@ -157,6 +156,8 @@ class Engine:
 
     def subgroup(self, key: str, members: tuple[Seat, ...], name: str, config: GroupConfig | None = None) -> Engine:
         """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing."""
+        import hashlib  # slow to load: it loads OpenSSL
+
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         node = self.node if len(members) > 1 else None
         return Engine(

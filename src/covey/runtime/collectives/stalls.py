@@ -7,8 +7,7 @@ calls with one number differ, the group ends with a MismatchError that lists wha
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.dtypes import DTYPES
 from covey.base.numbers import Rank
@@ -35,8 +34,7 @@ PARTING_LIMIT: Final = 200
 POLL_SECONDS: Final = 0.002
 
 
-@dataclass(frozen=True)
-class Late:
+class Late(NamedTuple):
     """A rank that keeps the other ranks of its group waiting."""
 
     rank: Rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from typing import TYPE_CHECKING, Any, Final
 
@@ -158,6 +157,8 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
 
 
 def _digest(data: bytes) -> Any:
+    import hashlib  # slow to load: it loads OpenSSL
+
     return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint8)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.compress.policy import CompressValue
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JoinRequest:
     """The arguments of `covey.join`, which documents them. None: not given, so the environment or a default decides."""
 
