@@ -359,14 +359,13 @@ def test_a_rank_that_shrinks_with_something_else_than_a_number_is_named() -> Non
 
 
 def test_a_list_of_gradients_that_is_not_the_one_announced_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.runtime.buffers import byte_operand as listed
     from covey.runtime.group import gradients
-
-    listed = gradients._byte_operand
 
     def lie(data: bytes) -> Operand:
         return readable(np.frombuffer(b"\xff\xfe not what was announced", np.uint8)) if b"w1" in data else listed(data)
 
-    monkeypatch.setattr(gradients, "_byte_operand", lie)
+    monkeypatch.setattr(gradients, "byte_operand", lie)
     attack(by_name("sync_gradients"), by_name("sync_gradients"), (RemoteProtocolError,))
 
 

@@ -7,6 +7,7 @@ or a file: callers pass what they found there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
@@ -256,7 +257,8 @@ HIDDEN: Final = ("secret",)
 """Settings whose values are not shown."""
 
 
-class EffectiveSetting(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EffectiveSetting:
     """One setting of this process: its value, and its source."""
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -31,7 +32,7 @@ def config(
     found = effective_settings({"environment": dict(os.environ)} | settings_of_files())
     shown = [each for each in found if not changed or each.source != "default"]
     if as_json:
-        typer.echo(json.dumps([{**each._asdict(), "meaning": SETTINGS[each.name].meaning} for each in shown]))
+        typer.echo(json.dumps([{**asdict(each), "meaning": SETTINGS[each.name].meaning} for each in shown]))
     else:
         typer.echo(table(_columns(shown), room()))
 

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from covey.compress.codec import Bytes, Floats
 
 
-@dataclass(frozen=True)
-class FP16(Codec):
-    """A float16 for each element: half of the bytes, 11 bits of precision. What is above 65504 becomes infinite."""
+class Cast(Codec):
+    """Writes each element as a float of two bytes, rounded to the nearest even."""
 
-    name: ClassVar[str] = "fp16"
+    relative: ClassVar[float]
+    """Half a unit in the last place, relative to the element."""
+    absolute: ClassVar[float]
+    """The same below the smallest normal number."""
+    largest: ClassVar[float]
+    """Elements above this may become infinite."""
 
     @property
     def unit(self) -> int:
@@ -29,13 +33,30 @@ class FP16(Codec):
         """Return two bytes for each element."""
         return 2 * count
 
-    def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
-        """Write elements as float16, rounded to the nearest even."""
-        kernels.encode_fp16(x, wire)
-
     def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
         """Encode, and write the residual, in one pass, where that is compiled."""
-        return compiled.encode_fused_cast("fp16", x, wire, residual)
+        return compiled.encode_fused_cast(self.name, x, wire, residual)
+
+    @np.errstate(all="ignore")
+    def error_bound(self, x: Floats) -> Floats:
+        """Return half a unit in the last place; inf for elements that may become infinite."""
+        magnitude = np.abs(x)
+        bounds = np.maximum(magnitude * np.float32(self.relative), np.float32(self.absolute))
+        return np.where(magnitude <= np.float32(self.largest), bounds, np.float32(np.inf))
+
+
+@dataclass(frozen=True)
+class FP16(Cast):
+    """A float16 for each element: half of the bytes, 11 bits of precision. What is above 65504 becomes infinite."""
+
+    name: ClassVar[str] = "fp16"
+    relative: ClassVar[float] = 2.0**-11
+    absolute: ClassVar[float] = 2.0**-25
+    largest: ClassVar[float] = 65504.0
+
+    def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
+        """Write the elements."""
+        kernels.encode_fp16(x, wire)
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with the elements."""
@@ -45,33 +66,19 @@ class FP16(Codec):
         """Add the elements to `out`."""
         kernels.decode_add_fp16(wire, out)
 
-    def error_bound(self, x: Floats) -> Floats:
-        """Return half a unit in the last place of a float16; inf above 65504, where elements may become infinite."""
-        return _bound(x, 2.0**-11, 2.0**-25, 65504.0)
-
 
 @dataclass(frozen=True)
-class BF16(Codec):
+class BF16(Cast):
     """A bfloat16 for each element: half of the bytes, 8 bits of precision, and the range of float32."""
 
     name: ClassVar[str] = "bf16"
-
-    @property
-    def unit(self) -> int:
-        """Return 1: each element stands by itself."""
-        return 1
-
-    def wire_bytes(self, count: int) -> int:
-        """Return two bytes for each element."""
-        return 2 * count
+    relative: ClassVar[float] = 2.0**-8
+    absolute: ClassVar[float] = 2.0**-134
+    largest: ClassVar[float] = (2 - 2.0**-7) * 2.0**127
 
     def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
-        """Write elements as bfloat16, rounded to the nearest even."""
+        """Write the elements."""
         kernels.encode_bf16(x, wire)
-
-    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
-        """Encode, and write the residual, in one pass, where that is compiled."""
-        return compiled.encode_fused_cast("bf16", x, wire, residual)
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with the elements."""
@@ -80,14 +87,3 @@ class BF16(Codec):
     def decode_add(self, wire: Bytes, out: Floats) -> None:
         """Add the elements to `out`."""
         kernels.decode_add_bf16(wire, out)
-
-    def error_bound(self, x: Floats) -> Floats:
-        """Return half a unit in the last place of a bfloat16; inf for the few elements that may become infinite."""
-        return _bound(x, 2.0**-8, 2.0**-134, (2 - 2.0**-7) * 2.0**127)
-
-
-@np.errstate(all="ignore")
-def _bound(x: Floats, relative: float, absolute: float, largest: float) -> Floats:
-    magnitude = np.abs(x)
-    bounds = np.maximum(magnitude * np.float32(relative), np.float32(absolute))
-    return np.where(magnitude <= np.float32(largest), bounds, np.float32(np.inf))

@@ -129,7 +129,7 @@ def encode_fused_blocks(
     return True
 
 
-def encode_fused_cast(name: Literal["fp16", "bf16"], x: Floats, wire: Bytes, residual: Floats) -> bool:
+def encode_fused_cast(name: str, x: Floats, wire: Bytes, residual: Floats) -> bool:
     """Encode, and write the residual, in one pass. Without the extension do nothing, and return False."""
     if not is_usable(x, residual):
         return False

@@ -107,7 +107,7 @@ def _from_text(text: str, smallest: int, is_explicit: bool) -> Policy:
         raise ConfigError(f"a policy of {len(text)} characters is too long; {LONGEST} are allowed")
     rules: list[tuple[str, Compression | None]] = []
     has_patterns = False
-    for item in _split(text):
+    for item in split_items(text):
         pattern, equals, codec = _partition(item)
         if equals and pattern == _SMALLEST_WORD:
             smallest = _bytes(codec)
@@ -124,7 +124,7 @@ def _from_text(text: str, smallest: int, is_explicit: bool) -> Policy:
     return Policy(tuple(rules), smallest, is_explicit and not has_patterns)
 
 
-def _split(text: str) -> list[str]:
+def split_items(text: str) -> list[str]:
     """Return the items between commas that are not in parentheses."""
     return [item.strip() for item in re.split(r",(?![^()]*\))", text) if item.strip()]
 

@@ -62,6 +62,11 @@ class Plan(NamedTuple):
 M = TypeVar("M", Send, Recv)
 
 
+def elements_sent(plan: Plan) -> int:
+    """Return how many elements the rank sends."""
+    return sum(send.stop - send.start for send in plan.sends)
+
+
 @lru_cache(maxsize=256)
 def first_writes(plan: Plan) -> tuple[bool, ...]:
     """Return for each receive whether it is the first to change its range.

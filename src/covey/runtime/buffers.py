@@ -72,6 +72,12 @@ def readable(x: Any) -> Operand:
     return _operand(np.asarray(x) if is_plain else as_array(x))
 
 
+def byte_operand(data: bytes) -> Operand:
+    """Return bytes as an operand that an operation only reads."""
+    flat = np.frombuffer(data, np.uint8)
+    return Operand(flat, flat.shape, BYTES)
+
+
 def _operand(array: Array) -> Operand:
     code = dtype_code(array.dtype)
     flags = array.flags

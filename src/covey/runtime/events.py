@@ -61,9 +61,7 @@ class Event:
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
-        import json  # slow to load
-
-        return json.dumps(asdict(self))
+        return _line(self)
 
 
 class Events:
@@ -215,10 +213,8 @@ class Events:
     def _write(self, event: Event) -> None:
         logger.info("%s", event.to_json())
         if self._path:
-            import json  # slow to load
-
             try:
-                _append(self._path, json.dumps({"pid": os.getpid(), **asdict(event)}) + "\n")
+                _append(self._path, _line(event, pid=os.getpid()) + "\n")
             except OSError as error:  # a full disk does not end a run
                 logger.warning("could not write to COVEY_EVENTS=%s: %s", self._path, explain(error))
 
@@ -226,6 +222,12 @@ class Events:
     def is_recovering(self) -> bool:
         """Whether there is a view after which operations have not continued yet."""
         return self._open is not None
+
+
+def _line(event: Event, **before: int) -> str:
+    import json  # slow to load
+
+    return json.dumps({**before, **asdict(event)})
 
 
 def _append(path: str, text: str) -> None:

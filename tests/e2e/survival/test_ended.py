@@ -22,13 +22,11 @@ def be_evicted(victim: int) -> Any:
         waiting = part.recv(src=peer, tag=99, async_op=True)
         group.barrier()
         while not errors and (group.rank == victim or victim in group.contributors or rounds < 3):
-            works = [group.all_reduce(values(group.rank, 1000), async_op=True) for _ in range(5)]
-            works += [part.all_reduce(values(group.rank, 10), async_op=True) for _ in range(3)]
-            for work in works:
-                try:
-                    work.wait()
-                except covey.CoveyError as error:
-                    errors.append(type(error).__name__)
+            issued = [attempt(lambda: group.all_reduce(values(group.rank, 1000), async_op=True)) for _ in range(5)]
+            issued += [attempt(lambda: part.all_reduce(values(group.rank, 10), async_op=True)) for _ in range(3)]
+            # Where the victim is stopped between two of them, it finds the group ended when it issues the next.
+            reports = [each if each["error"] else attempt(each["result"].wait) for each in issued]
+            errors += [report["error"] for report in reports if report["error"]]
             rounds = 0 if victim in group.contributors else rounds + 1
             say("round")
         if group.rank != victim:

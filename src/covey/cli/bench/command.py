@@ -18,9 +18,10 @@ from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measu
 from covey.cli.bench.plot import draw
 from covey.cli.bench.processes import require_libraries, require_torch
 from covey.cli.bench.report import Measurement, as_json, line, table
-from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_sizes
+from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_size, parse_sizes
 from covey.cli.layout import room
 from covey.cli.terminal import is_lively, working
+from covey.compress.policy import split_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,10 +93,7 @@ def recovery(
     """Kill ranks in the middle of all_reduce, and measure how soon the others have the exact result."""
     from covey.cli.bench import recovery as drills
 
-    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
-    if not nbytes:
-        raise ConfigError(f"--size takes one size, not {size!r}")
-    drill = drills.Drill(size=ranks, kills=kills, lanes=lanes, nbytes=nbytes, seed=seed)
+    drill = drills.Drill(size=ranks, kills=kills, lanes=lanes, nbytes=parse_size(size), seed=seed)
     console, facts, found = Console(stderr=as_json), machine_facts(), list[drills.Kill]()
     spinner = working("starting", console=console)
     with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), spinner as show, closing(drills.measure(drill)) as results:
@@ -155,14 +153,11 @@ def compress(
     """Measure what codecs save, cost and lose, and how long a compressed all_reduce takes over slow links."""
     from covey.cli.bench import compress as trials
 
-    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
-    if not nbytes:
-        raise ConfigError(f"--size takes one size, not {size!r}")
     trial = trials.Trial(
-        codecs=trials.split_codecs(codecs),
+        codecs=tuple(split_items(codecs)),
         links=tuple(float(word) for word in parse_names(links)),
         size=ranks,
-        nbytes=nbytes,
+        nbytes=parse_size(size),
         lanes=lanes,
         rounds=rounds,
     )
@@ -190,10 +185,7 @@ def calls(
     """Measure calls between two processes: latency, calls a second, and a large payload beside its broadcast."""
     from covey.cli.bench import calls as trials
 
-    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
-    if not nbytes:
-        raise ConfigError(f"--size takes one size, not {size!r}")
-    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=nbytes, rounds=rounds)
+    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds)
     console, facts = Console(stderr=as_json), machine_facts()
     with working("calling", console=console):
         figures = trials.measure(trial)

@@ -8,7 +8,6 @@ that speed.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import sys
 import time
@@ -203,11 +202,6 @@ def _speed_text(megabits: float) -> str:
 def as_json(trial: Trial, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
     """Return everything as plain values."""
     return {"machine": facts, "trial": asdict(trial), "codecs": [asdict(each) for each in outcomes]}
-
-
-def split_codecs(text: str) -> tuple[str, ...]:
-    """Return the codecs of a list, whose commas may also stand in parentheses."""
-    return tuple(item.strip() for item in re.split(r",(?![^()]*\))", text) if item.strip())
 
 
 def draw(trial: Trial, outcomes: Sequence[Outcome]) -> str:

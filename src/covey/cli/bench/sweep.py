@@ -182,6 +182,14 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(name) for name in names))
 
 
+def parse_size(text: str) -> int:
+    """Return the bytes of --size, which takes one size; ConfigError for several."""
+    sizes = parse_sizes(text)
+    if len(sizes) != 1:
+        raise ConfigError(f"--size takes one size, not {text!r}")
+    return sizes[0]
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Split `4,64K,1M` into bytes; K, M and G are powers of 1024, with or without `iB`."""
     sizes = []

@@ -10,12 +10,13 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from covey.base.arithmetic import reduction
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
 from covey.net import tcp
 from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
-from covey.plan import barrier
+from covey.plan import barrier, choose
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.part import EnginePart
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
@@ -125,6 +126,12 @@ class Attempt(EnginePart):
         self._execute(
             plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo, coder
         )
+
+    def all_reduce(self, x: np.ndarray[Any, Any], op: str, algorithm: str | None = None) -> Plan:
+        """Combine `x` of all ranks in place, as a step of the current operation; return the plan that did it."""
+        plan = choose.all_reduce(self.slot, self.size, x.size, x.itemsize, self.lane_family, algorithm, self.sizes)
+        self.execute(plan, (x,), reduction(op, x.dtype))
+        return plan
 
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
 from covey.compress.choice import ERRORS, SHARED, Speed, choose
-from covey.plan import choose as plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,8 +118,7 @@ def _reviewed(attempt: Attempt, auto: Auto, size: Size, known: _Class, *, is_fir
     speeds = [speed for codec in codecs for speed in _speed(codec)]
     figures = np.array([known.plain, known.coded, *(1 / speed for speed in speeds)], np.float64)
     figures[2:] *= -1  # the least of all is the slowest
-    plan = plans.all_reduce(attempt.slot, attempt.size, figures.size, 8, attempt.lane_family, None, attempt.sizes)
-    attempt.execute(plan, [figures], reduction("min", figures.dtype))
+    attempt.all_reduce(figures, "min")
     if not np.isfinite(figures[2:]).all() or not figures[0] > 0:  # every rank has these figures, and returns here
         return Choice(None, "none: what a rank has measured is not a time")
     plain, coded = float(figures[0]), float(figures[1])

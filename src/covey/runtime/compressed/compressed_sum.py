@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
 from covey.compress.choice import Auto
 from covey.compress.codec import Codec
 from covey.compress.low_rank import PowerSGD
 from covey.compress.sparse import Sparsifier
-from covey.plan import choose
 from covey.runtime.compressed import dense, low_rank, sparse
 from covey.runtime.compressed.automatic import Size
 from covey.runtime.compressed.low_rank import Matrix
@@ -136,8 +134,7 @@ class CompressedSum:
             return False
         warmup = self._feedback.warmup
         counts = np.array([min(step.step, warmup) for step in self._steps], np.int64)
-        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None, attempt.sizes)
-        attempt.execute(plan, [counts], reduction("max", counts.dtype))
+        attempt.all_reduce(counts, "max")
         for step, count in zip(self._steps, counts, strict=True):
             step.step = max(step.step, min(int(count), warmup))  # whatever a peer says, it stays a number of steps
         return bool(counts.min() < warmup)
@@ -176,10 +173,7 @@ class CompressedSum:
                     self._residual = self.work - flat if self._steps else None
                 self._selected = [np.empty(0, np.int64)] * len(self._steps)  # no element loses its momentum
             self._is_stored = True
-        plan = choose.all_reduce(
-            attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, None, attempt.sizes
-        )
-        attempt.execute(plan, [flat], reduction("mean" if self._divides else "sum", flat.dtype))
+        attempt.all_reduce(flat, "mean" if self._divides else "sum")
 
     def _reduce_selected(self, attempt: Attempt, codec: Sparsifier) -> int:
         salt = attempt.engine.operation.sequence

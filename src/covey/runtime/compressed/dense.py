@@ -9,6 +9,7 @@ import numpy as np
 
 from covey.plan import choose, direct, ring
 from covey.plan.coded import CodedPlan, coded
+from covey.plan.moves import elements_sent
 from covey.runtime.compressed.coder import PlanCoder, salt_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def all_reduce(
     contributors = attempt.size if divides else None
     coder = PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt), contributors=contributors, residual=residual)
     attempt.execute(plan.plan, [wire], coder=coder)
-    return sum(send.stop - send.start for send in plan.plan.sends)
+    return elements_sent(plan.plan)  # which are bytes
 
 
 def reduce_scatter(attempt: Attempt, parts: list[Floats], codec: Codec, *, divides: bool) -> Floats:

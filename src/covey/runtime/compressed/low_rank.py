@@ -46,8 +46,7 @@ def all_reduce(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD, *,
         _orthonormal_total(attempt, lefts, codec)
         rights = [matrix.x.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
         packed = np.concatenate([right.reshape(-1) for right in rights])
-        plan = choose.all_reduce(attempt.slot, attempt.size, packed.size, 4, attempt.lane_family, None, attempt.sizes)
-        attempt.execute(plan, [packed], reduction("mean", packed.dtype))
+        attempt.all_reduce(packed, "mean")
         _unpack(packed, rights)
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
             codec.rebuild(left, right, matrix.x)
@@ -64,8 +63,7 @@ def _bases(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD) -> lis
         digest.update(b"" if basis is None else basis.tobytes())
     number = int.from_bytes(digest.digest(), "little")
     extremes = np.array([number, -number], np.int64)
-    plan = choose.all_reduce(attempt.slot, attempt.size, 2, 8, attempt.lane_family, None, attempt.sizes)
-    attempt.execute(plan, [extremes], reduction("max", extremes.dtype))
+    attempt.all_reduce(extremes, "max")
     is_agreed = extremes[0] == -extremes[1]
     salt = attempt.engine.operation.sequence
     return [

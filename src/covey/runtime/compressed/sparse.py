@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
 from covey.plan import choose, direct
-from covey.plan.moves import part
+from covey.plan.moves import elements_sent, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,11 +53,10 @@ def all_reduce_shared(attempt: Attempt, x: Floats, selected: NDArray[Any], *, di
     values = np.empty(selected.size + 1, np.float32)
     values[:-1] = x[selected]
     values[-1] = 0.0 if np.isfinite(x).all() else np.nan
-    plan = choose.all_reduce(attempt.slot, attempt.size, values.size, 4, attempt.lane_family, None, attempt.sizes)
-    attempt.execute(plan, [values], reduction("mean" if divides else "sum", values.dtype))
+    plan = attempt.all_reduce(values, "mean" if divides else "sum")
     x[...] = values[-1]
     x[selected] += values[:-1]
-    return 4 * sum(send.stop - send.start for send in plan.sends)
+    return values.itemsize * elements_sent(plan)
 
 
 def _owned_total(
@@ -121,7 +119,7 @@ def _share(attempt: Attempt, x: Floats, bounds: list[tuple[int, int]], mine: Pos
         else:
             positions, values = _unpacked(attempt, slot, blocks[slot], stop - start)
             x[start:stop][positions] = values
-    return sum(send.stop - send.start for send in plan.sends)
+    return elements_sent(plan)
 
 
 def _is_sparse(count: int, length: int) -> bool:

@@ -209,9 +209,7 @@ def all_gather(
     codec = require_codec("all_gather", codec)
     operand = readable(x)
     check_sizes(codec, operand.flat.size)
-    rows = None if out is None else writable(out)
-    if rows is not None and (rows.shape != (group.size, *operand.shape) or rows.code != operand.code):
-        raise TypeError(f"out must have the shape {[group.size, *operand.shape]} and the dtype of x")
+    rows = None if out is None else group._output(out, operand.code, (group.size, *operand.shape))
     call = group._call(
         "all_gather", operand.code, operand.shape, out=rows is not None, algorithm=algorithm, compress=codec
     )

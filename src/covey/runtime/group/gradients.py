@@ -12,7 +12,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
 from covey.base.text import printable
 from covey.plan import choose
-from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.buffers import Operand, byte_operand, readable, writable
 from covey.runtime.compressed.part import Part
 from covey.runtime.group import movements
 
@@ -87,7 +87,7 @@ def _reduce(
     if codec is None:
         group.all_reduce(operand, op, compress="none", timeout=timeout)
     else:
-        from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+        from covey.runtime.group import compressing
 
         compressing.reduce_parts(group, operand, parts, op, codec, feedback=feedback, timeout=timeout)
 
@@ -128,7 +128,7 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
     data = "\n".join(lines).encode(errors="replace")
     if len(data) > LIST_BYTES:
         raise ConfigError(f"sync_gradients: the names take {len(data)} bytes; up to {LIST_BYTES} are allowed")
-    digest, listed = _digest(data), _byte_operand(data)
+    digest, listed = _digest(data), byte_operand(data)
 
     def body(attempt: Attempt) -> None:
         digests = np.empty((attempt.size, 16), np.uint8)
@@ -166,11 +166,7 @@ def _at(lists: dict[Rank, list[str]], index: int) -> dict[Rank, str]:
     return {rank: lines[index] if index < len(lines) else "" for rank, lines in lists.items()}
 
 
-def _byte_operand(data: bytes) -> Operand:
-    return readable(np.frombuffer(data, np.uint8))
-
-
 def _codec(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
-    from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+    from covey.runtime.group import compressing
 
     return compressing.codec_for_gradient(policy, name, operand, op)

@@ -21,6 +21,7 @@ from covey.runtime.group.failing import describe, ending_error, is_failure
 from covey.runtime.group.issuer import whole_number
 from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
+from covey.runtime.group.object_moving import ObjectMoves
 from covey.runtime.group.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
-class Group(Reductions, Moves, Messages, AsyncForms):
+class Group(Reductions, Moves, ObjectMoves, Messages, AsyncForms):
     """An ordered set of ranks that work together. Use it in `with`, or `close` it.
 
     Collectives of a group run in the order in which they are issued, and every rank must issue the same ones in the

@@ -21,7 +21,7 @@ from covey.runtime.buffers import BYTES
 from covey.wire.message_header import array_bytes
 
 if TYPE_CHECKING:
-    from covey.base.numbers import Slot
+    from covey.base.numbers import Rank, Slot
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
 
@@ -113,6 +113,20 @@ def scatter(attempt: Attempt, operands: list[Operand] | None, root: Slot, *, wan
         rests[me] = _rest(mine)
     _execute_rest(attempt, choose.scatter(me, root, tuple(rest.size for rest in rests)), rests)
     return mine
+
+
+def gathered_by_rank(attempt: Attempt, operand: Operand, root: Rank, wanted: Wanted = ANYTHING) -> list[Any] | None:
+    """Return the array of every rank, None for lost ones, at the rank `root`; None elsewhere."""
+    arrays = gather(attempt, operand, attempt.slot_of(root), wanted=wanted)
+    return arrays if arrays is None else attempt.by_rank(arrays)
+
+
+def scattered_from_rank(
+    attempt: Attempt, operands: list[Operand] | None, root: Rank, wanted: Wanted = ANYTHING
+) -> Array:
+    """Return this rank's array of those that the rank `root` passes, in a list by rank."""
+    mine = None if operands is None else attempt.chosen(operands)
+    return scatter(attempt, mine, attempt.slot_of(root), wanted=wanted)
 
 
 def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""The operations of a group that move arrays and values between its ranks."""
+"""The operations of a group that move arrays between its ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.base.numbers import NO_RANK
+from covey.base.errors import ConfigError
 from covey.plan import barrier, choose
-from covey.runtime.buffers import BYTES, Operand, readable, writable
+from covey.runtime.buffers import Operand, readable, writable
 from covey.runtime.group import movements
 from covey.runtime.group.issuer import Issuer
-from covey.wire import objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from covey.base.numbers import Rank
     from covey.compress.policy import CompressValue
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.call_log import Call
-    from covey.wire.unpickling import AllowPickle
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,7 +28,7 @@ BARRIER: Final = ("barrier",)
 
 
 class Moves(Issuer):
-    """Operations that move arrays and values; a base of `Group`."""
+    """Operations that move arrays; a base of `Group`."""
 
     def broadcast(
         self,
@@ -50,7 +45,7 @@ class Moves(Issuer):
         `compress` sends fewer bytes: a cast or a quantiser, like "int8". Then `x` of the root is rounded as well.
         """
         if compress is not None and (codec := self._codec_of(compress, writable(x))) is not None:
-            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+            from covey.runtime.group import compressing
 
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
@@ -97,7 +92,7 @@ class Moves(Issuer):
         `compress` sends fewer bytes: a cast or a quantiser, like "int8"; then all shapes must be equal, too.
         """
         if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
-            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+            from covey.runtime.group import compressing
 
             return compressing.all_gather(self, x, out, codec, algorithm, timeout, async_op)
         if out is not None:
@@ -152,7 +147,11 @@ class Moves(Issuer):
         operand = readable(x)
         call = self._call("gather", operand.code, None, root=root)
         return self._engine.run(
-            call, lambda attempt: _gathered(attempt, operand, root), timeout=timeout, async_op=async_op, root=root
+            call,
+            lambda attempt: movements.gathered_by_rank(attempt, operand, root),
+            timeout=timeout,
+            async_op=async_op,
+            root=root,
         )
 
     def scatter(
@@ -163,7 +162,11 @@ class Moves(Issuer):
         operands = self._list_of_operands(xs, "xs") if self.rank == root else None
         call = self._call("scatter", None, None, root=root)
         return self._engine.run(
-            call, lambda attempt: _scattered(attempt, operands, root), timeout=timeout, async_op=async_op, root=root
+            call,
+            lambda attempt: movements.scattered_from_rank(attempt, operands, root),
+            timeout=timeout,
+            async_op=async_op,
+            root=root,
         )
 
     def all_to_all(
@@ -231,179 +234,3 @@ class Moves(Issuer):
             plan = barrier.dissemination(self.rank, self.size)
             shortcut.add(nothing, BARRIER, nothing.shape, call, plan, None, self._engine.attempt)
         return result
-
-    # Objects
-
-    def broadcast_object(
-        self,
-        value: Any = None,
-        root: int = 0,
-        *,
-        type: Any = None,
-        allow_pickle: AllowPickle = False,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return `value` of `root` on every rank.
-
-        Values are JSON-like values, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type`
-        names its class. `allow_pickle=[Class, "package.module.Name"]` also accepts pickles that name nothing else;
-        a sender can call these classes with any arguments. `allow_pickle=True` accepts any pickle, which can run any
-        code in this process: use it only among ranks that you trust with your account.
-        """
-        root = self._check_rank(root, "root")
-        codec = _ObjectCodec(type, allow_pickle)
-        data = codec.encode(value) if self.rank == root else b""
-        call = self._call("broadcast_object", None, None, root=root)
-        return self._run_object(
-            call,
-            lambda attempt: movements.broadcast_bytes(attempt, data, attempt.slot_of(root)),
-            codec,
-            timeout,
-            async_op,
-            root,
-        )
-
-    def all_gather_object(
-        self,
-        value: Any,
-        *,
-        type: Any = None,
-        allow_pickle: AllowPickle = False,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
-        return self._gather_all_objects(value, type, allow_pickle, timeout, async_op)
-
-    def _gather_all_objects(
-        self,
-        value: Any,
-        type: Any,
-        allow_pickle: AllowPickle,
-        timeout: float | None,
-        async_op: bool,
-        most_bytes: int | None = None,
-    ) -> Any:
-        """Do what `all_gather_object` does; a rank whose encoded value has more than `most_bytes` ends the group."""
-        codec = _ObjectCodec(type, allow_pickle)
-        operand = _byte_operand(codec.encode(value))
-        call = self._call("all_gather_object", None, None)
-        wanted = movements.ENCODED._replace(most_bytes=most_bytes)
-        return self._run_object(
-            call,
-            lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, wanted=wanted)),
-            codec,
-            timeout,
-            async_op,
-        )
-
-    def gather_object(
-        self,
-        value: Any,
-        root: int = 0,
-        *,
-        type: Any = None,
-        allow_pickle: AllowPickle = False,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return `value` of every rank as a list by rank on `root`, None on other ranks; see `broadcast_object`."""
-        root = self._check_rank(root, "root")
-        codec = _ObjectCodec(type, allow_pickle)
-        operand = _byte_operand(codec.encode(value))
-        call = self._call("gather_object", None, None, root=root)
-        return self._run_object(
-            call, lambda attempt: _gathered(attempt, operand, root, movements.ENCODED), codec, timeout, async_op, root
-        )
-
-    def scatter_object(
-        self,
-        values: Sequence[Any] | None,
-        root: int = 0,
-        *,
-        type: Any = None,
-        allow_pickle: AllowPickle = False,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
-        root = self._check_rank(root, "root")
-        operands = None
-        codec = _ObjectCodec(type, allow_pickle)
-        if self.rank == root:
-            if values is None or len(values) != self.size:
-                raise ConfigError(f"values must have one element for each of the {self.size} ranks")
-            operands = [_byte_operand(codec.encode(value)) for value in values]
-        call = self._call("scatter_object", None, None, root=root)
-        return self._run_object(
-            call,
-            lambda attempt: _scattered(attempt, operands, root, movements.ENCODED).tobytes(),
-            codec,
-            timeout,
-            async_op,
-            root,
-        )
-
-    def _run_object(
-        self,
-        call: Call,
-        body: Callable[[Attempt], Any],
-        codec: _ObjectCodec,
-        timeout: float | None,
-        async_op: bool,
-        root: Rank = NO_RANK,
-    ) -> Any:
-        def conclude(data: Any) -> Any:
-            if codec.failure is not None:
-                raise codec.failure
-            if isinstance(data, list):
-                return [
-                    codec.decode(item if item is None else item.tobytes(), rank, call) for rank, item in enumerate(data)
-                ]
-            return codec.decode(data, root, call)
-
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=conclude, root=root)
-
-
-def _gathered(
-    attempt: Attempt, operand: Operand, root: Rank, wanted: movements.Wanted = movements.ANYTHING
-) -> list[Any] | None:
-    arrays = movements.gather(attempt, operand, attempt.slot_of(root), wanted=wanted)
-    return arrays if arrays is None else attempt.by_rank(arrays)
-
-
-def _scattered(
-    attempt: Attempt, operands: list[Operand] | None, root: Rank, wanted: movements.Wanted = movements.ANYTHING
-) -> Array:
-    mine = None if operands is None else attempt.chosen(operands)
-    return movements.scatter(attempt, mine, attempt.slot_of(root), wanted=wanted)
-
-
-def _byte_operand(data: bytes) -> Operand:
-    flat = np.frombuffer(data, np.uint8)
-    return Operand(flat, flat.shape, BYTES)
-
-
-class _ObjectCodec:
-    """Encodes and decodes the values of one call, by the arguments of that call."""
-
-    def __init__(self, type: Any, allow_pickle: AllowPickle) -> None:
-        self._type, self._allow_pickle = type, allow_pickle
-        self.failure: TypeError | None = None
-        """Why a value of this rank could not be encoded; the first one."""
-
-    def encode(self, value: Any) -> bytes:
-        """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
-        try:
-            return objects.encode(value, allow_pickle=self._allow_pickle)
-        except TypeError as error:
-            self.failure = self.failure or error
-            return objects.encode_failure(str(error))
-
-    def decode(self, data: bytes | None, rank: int, call: Call) -> Any:
-        """Return the value that a rank sent; None if it sent none."""
-        try:
-            return data if data is None else objects.decode(data, type=self._type, allow_pickle=self._allow_pickle)
-        except (RemoteProtocolError, MismatchError) as error:
-            raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error

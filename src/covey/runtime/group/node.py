@@ -1,4 +1,4 @@
-"""`Node`, the public face of this process in its run: who is there, and calls between nodes.
+"""`Node`, the public face of this process in its run: what it knows of the members, and calls between nodes.
 
 A node belongs to a group, whose ranks name the other nodes. The groups of one process share their registered functions
 and exported objects, also from generation to generation.
@@ -60,7 +60,7 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node of rank {self._engine.rank} of {self._engine.size} in {self._engine.name!r}>"
 
-    # Who is there
+    # The members
 
     @property
     def id(self) -> str:

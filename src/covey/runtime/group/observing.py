@@ -1,4 +1,4 @@
-"""Who is in a group and how they are: members, hosts, links and health, as this node knows them.
+"""The members of a group, their hosts, links and health, as this node knows them.
 
 Everything here is a snapshot. It is read without asking other nodes: facts came with the links, states are those that
 this node acts on.

@@ -63,7 +63,7 @@ class Reductions(Issuer):
             if type(x) is np.ndarray and (compress is None or type(compress) is str):
                 asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
             if not self._savings.passes(self._engine, asked):
-                from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+                from covey.runtime.group import compressing
 
                 codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
                 if codec is not None:
@@ -193,7 +193,7 @@ class Reductions(Issuer):
         `compress` sends fewer bytes: a cast or a quantiser, like "int8".
         """
         if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
-            from covey.runtime.group import compressing  # slow to load, and most programs do not need it
+            from covey.runtime.group import compressing
 
             whole = readable(x)
             shares = self._counts(counts, _rows(whole))

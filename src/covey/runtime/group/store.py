@@ -6,13 +6,13 @@ import secrets
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import ConfigError, DeadlineError, RemoteProtocolError
-from covey.proto.replication import RUN_STORE
+from covey.proto.store_copy import RUN_STORE
 from covey.runtime.group.internals import node_of
-from covey.runtime.members.store import StoreClient, Stores
+from covey.runtime.members.store import StoreClient, Stores, describe
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.group import Group
@@ -122,15 +122,7 @@ class RunStore:
         try:
             return self._client.ask(question, seconds)
         except DeadlineError:
-            what, keys = type(question).__name__.lower(), _keys_of(question)
-            raise DeadlineError(
-                f"{what}({', '.join(keys[:5])}): no answer within the timeout of {seconds:g} s"
-            ) from None
-
-
-def _keys_of(question: wire.Question) -> Sequence[str]:
-    keys: Sequence[str] = getattr(question, "keys", ())
-    return keys or (getattr(question, "key", ""),)
+            raise DeadlineError(f"{describe(question)}: no answer within the timeout of {seconds:g} s") from None
 
 
 def _bytes(value: bytes | str) -> bytes:

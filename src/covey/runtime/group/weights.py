@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
 from covey.base.errors import ConfigError
-from covey.plan import choose
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
@@ -27,8 +25,7 @@ def check_weight(op: str, weight: float) -> None:
 def weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
     """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
     total = np.array([weight], np.float64)
-    plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling", attempt.sizes)
-    attempt.execute(plan, [total], reduction("sum", total.dtype))
+    attempt.all_reduce(total, "sum", "doubling")
     if not 0 < total[0] < np.inf:
         return False
     if attempt.undo is not None:

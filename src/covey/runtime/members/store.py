@@ -169,6 +169,13 @@ class StoreClient:
             raise
 
 
+def describe(question: wire.Question) -> str:
+    """Return a question as errors name it: its kind and up to five of its keys."""
+    keys = getattr(question, "keys", ()) or (getattr(question, "key", ""),)
+    shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return f"{type(question).__name__.lower()}({shown})"
+
+
 def _check(question: wire.Question | wire.Open) -> None:
     """Raise ConfigError for a question that others would take for a broken protocol, which ends the link."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -29,4 +28,5 @@ def who_is_late(group: Any = None, timeout: float = 2.0) -> list[Late]:
     below = getattr(chosen, "covey_group", None)
     if below is None:
         raise ConfigError('who_is_late needs a process group with backend "covey"; this group has another')
-    return [replace(late, rank=dist.get_global_rank(chosen, late.rank)) for late in below.who_is_late(timeout=timeout)]
+    found = below.who_is_late(timeout=timeout)
+    return [late._replace(rank=dist.get_global_rank(chosen, late.rank)) for late in found]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
-from covey.proto.replication import STORES_LIMIT
+from covey.proto.store_copy import STORES_LIMIT
 from covey.runtime.group.store import open_group_store
+from covey.runtime.members.store import describe
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
@@ -134,11 +135,9 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         try:
             return self._client.ask(question, seconds)
         except DeadlineError:
-            what = type(question).__name__.lower()
-            keys = getattr(question, "keys", None) or (getattr(question, "key", ""),)
-            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise StoreTimeoutError(
-                f"{what}({shown}): not set within {seconds:g} s; has every rank called this, or did one fail before?"
+                f"{describe(question)}: not set within {seconds:g} s; "
+                "has every rank called this, or did one fail before?"
             ) from None
 
 

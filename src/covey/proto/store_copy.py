@@ -1,0 +1,121 @@
+"""A copy of the stores of a run: the same on all members after the same changes (`proto.replication`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from covey.proto.store import KeyValueStore
+from covey.wire import store as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RUN_STORE: Final = 0
+"""The number of the store that always exists: that of the run."""
+STORES_LIMIT: Final = 8
+"""Stores at a time; one more drops the oldest."""
+ANSWERS_LIMIT: Final = 4096
+"""Answers that one asker has not acknowledged."""
+LOAD_BYTES: Final = 1 << 18
+"""Of one part of a copy."""
+
+
+class LogEntry(NamedTuple):
+    """A change in its place in the order."""
+
+    store: int
+    asker: int
+    number: int
+    settled: int
+    change: wire.Change
+
+
+class StoreCopy:
+    """The stores, and the answers that may not have arrived. The same on all members after the same changes."""
+
+    def __init__(self) -> None:
+        self.stores: dict[int, KeyValueStore] = {RUN_STORE: KeyValueStore()}
+        self.answers: dict[int, dict[int, wire.Answer]] = {}
+        """By asker and number."""
+        self._settled: dict[int, int] = {}
+
+    def apply(self, entry: LogEntry) -> list[tuple[int, int, int, wire.Answer]]:
+        """Apply a change; return the answers that it gives: store, asker, number, answer."""
+        store, asker, number, settled, change = entry
+        self._settle(asker, settled)
+        match change:
+            case wire.Open():
+                self.open(store)
+                answer: wire.Answer = wire.Done()
+                replies = [(store, asker, number, answer)]
+            case wire.Forget():
+                for each in self.stores.values():
+                    each.forget_all()
+                return []
+            case wire.Withdraw():
+                if store in self.stores:
+                    self.stores[store].withdraw(asker, number)
+                return []
+            case _:
+                replies = self._ask(store, asker, number, change)
+        for _, of, at, given in replies:
+            if at >= self._settled.get(of, 0):
+                self.answers.setdefault(of, {})[at] = given
+        return replies
+
+    def open(self, store: int) -> None:
+        self.stores[store] = KeyValueStore()
+        while len(self.stores) > STORES_LIMIT:
+            del self.stores[next(number for number in self.stores if number != RUN_STORE)]
+
+    def answer_to(self, asker: int, number: int) -> wire.Answer | None:
+        """Return the answer that was given, if its asker may not have it."""
+        return self.answers.get(asker, {}).get(number)
+
+    def is_settled(self, asker: int, number: int) -> bool:
+        return number < self._settled.get(asker, 0)
+
+    def _settle(self, asker: int, settled: int) -> None:
+        if settled > self._settled.get(asker, 0):
+            self._settled[asker] = settled
+            known = self.answers.get(asker, {})
+            for number in [number for number in known if number < settled]:
+                del known[number]
+
+    def _ask(
+        self, store: int, asker: int, number: int, question: wire.Question
+    ) -> list[tuple[int, int, int, wire.Answer]]:
+        if store not in self.stores:
+            refused = wire.Refused("this store is closed; the process group was made anew")
+            return [(store, asker, number, refused)]
+        if len(self.answers.get(asker, ())) >= ANSWERS_LIMIT:
+            return [(store, asker, number, wire.Refused("too many questions of this process wait for their answers"))]
+        replies = self.stores[store].ask(asker, number, question)
+        return [(store, reply.asker, reply.number, reply.answer) for reply in replies]
+
+    def parts(self) -> Iterator[tuple[int, wire.Load | wire.LoadAnswer, int]]:
+        """Yield all that another member needs for an equal copy, as (store, part, number)."""
+        for number, store in self.stores.items():
+            yield number, wire.Load(-1, wire.Open(), versions=(store.changes,)), 0
+            batch: list[tuple[str, bytes, int]] = []
+            size = 0
+            for entry in store.entries():
+                if batch and (size + len(entry[1]) + 4 * len(entry[0]) > LOAD_BYTES or len(batch) >= wire.KEYS_LIMIT):
+                    yield number, _load_of(batch), 0
+                    batch, size = [], 0
+                batch.append(entry)
+                size += len(entry[1]) + 4 * len(entry[0])
+            if batch:
+                yield number, _load_of(batch), 0
+            for key, value in store.queued():
+                yield number, wire.Load(-1, wire.Push(key, value)), 0
+            for (asker, at), question in store.waiting():
+                yield number, wire.Load(-1, question, asker), at
+        for asker, answers in self.answers.items():
+            for at, answer in answers.items():
+                yield 0, wire.LoadAnswer(-1, asker, answer), at
+
+
+def _load_of(batch: list[tuple[str, bytes, int]]) -> wire.Load:
+    entries = tuple((key, value) for key, value, _ in batch)
+    return wire.Load(-1, wire.Put(entries), versions=tuple(version for _, _, version in batch))
