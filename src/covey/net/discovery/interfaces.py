@@ -46,6 +46,7 @@ _VIRTUAL: Final = (
 )
 _MACOS: Final = sys.platform == "darwin"
 _GET_FLAGS, _GET_MTU = (0xC0206911, 0xC0206933) if _MACOS else (0x8913, 0x8921)  # SIOCGIFFLAGS, SIOCGIFMTU
+_GET_INDEX: Final = 0x8933  # SIOCGIFINDEX, which macOS has not
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _IFF_MULTICAST: Final = 0x8000 if _MACOS else 0x1000
 _NOT_OURS_YET: Final = 0x48  # IFA_F_TENTATIVE or IFA_F_DADFAILED: nothing can be bound to such an address
@@ -322,7 +323,7 @@ def _interface(probe: socket.socket, name: str, ips: list[ifaddr.IP], not_ready:
     is_loopback = bool(flags & _IFF_LOOPBACK)
     return Interface(
         name=name,
-        index=_index(name),
+        index=_index(probe, name),
         addresses=tuple(str(network.ip) for network in networks),
         networks=networks,
         is_loopback=is_loopback,
@@ -334,7 +335,10 @@ def _interface(probe: socket.socket, name: str, ips: list[ifaddr.IP], not_ready:
     )
 
 
-def _index(name: str) -> int:
+def _index(probe: socket.socket, name: str) -> int:
+    """Return the number of an interface, or 0 if the interface has just gone."""
+    if not _MACOS:  # here if_nametoindex opens a socket, and denies that there is such an interface if it cannot
+        return _ask(probe, _GET_INDEX, name, "i")
     try:
         return socket.if_nametoindex(name)
     except OSError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
+import resource
 import time
+from typing import TYPE_CHECKING
 
 import ifaddr
 import pytest
@@ -28,6 +32,9 @@ from covey.net.discovery.interfaces import (
     to_dial,
     usable_interfaces,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 from covey.wire.messages import Address
 
 
@@ -286,3 +293,28 @@ def test_where_the_system_cannot_be_asked_the_interfaces_are_those_of_before(mon
     monkeypatch.setattr(interfaces_module, "_known", (-RECENT_SECONDS, []))
     with pytest.raises(ConnectError, match="ulimit -n"):
         recent_interfaces()
+
+
+@contextlib.contextmanager
+def free_descriptors(number: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0) for _ in range(8)]  # also fills gaps between numbers in use
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1 + number, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in held:
+            os.close(each)
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_with_one_descriptor_left_all_interfaces_are_listed(free: int) -> None:
+    before = all_interfaces()
+    with free_descriptors(free):
+        assert all_interfaces() == before != []
+
+
+def test_without_a_descriptor_left_interfaces_are_not_listed_as_gone() -> None:
+    with free_descriptors(0), pytest.raises(OSError, match="Too many open files"):
+        all_interfaces()
