@@ -16,12 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.package
 	$(BIN)/covey demo
 
-# Types are checked beside the tests, which wait for each other much of the time; both are waited for, and either fails.
+# Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
+WORKERS ?= 5
 test: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'; tests=$$?; \
+	$(BIN)/python -m pytest -q --workers $(WORKERS) -m 'not alone'; tests=$$?; \
 	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -q -m alone
 
@@ -30,7 +31,7 @@ check: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone' \
+	$(BIN)/python -m pytest -q --workers 3 -m 'not alone' \
 		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py; tests=$$?; \
 	wait $$types && exit $$tests
 
