@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check stress fuzz sanitize format docs cast lock wheel sbom clean
+.PHONY: demo test check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -41,6 +41,11 @@ STRESS_TESTS ?= tests
 stress: $(VENV)/.built
 	$(BIN)/python -m covey.testing.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
+
+# Plays many more random courses of events in the simulations of protocols than `make test` does.
+SEEDS ?= 20
+simulate: $(VENV)/.built
+	TEST_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --workers $$(nproc) tests/sim
 
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
 FUZZ_SECONDS ?= 600
