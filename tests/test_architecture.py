@@ -26,6 +26,9 @@ BELOW = {
     "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "metrics": {"runtime"},
+    "engines": {"covey", "runtime", "base"},
+    "ray": {"engines", "runtime", "base"},
+    "dask": {"engines", "runtime", "base"},
     "__init__": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
@@ -72,6 +75,8 @@ THIRD_PARTY = {
     "metrics": {"prometheus_client"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
     "torch": {"numpy", "torch"},
+    "ray": {"ray"},
+    "dask": {"distributed", "cloudpickle"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
 OPPONENTS = {"torch", "mpi4py"}

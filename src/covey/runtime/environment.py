@@ -219,11 +219,10 @@ def _torchrun(env: Mapping[str, str]) -> LaunchedRank | None:
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     host, port = env.get("MASTER_ADDR", "127.0.0.1"), _master_port(env)
     local_size = _number(env, "LOCAL_WORLD_SIZE", 0)
-    words = [env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
-    if "COVEY_TORCHRUN" in env:  # agents restart their workers for different reasons, and count differently
-        words = [env["COVEY_TORCHRUN"]]
+    # Agents that met through covey name the run: they restart workers for different reasons, and count differently.
+    words = ["torchrun", env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
     return _launched(
-        "torchrun-" + "-".join(word for word in words if word),
+        env.get("COVEY_LAUNCHED") or "-".join(word for word in words if word),
         rank=rank,
         size=size,
         local_rank=_number(env, "LOCAL_RANK", rank if is_loopback(host) else 0),
