@@ -103,7 +103,7 @@ def test_the_failure_that_explains_most_is_raised_with_its_rank() -> None:
 
 
 def test_a_lost_worker_is_a_failure_or_a_missing_result() -> None:
-    ended = [(0, done(1)), (1, "its machine is gone"), (2, done(3))]
+    ended: list[tuple[int, Report | str]] = [(0, done(1)), (1, "its machine is gone"), (2, done(3))]
     assert collected(ended, tolerate=True) == [1, None, 3]
     with pytest.raises(RankFailedError, match="rank 1 of 3 is lost: its machine is gone"):
         collected(ended)
