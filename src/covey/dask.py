@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, DeadlineError
 from covey.engines.collecting import collect
-from covey.engines.seats import Site, end, free_pair, need_workers, place, sit
+from covey.engines.seats import Site, end, free_pair, need_workers, seat_workers, sit
 
 try:
     import cloudpickle
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.engines.seats import Seat
-    from covey.runtime.keeper.reports import Report
+    from covey.runtime.keeper.reports import CallReport
 
 __all__ = ["launch"]
 
@@ -57,7 +57,7 @@ def launch(
     """
     chosen = _choose(client, num_workers, workers, start_timeout)
     ports = client.run(free_pair, workers=chosen)
-    seats = place("dask", [Site(_host(each), _host(each), ports[each]) for each in chosen])
+    seats = seat_workers("dask", [Site(_host(each), _host(each), ports[each]) for each in chosen])
     pending = {
         seat.rank: (
             address,
@@ -68,7 +68,7 @@ def launch(
         for address, seat in zip(chosen, seats, strict=True)
     }
 
-    def wait(seconds: float | None) -> Iterator[tuple[int, Report | str]]:
+    def wait(seconds: float | None) -> Iterator[tuple[int, CallReport | str]]:
         with contextlib.suppress(TimeoutError):
             distributed.wait(
                 [future for _, future in pending.values()],
@@ -126,5 +126,5 @@ def _host(address: str) -> str:
     return host
 
 
-def _sit(seat: Seat, fn: Callable[..., Any], args: Sequence[Any], join: Mapping[str, Any]) -> Report:
+def _sit(seat: Seat, fn: Callable[..., Any], args: Sequence[Any], join: Mapping[str, Any]) -> CallReport:
     return sit(seat, fn, args, join, cloudpickle.dumps)

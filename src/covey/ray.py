@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, DeadlineError
 from covey.engines.collecting import collect
-from covey.engines.seats import SECRET_BYTES, Site, free_pair, need_workers, place, sit
+from covey.engines.seats import SECRET_BYTES, Site, free_pair, need_workers, seat_workers, sit
 
 try:
     import ray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.engines.seats import Seat
-    from covey.runtime.keeper.reports import Report
+    from covey.runtime.keeper.reports import CallReport
 
     CoveyConfig: type
 
@@ -75,14 +75,14 @@ def launch(
             sites = ray.get([actor.site.remote() for actor in actors], timeout=start_timeout)
         except ray.exceptions.GetTimeoutError:
             raise DeadlineError(f"Ray has not started {size} actors within {start_timeout:g} s") from None
-        seats = place("ray", sites)
+        seats = seat_workers("ray", sites)
         pending = {actor.sit.remote(seat, fn, args, join): seat.rank for actor, seat in zip(actors, seats, strict=True)}
 
-        def wait(seconds: float | None) -> Iterator[tuple[int, Report | str]]:
+        def wait(seconds: float | None) -> Iterator[tuple[int, CallReport | str]]:
             ready, _ = ray.wait(list(pending), timeout=seconds)
             for reference in ready:
                 try:
-                    ended: Report | str = ray.get(reference)
+                    ended: CallReport | str = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     ended = f"its actor died: {error}"
                 yield pending.pop(reference), ended
@@ -95,14 +95,14 @@ def launch(
         remove_placement_group(group)
 
 
-class _Worker:
+class _RankActor:
     """An actor that is a rank."""
 
     def site(self) -> Site:
         """Return where this actor runs."""
         return Site(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_pair())
 
-    def sit(self, seat: Seat, fn: Callable[..., Any], args: Sequence[Any], join: Mapping[str, Any]) -> Report:
+    def sit(self, seat: Seat, fn: Callable[..., Any], args: Sequence[Any], join: Mapping[str, Any]) -> CallReport:
         """Join as a rank, call a function, and report what came of it."""
         return sit(seat, fn, args, join, ray.cloudpickle.dumps)
 
@@ -110,7 +110,7 @@ class _Worker:
 def _actor(group: Any, position: int, resources: Mapping[str, float]) -> Any:
     others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return (
-        ray.remote(_Worker)
+        ray.remote(_RankActor)
         .options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),

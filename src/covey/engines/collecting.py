@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import DeadlineError, RankFailedError
-from covey.runtime.keeper.reports import Report, most_telling
+from covey.runtime.keeper.reports import CallReport, most_telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ FAILURE_GRACE: Final = 3.0
 
 def collect(
     size: int,
-    wait: Callable[[float | None], Iterable[tuple[int, Report | str]]],
+    wait: Callable[[float | None], Iterable[tuple[int, CallReport | str]]],
     loads: Callable[[bytes], Any],
     *,
     timeout: float | None,
@@ -43,7 +43,7 @@ def collect(
             break
         for rank, ended in wait(patience):
             missing.remove(rank)
-            if isinstance(ended, Report):
+            if isinstance(ended, CallReport):
                 failure = ended.failure(rank, size)
                 if failure is None:
                     results[rank] = loads(ended.body)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.runtime.keeper.reports import Report, report_of
+from covey.runtime.keeper.reports import CallReport, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class Seat:
         }
 
 
-def place(engine: str, sites: Sequence[Site]) -> list[Seat]:
+def seat_workers(engine: str, sites: Sequence[Site]) -> list[Seat]:
     """Return a seat in a new run for each worker: consecutive ranks on each machine, rank 0 for the first worker."""
     machines: dict[str, list[int]] = {}
     for position, site in enumerate(sites):
@@ -106,7 +106,7 @@ def sit(
     args: Sequence[Any],
     options: Mapping[str, Any],
     dumps: Callable[[Any], bytes],
-) -> Report:
+) -> CallReport:
     """Join as the rank of `seat`, call `fn(group, *args)`, and report its result, pickled by `dumps`."""
 
     def join_and_call() -> bytes:

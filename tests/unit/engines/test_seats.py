@@ -11,9 +11,9 @@ import pytest
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
 from covey.engines.collecting import collect
-from covey.engines.seats import Site, free_pair, need_workers, place, sit
+from covey.engines.seats import Site, free_pair, need_workers, seat_workers, sit
 from covey.runtime.environment import find_launched_rank
-from covey.runtime.keeper.reports import Report, report_of
+from covey.runtime.keeper.reports import CallReport, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,21 +22,21 @@ NORTH, SOUTH = Site("north", "192.0.2.1", 4000), Site("south", "192.0.2.2", 5000
 
 
 def test_workers_of_one_machine_get_consecutive_ranks_and_the_first_worker_rank_0() -> None:
-    seats = place("ray", [NORTH, SOUTH, NORTH, SOUTH, SOUTH])
+    seats = seat_workers("ray", [NORTH, SOUTH, NORTH, SOUTH, SOUTH])
     assert [seat.rank for seat in seats] == [0, 2, 1, 3, 4]
     assert [(seat.local_rank, seat.local_size) for seat in seats] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert {(seat.size, seat.first, seat.run, seat.secret) for seat in seats} == {
         (5, NORTH, seats[0].run, seats[0].secret)
     }
     assert seats[0].secret not in repr(seats)
-    assert place("ray", [NORTH])[0].secret != seats[0].secret
+    assert seat_workers("ray", [NORTH])[0].secret != seats[0].secret
 
 
 def test_join_reads_the_variables_of_a_seat() -> None:
-    launched = [find_launched_rank(seat.variables) for seat in place("ray", [NORTH, SOUTH, SOUTH])]
+    launched = [find_launched_rank(seat.variables) for seat in seat_workers("ray", [NORTH, SOUTH, SOUTH])]
     assert [(each.rank, each.size, each.local_rank) for each in launched] == [(0, 3, 0), (1, 3, 0), (2, 3, 1)]
     assert {each.addresses for each in launched} == {(("192.0.2.1", 4001),)}
-    together = [find_launched_rank(seat.variables) for seat in place("ray", [NORTH, NORTH])]
+    together = [find_launched_rank(seat.variables) for seat in seat_workers("ray", [NORTH, NORTH])]
     assert len({each.folder for each in together} - {""}) == 1
     assert {each.name.partition("-")[0] for each in (*launched, *together)} == {"ray"}
 
@@ -45,9 +45,9 @@ def test_a_process_sits_in_one_seat_at_a_time_and_gets_its_variables_back(monkey
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("COVEY_RUN", "another")
     before = dict(os.environ)
-    [seat] = place("ray", [NORTH])
+    [seat] = seat_workers("ray", [NORTH])
 
-    def look(group: object, more: int) -> tuple[str, int, Report]:
+    def look(group: object, more: int) -> tuple[str, int, CallReport]:
         return os.environ["RANK"], more, sit(seat, look, (0,), {}, pickle.dumps)
 
     report = sit(seat, look, (3,), {}, pickle.dumps)
@@ -69,23 +69,23 @@ def test_a_number_of_workers_is_a_number(number: int) -> None:
         need_workers(number)
 
 
-def failing(error: Exception) -> Report:
+def failing(error: Exception) -> CallReport:
     def call() -> bytes:
         raise error
 
     return report_of(call)
 
 
-def done(value: object) -> Report:
-    return Report(ok=True, body=pickle.dumps(value))
+def done(value: object) -> CallReport:
+    return CallReport(ok=True, body=pickle.dumps(value))
 
 
 def collected(
-    *rounds: Iterable[tuple[int, Report | str]], timeout: float | None = 30.0, tolerate: bool = False
+    *rounds: Iterable[tuple[int, CallReport | str]], timeout: float | None = 30.0, tolerate: bool = False
 ) -> list[object]:
     left = list(rounds)
 
-    def wait(seconds: float | None) -> Iterable[tuple[int, Report | str]]:
+    def wait(seconds: float | None) -> Iterable[tuple[int, CallReport | str]]:
         return left.pop(0) if left else ()
 
     return collect(3, wait, pickle.loads, timeout=timeout, tolerate_losses=tolerate)
@@ -103,7 +103,7 @@ def test_the_failure_that_explains_most_is_raised_with_its_rank() -> None:
 
 
 def test_a_lost_worker_is_a_failure_or_a_missing_result() -> None:
-    ended: list[tuple[int, Report | str]] = [(0, done(1)), (1, "its machine is gone"), (2, done(3))]
+    ended: list[tuple[int, CallReport | str]] = [(0, done(1)), (1, "its machine is gone"), (2, done(3))]
     assert collected(ended, tolerate=True) == [1, None, 3]
     with pytest.raises(RankFailedError, match="rank 1 of 3 is lost: its machine is gone"):
         collected(ended)

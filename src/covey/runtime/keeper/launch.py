@@ -1,6 +1,6 @@
 """`launch`: call a function as every rank of a local run, and get the results back.
 
-Each rank is a fresh interpreter (multiprocessing's spawn). It reports over a pipe: a length, then a pickled `Report`.
+Each rank is a fresh interpreter (multiprocessing's spawn). It reports over a pipe: a length, then a pickled `CallReport`.
 Pickle is safe here: both ends are one program, started by the same user.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.runtime import tracebacks
 from covey.runtime.keeper.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
-from covey.runtime.keeper.reports import Report, most_telling, report_of
+from covey.runtime.keeper.reports import CallReport, most_telling, report_of
 from covey.runtime.processes import describe_end, die_with, signal_group, terminate
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class _Child:
 
     def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
         self.rank, self.size = rank, run.size
-        self.report: Report | None = None
+        self.report: CallReport | None = None
         self._heard = bytearray()
         spawn = multiprocessing.get_context("spawn")
         self.reader, self._writer = spawn.Pipe(duplex=False)
@@ -237,7 +237,7 @@ def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: byt
         pipe.write(LENGTH.pack(len(body)) + body)
 
 
-def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> Report:
+def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> CallReport:
     def join_and_call() -> bytes:
         from covey.runtime.environment import LaunchedRank
         from covey.runtime.joining.bootstrap import join_as  # imported here: the parent does not need it

@@ -19,7 +19,7 @@ SYMPTOMS: Final = (PeerLostError, ClosedError, ConnectError)
 
 
 @dataclass(frozen=True)
-class Report:
+class CallReport:
     """The result of a rank's call."""
 
     ok: bool
@@ -40,10 +40,10 @@ class Report:
         return error
 
 
-def report_of(call: Callable[[], bytes]) -> Report:
+def report_of(call: Callable[[], bytes]) -> CallReport:
     """Call `call`, which returns a pickled result, and report what came of it."""
     try:
-        return Report(ok=True, body=call())
+        return CallReport(ok=True, body=call())
     except BaseException as error:
         body = _pack(error)
         for _ in range(2):  # without the frames of this function and of `call`
@@ -51,7 +51,7 @@ def report_of(call: Callable[[], bytes]) -> Report:
                 error.__traceback__ = error.__traceback__.tb_next
         if not tracebacks.is_debugging():
             tracebacks.shorten(error)
-        return Report(ok=False, body=body, text="".join(traceback.format_exception(error)).rstrip())
+        return CallReport(ok=False, body=body, text="".join(traceback.format_exception(error)).rstrip())
 
 
 def most_telling(failures: Sequence[BaseException]) -> BaseException:
