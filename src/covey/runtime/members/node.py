@@ -258,6 +258,8 @@ class Node:
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
             case messages.Posting():
                 self.stores.heard(seat, message)
+            case messages.Past(body):
+                self.generation_table.told_past(seat, body)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
                 self.groups.heard(seat, message)
 
