@@ -565,7 +565,7 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     """An encoded message of `wire.flight` or `wire.past`."""
 
 
-class Past(msgspec.Struct, frozen=True, array_like=True, tag=34):
+class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
 
     body: bytes
