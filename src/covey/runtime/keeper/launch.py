@@ -76,7 +76,7 @@ def launch(
     call = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
-    with LocalRun(nprocs) as run:
+    with LocalRun(nprocs, name=getattr(fn, "__name__", "launch")) as run:
         try:
             for rank in range(nprocs):
                 children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always stopped
