@@ -136,8 +136,8 @@ class MessageLink:
     def tell(self, data: bytes, tag: int) -> bool:
         """Send a small message, if that needs no operation: there is credit, and the peer is not gone."""
         size = len(data)
-        if self._waiting or self.is_failed or self._used >= self._sizes.credit_bytes or size > self._sizes.eager_bytes:
-            return False
+        if self.is_failed or self._used >= self._sizes.credit_bytes or size > self._sizes.eager_bytes:
+            return False  # while sends wait, there is no credit, so it overtakes none of them
         self._used += HEADER_COST + size
         self._push(wire.encode(Header(wire.EAGER, self._next_id, size, tag, True)) + data)
         self._next_id += 1
