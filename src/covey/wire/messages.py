@@ -565,6 +565,14 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     """An encoded message of `wire.flight`."""
 
 
+class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Carries an encoded message of `wire.checkpoint`: members of a view agree on a checkpoint of the run."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """The number of the generation, and in the lower 32 bits that of the view."""
+    body: bytes
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect
 Answer = Tell | Reached | SecretKept | Inspected
@@ -599,6 +607,7 @@ Control = (
     | Failing
     | Inspect
     | Inspected
+    | CheckpointNews
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
