@@ -28,7 +28,7 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
-    *("Member", "MemberHealth", "PeerLink"),
+    *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
@@ -41,6 +41,7 @@ GROUP = {
     *("send", "recv", "send_object", "recv_object", "sendrecv", "probe", "iprobe", "split", "close"),
     *("split_async", "restore_async", "close_async"),
     *("node", "call", "metrics"),
+    *("checkpoint_pending", "request_checkpoint", "end_checkpoint"),
 }
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),

@@ -572,6 +572,14 @@ class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """Encoded `wire.past.PastEvents`."""
 
 
+class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Carries an encoded message of `wire.checkpoint`: members of a view agree on a checkpoint of the run."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """The number of the generation, and in the lower 32 bits that of the view."""
+    body: bytes
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect
 Answer = Tell | Reached | SecretKept | Inspected
@@ -607,6 +615,7 @@ Control = (
     | Inspect
     | Inspected
     | Past
+    | CheckpointNews
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

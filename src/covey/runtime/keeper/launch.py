@@ -1,6 +1,6 @@
 """`launch`: call a function as every rank of a local run, and get the results back.
 
-Each rank is a fresh interpreter (multiprocessing's spawn), and reports over a pipe: a length, then a pickled `CallReport`.
+Each rank is a fresh interpreter (multiprocessing's spawn) and reports by a pipe: a length, a pickled `CallReport`.
 Pickle is safe here: both ends are one program, started by the same user.
 """
 

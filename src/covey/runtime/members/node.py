@@ -27,6 +27,7 @@ from covey.runtime.counters import process
 from covey.runtime.events import Events
 from covey.runtime.fault import Fault
 from covey.runtime.members.audit import SILENT, Auditor
+from covey.runtime.members.checkpoints import Checkpoints
 from covey.runtime.members.generation_table import GenerationTable
 from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.members.lane_table import lane_key
@@ -118,6 +119,7 @@ class Node:
         self.groups = GroupRegistry(self)
         self.lanes = Lanes(self)
         self.stores = Stores(self)
+        self.checkpoints = Checkpoints(self)
         self.losses = Losses(self)
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
@@ -182,6 +184,7 @@ class Node:
         self.losses.link_up(peer)
         self.lanes.link_up(peer.seat)
         self.stores.link_up(peer.seat)
+        self.checkpoints.link_up(peer.seat)
         self.generation_table.link_up(peer.seat, peer.life)
 
     def exchanged(self, seat: Seat) -> None:
@@ -261,6 +264,8 @@ class Node:
                 self.stores.heard(seat, message)
             case messages.Past(body):
                 self.generation_table.told_past(seat, body)
+            case messages.CheckpointNews():
+                self.checkpoints.heard(seat, message)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
                 self.groups.heard(seat, message)
 
@@ -281,6 +286,8 @@ class Node:
         self.losses.start()
         if self.size <= messages.MAX_MEMBERS:
             self.generation_table.found_first(lineage, tie_breaker)
+        else:  # without views
+            self.checkpoints.view(0, 0, [Seat(seat) for seat in range(self.size)])
         self.losses.run()
 
     def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
@@ -363,6 +370,7 @@ class Node:
         await self._tasks.close()
         self.lanes.acceptor.stop_expecting()
         self.stores.close()
+        self.checkpoints.close()
         self.generation_table.close()
         for each in self._closes:
             await each.close()
