@@ -68,7 +68,7 @@ class LaneKinds(dict[int, str]):
 
 
 class Engine:
-    """The order and state of a group's operations on this rank. A group of one has no node and sends nothing.
+    """The order and state of a group's operations on this rank. A run of one has no node and sends nothing.
 
     Its parts have one concern each and are used by one another: `roster`, `operation`, `stalls`, `suspicion`,
     `failure`, `lane_trouble`, `routing`, and `atomic` in a group that survives losses.
@@ -159,19 +159,12 @@ class Engine:
         import hashlib  # slow to load: it loads OpenSSL
 
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        node = self.node if len(members) > 1 else None
-        return Engine(
-            node,
-            int.from_bytes(digest, "little"),
-            members if node is not None else (Seat(0),),
-            name,
-            self.config if config is None else config,
-            generation=self.generation if node is not None else None,
-        )
+        number, used = int.from_bytes(digest, "little"), self.config if config is None else config
+        return Engine(self.node, number, members, name, used, generation=self.generation)
 
     @property
     def node(self) -> Node | None:
-        """The node of this process; None in a group of one, and in a process that was forked from a member."""
+        """The node of this process; None in a run of one, and in a process that was forked from a member."""
         return self.roster.node
 
     @property
