@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from covey.compress.parsing import register_codec
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
+    from covey.proto.checkpointing import Checkpoint
     from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
     from covey.runtime.calls.objects import Handle
@@ -68,6 +69,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "CallStream",
     "CallWork",
     "CancelledError",
+    "Checkpoint",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -117,6 +119,7 @@ _HOMES = {
     "BF16": "covey.compress.casts",
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
+    "Checkpoint": "covey.proto.checkpointing",
     "Codec": "covey.compress.codec",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",

@@ -28,6 +28,7 @@ from covey.runtime.members import lane_dialler
 from covey.wire import (
     beacon,
     calls,
+    checkpoint,
     door,
     formation,
     frame,
@@ -119,6 +120,13 @@ def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
     for row in rows:
         for name in named(row[1]):
             assert documented_fields(row[2]) == fields_of(known[name]), row
+
+
+def test_every_message_about_checkpoints_is_listed_with_its_tag_and_fields() -> None:
+    known, rows = by_name(checkpoint.CheckpointMessage), table("Checkpoints", "tag")
+    assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
+    for row in rows:
+        assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
 
 
 def test_every_message_about_calls_is_listed_with_its_tag_and_fields() -> None:

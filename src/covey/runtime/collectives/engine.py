@@ -178,6 +178,11 @@ class Engine:
         return self.operation.returned if self.atomic is None else self.atomic.returned
 
     @property
+    def issued(self) -> int:
+        """The number of operations that the program has issued, those included that have not begun."""
+        return max(self.operation.sequence, self._backlog.issued)
+
+    @property
     def is_over(self) -> bool:
         """Whether the group was closed or has failed."""
         return self.is_closed or self.failure.fault is not None

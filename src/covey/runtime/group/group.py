@@ -16,6 +16,7 @@ from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault
 from covey.runtime.group import gradients, movements, survival
 from covey.runtime.group.asynchronous import AsyncForms
+from covey.runtime.group.checkpoints import CheckpointForms
 from covey.runtime.group.describing import Description
 from covey.runtime.group.failing import describe, ending_error, is_failure
 from covey.runtime.group.issuer import whole_number
@@ -42,7 +43,7 @@ LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
-class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms):
+class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, CheckpointForms):
     """An ordered set of ranks that work together. Use it in `with`, or `close` it.
 
     Collectives of a group run in the order in which they are issued, and every rank must issue the same ones in the

@@ -183,6 +183,7 @@ class GenerationTable:
         node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
         generation.open()
         node.stores.view(generation.number, generation.view.number, generation.seats)
+        node.checkpoints.view(generation.number, generation.view.number, generation.seats)
         if node.on_founded is not None:
             node.on_founded(founded)
         for newcomer, peer in seated:
