@@ -181,7 +181,7 @@ def run(
     if quorum is not None:
         settings["COVEY_QUORUM"] = quorum.value
     if compress is not None:
-        settings["COVEY_COMPRESS"] = compress
+        settings["COVEY_COMPRESS"] = check_compress(compress)
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
     of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
@@ -215,6 +215,19 @@ def run(
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
     raise typer.Exit(keep(share, command, env=settings, restarts=restarts, metrics=page))
+
+
+def check_compress(compress: str) -> str:
+    """Return the value of --compress; ConfigError for a codec or parameter that does not exist."""
+    from covey.compress.policy import make_policy  # slow to load
+
+    try:
+        make_policy(compress)
+    except ConfigError as error:
+        is_unknown = "there is no codec" in str(error)
+        own = ". One that the script registers is named by COVEY_COMPRESS, or in covey.join" if is_unknown else ""
+        raise ConfigError(f"--compress {compress}: {error}{own}") from None
+    return compress
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:

@@ -20,9 +20,9 @@ class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
     def __init__(self, node: Node | None, seats: tuple[Seat, ...]) -> None:
-        """`seats` are positions in the run, in the order of the group's ranks. A group of one has no node."""
+        """`seats` are positions in the run, in the order of the group's ranks. A run of one has no node."""
         self.node = node
-        """None in a group of one, and in a process that was forked from a member."""
+        """None in a run of one, and in a process that was forked from a member."""
         self.seats = seats
         self.size = len(seats)
         self.ranks = cast("Sequence[Rank]", range(self.size))
