@@ -28,8 +28,8 @@ class LaneTransport:
     def __init__(self, node: Node, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
-        self._small = CallLanes(node, "calls", self)
-        self._large = CallLanes(node, "parts of calls", self)
+        self._small = CallLanes(node, "calls", self, spins=True)
+        self._large = CallLanes(node, "parts of calls", self, spins=False)
 
     @property
     def seat(self) -> Seat:
@@ -38,8 +38,10 @@ class LaneTransport:
 
     def send(self, peer: Seat, data: bytes) -> None:
         """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
-        with contextlib.suppress(ClosedError):
+        try:
             self._small.messenger(peer).tell(data, peer, CALL_TAG)
+        except ClosedError:
+            return
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
@@ -51,8 +53,8 @@ class LaneTransport:
 
     def flush(self) -> None:
         """Give the kernel the messages that were queued."""
-        with contextlib.suppress(ClosedError):
-            self._small.messenger(self.seat).flush()
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.flush()
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
         """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""

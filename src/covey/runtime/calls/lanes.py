@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
+from covey.net.hardware import hardware
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
@@ -95,10 +96,11 @@ class CallLanes:
     is_closed = False
     generation: Generation | None = None
     survives = True
-    may_spin = False
     has_happened = False
 
-    def __init__(self, node: Node, name: str, listener: LaneListener) -> None:
+    def __init__(self, node: Node, name: str, listener: LaneListener, *, spins: bool) -> None:
+        """`spins` says whether fast answers are worth some processor time."""
+        self._spins = spins
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: Node | None = node
@@ -114,7 +116,8 @@ class CallLanes:
         messenger = self._messenger
         if messenger is None or self.is_closed:
             messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
-        messenger.grow(peer + 1)
+        if peer >= messenger.size:
+            messenger.grow(peer + 1)
         return messenger
 
     @property
@@ -134,6 +137,15 @@ class CallLanes:
             self._descriptors.clear()
 
     # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
+
+    @property
+    def may_spin(self) -> bool:
+        """Whether threads may poll for a moment before they sleep: each process of this host can have a core."""
+        if not self._spins or self.node is None:
+            return False
+        contacts = [peer.contact for peer in self.node.peers.values()]
+        here = 1 + sum(contact is not None and contact.host == self.node.host for contact in contacts)
+        return here <= hardware().cores
 
     @property
     def size(self) -> int:

@@ -43,11 +43,15 @@ class ListeningMessenger(Messenger):
         self._asked: set[int] = set()
         """Ranks to which a lane was asked for."""
 
+    @property
+    def size(self) -> int:
+        """Ranks below this are taken."""
+        return self._size
+
     def grow(self, size: int) -> None:
         """Take ranks below `size`, too."""
-        if size > self._size:
-            with self._lock:
-                self._size = self._matcher.size = max(self._size, size)
+        with self._lock:
+            self._size = self._matcher.size = max(self._size, size)
 
     def tell(self, data: bytes, dst: int, tag: int) -> None:
         """Queue a message of up to 64 KiB for `flush`. If the rank is lost, it is dropped."""
