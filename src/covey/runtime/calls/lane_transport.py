@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
+WAY_SECONDS: Final = 0.05
+"""For how long the parts of payloads give way after a small call. It is longer than one takes beside them."""
+
 
 class LaneTransport:
     """Carries the calls of one node over lanes for messages: sealed, and resumed when a connection breaks."""
@@ -29,7 +32,8 @@ class LaneTransport:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
         self._small = CallLanes(node, "calls", self, spins=True)
-        self._large = CallLanes(node, "parts of calls", self, spins=False)
+        self._large = CallLanes(node, "parts of calls", self, gives_way=self._has_small_calls)
+        self._small_call_at = 0.0
 
     @property
     def seat(self) -> Seat:
@@ -42,6 +46,13 @@ class LaneTransport:
             self._small.messenger(peer).tell(data, peer, CALL_TAG)
         except ClosedError:
             return
+
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment."""
+        self._small_call_at = time.monotonic()
+
+    def _has_small_calls(self) -> bool:
+        return time.monotonic() - self._small_call_at < WAY_SECONDS
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""

@@ -78,12 +78,14 @@ class _CallRouting(MessageRouting):
 
     def __init__(self, owner: CallLanes, bell: Bell) -> None:
         super().__init__(cast("Any", owner), bell)
-        self._listener = owner.listener
+        self._listener, self._gives_way = owner.listener, owner.gives_way
 
     def _kind(self) -> Callable[..., Messenger]:
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
 
-        return functools.partial(ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received)
+        return functools.partial(
+            ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received, gives_way=self._gives_way
+        )
 
     def _give_up(self, rank: int) -> None:
         super()._give_up(rank)
@@ -98,9 +100,20 @@ class CallLanes:
     survives = True
     has_happened = False
 
-    def __init__(self, node: Node, name: str, listener: LaneListener, *, spins: bool) -> None:
-        """`spins` says whether fast answers are worth some processor time."""
-        self._spins = spins
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        listener: LaneListener,
+        *,
+        spins: bool = False,
+        gives_way: Callable[[], bool] | None = None,
+    ) -> None:
+        """`spins` says whether fast answers are worth some processor time.
+
+        `gives_way` tells whether something more urgent moves elsewhere.
+        """
+        self._spins, self.gives_way = spins, gives_way
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: Node | None = node

@@ -19,6 +19,7 @@ from covey.runtime.messages.message_lane import MessageLane
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from covey.proto.matching import Matcher
     from covey.runtime.messages.driving_thread import DrivingThread
@@ -38,6 +39,8 @@ class LanePoll:
     def __init__(self, matcher: Matcher, driving: DrivingThread, wake_fd: int) -> None:
         """`wake_fd` is readable once the group has failed; it is polled and never read."""
         self._matcher, self._driving, self._wake_fd = matcher, driving, wake_fd
+        self.gives_way: Callable[[], bool] | None = None
+        """Tells whether something more urgent moves elsewhere; for lanes that are added from now on."""
         self.by_rank: dict[int, MessageLane] = {}
         """The last lane to each rank."""
         self._by_fd: dict[int, MessageLane] = {}
@@ -55,7 +58,7 @@ class LanePoll:
     def add(self, peer: int, sock: socket.socket) -> None:
         """Use `sock` as the lane to a rank; an earlier lane has ended."""
         self._matcher.lane_opened(peer)
-        lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
+        lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher, self.gives_way)
         self._poll.register(sock, select.POLLIN)
         self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
         self._driving.ring()
