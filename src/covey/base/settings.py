@@ -136,7 +136,7 @@ _ROWS: Final = (
     ),
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
-        "Connections per secure lane; `auto` uses more for longer round trips.",
+        "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
     ),
     _of_group(
         _NETWORK, "insecure", Flag(), False,
