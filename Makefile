@@ -16,20 +16,23 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.package
 	$(BIN)/covey demo
 
+# Types are checked beside the tests, which wait for each other much of the time; both are waited for, and either fails.
 test: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'; tests=$$?; \
+	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -q -m alone
 
-# The inner loop: what needs no second process and no network, with types checked meanwhile.
+# The inner loop: what needs no second process and no network.
 check: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone' \
-		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py && wait $$types
+		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
@@ -75,9 +78,8 @@ $(VENV)/.package: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@
 
 # Everything but torch is checked against the hashes in the lock, and a build fetches nothing.
-$(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml | $(BIN)/python
-	$(PIP) --require-hashes --no-deps -r requirements-dev.lock
-	$(PIP) -r requirements-torch.txt
+$(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml tools/install.py | $(BIN)/python
+	$(BIN)/python tools/install.py
 	@touch $@
 
 # Builds the compiled executor, too; without a working compiler the rest is installed all the same.

@@ -130,7 +130,7 @@ WIDE = [
     ),
 ]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
-RINGS = [rings(128 * KIB), rings(2 * MIB), *([shared_rings] if shm.usable() else [])]
+RINGS = [rings(128 * KIB), rings(2 * MIB), *([] if shm.obstacle_here(is_native=True) else [shared_rings])]
 every_pair = pytest.mark.parametrize("is_native", [(True, False), (False, True), (True, True)], ids=str)
 
 

@@ -109,11 +109,16 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
     time.sleep(0.1)
     run.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(run.files()) == 3)
+    asked = run.command("trace", str(run.process.pid))
+    assert asked.returncode == 0, asked.stderr
+    assert (run.folder / "job.trace.json").exists()
     ended = run.command("trace", "--out", "it.json")
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert re.match(r"23 operations of 3 ranks in ", lines[0])
     assert "operation 8 of group 'run', barrier: ranks 0 and 2 are in it, rank 1 is not" in lines
+    assert asked.stdout.splitlines()[0].startswith("23 operations of 3 ranks in ")
+    assert lines[-1] in asked.stdout.splitlines()[-1].replace("job.trace.json", "it.json")
     events = json.loads((run.folder / "it.json").read_text())["traceEvents"]
     for rank in range(3):
         shown = [each for each in events if each["pid"] == rank and each["name"] == "all_reduce"]
@@ -159,7 +164,12 @@ def test_a_program_that_handles_the_signal_keeps_it(started: Any) -> None:
 
 
 def test_a_failure_leaves_a_file_of_each_survivor_and_the_error_names_it(started: Any) -> None:
-    run = started("import os\n    if group.rank == 1: os._exit(3)\n    group.all_reduce(np.ones(9))")
+    run = started(
+        "import os\n"
+        "    while group.rank == 1:\n"  # until the others are in their next operation
+        "        if [late.rank for late in group.who_is_late()] == [1]: os._exit(3)\n"
+        "    group.all_reduce(np.ones(9))"
+    )
     _, err = run.process.communicate(timeout=DEADLINE)
     assert run.process.returncode == 3
     noted = dict(re.findall(rf"^\[(\d)\] {re.escape(NOTE)} (\S+)$", err, re.MULTILINE))

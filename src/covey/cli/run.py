@@ -182,12 +182,14 @@ def run(
         settings["COVEY_QUORUM"] = quorum.value
     if compress is not None:
         settings["COVEY_COMPRESS"] = compress
+    program = script if module else Path(script).name
+    short_name = program if module else Path(script).stem
     of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
     if processes is not None and all(option is None for option in of_cluster):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
-        make_run = functools.partial(LocalRun, processes, torch_env=torch_env)
+        make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
         raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, metrics=page))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
@@ -196,9 +198,8 @@ def run(
     if not all(limit is None for limit in (size, min_size, max_size)):
         for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
             os.environ.pop(name, None)  # the command line overrides all three
-    program = script if module else Path(script).name
     asked = {
-        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or (program if module else Path(script).stem),
+        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or short_name,
         "COVEY_RUN_PROGRAM": program,
         "COVEY_RUN_SIZE": size,
         "COVEY_RUN_MIN_SIZE": min_size,

@@ -28,6 +28,7 @@ enum {
 };
 
 typedef _Atomic uint64_t word;
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "two processes share these words, and a lock of one is none for the other");
 
 struct ring_end {
     word *head, *tail, *writer_asleep, *reader_asleep;

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
@@ -17,7 +17,7 @@ from covey.net.descriptors import explain
 from covey.runtime.counters import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
 logger = logging.getLogger("covey.events")
 
@@ -73,6 +73,8 @@ class Event:
     text: str = ""
     """In words: the kind of a lane, the codec and why it was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a
     checkpoint."""
+    is_earlier: bool = False
+    """Whether it happened before this process was in the run. Another member has told it, with times of its clock."""
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
@@ -117,6 +119,12 @@ class Events:
         """Return the events in memory, oldest first."""
         with self._lock:
             return list(self._events)
+
+    def put_before(self, earlier: Iterable[Event]) -> None:
+        """Keep what happened before this process was in the run. Listeners and the log are not told: it is no news."""
+        with self._lock:
+            room = KEPT - len(self._events)
+            self._events.extendleft(reversed([replace(event, is_earlier=True) for event in earlier][-room:]))
 
     def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread for listeners.

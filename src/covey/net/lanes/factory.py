@@ -6,6 +6,7 @@ from socket import SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.native import native
+from covey.net.lanes import shm
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import StreamLane
@@ -27,6 +28,8 @@ class LaneFactory:
     def __init__(self, *, may_seal: bool) -> None:
         """`may_seal` tells whether lanes may be sealed, for which the compiled executor needs libcrypto."""
         self.is_native = native().module is not None and not (may_seal and native_crypto())
+        self.ring_obstacle = shm.obstacle_here(is_native=self.is_native)
+        """Why no lane of this process goes through shared memory; empty if it may."""
         self.bytes_per_second = 0
         """How fast lanes made from now on send over TCP; 0: as fast as they can. Only Linux knows how."""
 

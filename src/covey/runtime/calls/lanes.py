@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.base.errors import CoveyError
-    from covey.proto.message import Received
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.group_registry import GroupMessage
@@ -64,7 +63,7 @@ class _Seats:
 class LaneListener(Protocol):
     """What the lanes of calls report; on any thread."""
 
-    def received(self, messages: list[Received]) -> None: ...
+    def received(self, messages: list[tuple[int, bytes]]) -> None: ...
 
     def parted(self, peer: Seat) -> None: ...
 
@@ -107,15 +106,21 @@ class CallLanes:
         self.members = self.roster = _Seats(node)
         self._descriptors: list[int] = []
         self.routing = _CallRouting(self, Bell(self._descriptors))
-        self._has_messenger = False
+        self._messenger: ListeningMessenger | None = None
         node.groups.register(self.id, cast("Any", self))
 
     def messenger(self, peer: Seat) -> ListeningMessenger:
         """Return the messenger, which takes messages with `peer`; ClosedError once it is closed."""
-        messenger = cast("ListeningMessenger", self.routing.messenger())
-        self._has_messenger = True
+        messenger = self._messenger
+        if messenger is None or self.is_closed:
+            messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
         messenger.grow(peer + 1)
         return messenger
+
+    @property
+    def used_messenger(self) -> ListeningMessenger | None:
+        """The messenger, if it is used already."""
+        return self._messenger
 
     def shut(self) -> None:
         """Deliver what was sent, and close all connections."""
@@ -168,7 +173,7 @@ class CallLanes:
 
     def peer_gone(self, peer: Seat, *, left: bool) -> None:
         """Report a lost node, once all that has arrived from it is read."""
-        if self._has_messenger:
+        if self._messenger is not None:
             self.routing.peer_lost(Rank(peer))
         else:
             self.listener.parted(peer)

@@ -73,9 +73,14 @@ class GroupRoster:
         return os.getpid() if peer is None else peer.pid
 
     def lane_kind(self, rank: Rank) -> str:
-        """Return the kind of lane to a rank. Both ends compute the same, from facts that both know."""
+        """Return the kind of lane that this end offers to a rank."""
         assert self.node is not None
         return self.node.lanes.kind(self.seats[rank])
+
+    def shares_memory(self, rank: Rank) -> bool:
+        """Tell whether a rank shares memory with this one; equal on all ranks, as plans need it."""
+        assert self.node is not None
+        return self.node.lanes.shares_memory(self.seats[rank])
 
     def has_cores(self, each: int) -> bool:
         """Tell whether every rank on this host can have so many cores for itself.

@@ -182,15 +182,29 @@ class Node:
         `function` is a name, or a function that is registered here under the same name as there. The result is decoded
         by the annotation of the function that is registered here under this name, if there is one.
         """
-        return self.call_async(peer, function, *args, timeout=timeout, **named).wait_or_cancel()
+        return self._call(peer, function, args, named, timeout, is_awaited=True).wait_or_cancel()
 
     def call_async(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
+        return self._call(peer, function, args, named, timeout, is_awaited=False)
+
+    def _call(
+        self,
+        peer: Peer,
+        function: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        timeout: float | None,
+        *,
+        is_awaited: bool,
+    ) -> CallWork[Any]:
         rank, name, decoder = self._rank(peer), *self._name(function)
         seat = self._engine.members[rank]
-        return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+        return self._service.call(
+            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, is_awaited=is_awaited
+        )
 
     def stream(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
+from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
@@ -248,8 +249,8 @@ def join_at(
 
 def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     config = target.config
-    if config.lanes == "shm" and not shm.usable():
-        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
     if config.on_loss == "continue" and launched.size > MAX_MEMBERS:
         raise ConfigError(
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"

@@ -1,6 +1,7 @@
 """The kinds of lanes: which kind a pair of ranks uses, how large it is, and how connected sockets become a lane.
 
-Both ends choose the kind from facts that both know, so that no peer can choose one that third parties can read.
+Both ends choose the kind from facts that both know, so that no peer can choose one that third parties can read. One
+fact is known to one end only: whether its executor can use shared memory. If it cannot, the lane is a unix socket.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STREAMS_FAR: Final = 8
 
 
 def kind_to(node: Node, peer: Seat) -> str:
-    """Return the kind of lane that this node and a peer use for collectives.
+    """Return the kind of lane that this node and a peer use for collectives, if both can; equal on all ranks.
 
     Raises:
         ConfigError: the settings demand a kind that this pair cannot have.
@@ -47,20 +48,30 @@ def kind_to(node: Node, peer: Seat) -> str:
     if forced == "tcp":
         raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
     if here:
-        return "shm" if shm.usable() else "unix"
+        return "shm" if shm.has_memory() else "unix"
     return "tcp" if in_clear else "secure"
 
 
 def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
-    """Return the kind of lane to offer to a peer for this purpose."""
+    """Return the kind of lane to offer to a peer for this purpose; ConfigError as `kind_to`."""
     kind = kind_to(node, peer)
-    return "unix" if purpose == "messages" and kind == "shm" else kind
+    if kind != "shm":
+        return kind
+    obstacle = node.lanes.factory.ring_obstacle
+    if obstacle and node.config.lanes == "shm":
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+    return "unix" if obstacle or purpose == "messages" else "shm"
 
 
 def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
     """Return the kinds that a lane that a peer offers may have."""
     kind = offered_kind(node, peer, purpose)
     return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
+
+
+def is_refused_ring(node: Node, peer: Seat, kind: str, purpose: str) -> bool:
+    """Tell whether an offer is refused only because the executor of this end cannot use shared memory."""
+    return kind == "shm" == kind_to(node, peer) and offered_kind(node, peer, purpose) == "unix"
 
 
 def is_ring(kind: str, purpose: str) -> bool:

@@ -109,7 +109,7 @@ class Node:
         self.objection = objection
         self.host = card.contact.host
         self.acceptor, self.audit = acceptor, audit
-        self._closes = (acceptor, *closes)
+        self._closes: tuple[Closeable, ...] = (acceptor, *closes)
         self._on_close = on_close
         self.peers = {
             other: Peer(other, contacts.get(other), is_dialled=other < seat)
@@ -147,6 +147,7 @@ class Node:
         self.is_closing = False
         self._is_closed = threading.Event()
         self.launcher_mesh = None if links_come else LauncherMesh(self)
+        self._closes += () if self.launcher_mesh is None else (self.launcher_mesh,)
         acceptor.on_lane = self.lanes.acceptor.claim
         _nodes.add(self)
         process.nodes.add(self)
@@ -261,6 +262,8 @@ class Node:
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
             case messages.Posting():
                 self.stores.heard(seat, message)
+            case messages.Past(body):
+                self.generation_table.told_past(seat, body)
             case messages.CheckpointNews():
                 self.checkpoints.heard(seat, message)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():

@@ -90,6 +90,12 @@ class LanePoll:
         lanes = (lane for lane in self.by_rank.values() if not lane.is_ended)
         return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
 
+    def close(self, deadline: float) -> None:
+        """Close all lanes, without discarding what their peers have not read yet; see `MessageLane.close`."""
+        for lane in list(self.by_rank.values()):
+            if not lane.is_ended:
+                lane.close(deadline)
+
     # Moving bytes
 
     def poll(self, seconds: float, *, spins: bool) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Answers to `messages.Inspect`: the metrics and the last operations of this process.
+"""Answers to `messages.Inspect`: the metrics, the last operations and the last events of this process.
 
 A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
 to encode, on the control loop, so a process answers such nodes a few times a second.
@@ -7,7 +7,7 @@ to encode, on the control loop, so a process answers such nodes a few times a se
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Any, Final
 
 from covey.base.pace import Bucket, Buckets
 from covey.runtime.counters import process
@@ -22,6 +22,7 @@ TOTAL_RATE, TOTAL_BURST = 20.0, 128.0
 """The same for all keys together: a holder of the secret can make any number of keys."""
 METRICS: Final = "metrics"
 OPERATIONS: Final = "operations"
+EVENTS: Final = "events"
 
 
 class PacedAnswers:
@@ -47,4 +48,9 @@ def answer(question: messages.Inspect) -> messages.Inspected:
         groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
         page = groups[question.page : question.page + 1]
         return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+    node: Any = next(iter(list(process.nodes)), None)
+    if question.what == EVENTS and node is not None:
+        from covey.runtime.past_events import encode_last  # few commands ask
+
+        return messages.Inspected(EVENTS, 0, 1, encode_last(node.events))
     return messages.Inspected(question.what, question.page, 0, b"")
