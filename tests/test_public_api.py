@@ -30,6 +30,7 @@ PUBLIC = {
     *("ErrorFeedback", "register_codec"),
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
     *("WorkerNode", "WorkerNodeConfig"),
+    *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from covey.base.accumulation import accumulate, clip_norm
     from covey.base.errors import (
         AuthError,
         BusyError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.node import Node
     from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
+    from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
     from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
@@ -83,7 +85,9 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "FP8",
     "Group",
     "GroupChangedError",
+    "GroupStrategy",
     "Handle",
+    "HierarchicalStrategy",
     "Int4",
     "Int8",
     "Member",
@@ -102,11 +106,14 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "RemoteCallError",
     "RemoteProtocolError",
     "SplitRunError",
+    "Strategy",
     "Threshold",
     "TopK",
     "Work",
     "WorkerNode",
     "WorkerNodeConfig",
+    "accumulate",
+    "clip_norm",
     "generations",
     "join",
     "join_async",
@@ -129,7 +136,9 @@ _HOMES = {
     "FP16": "covey.compress.casts",
     "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
+    "GroupStrategy": "covey.runtime.group.strategy",
     "Handle": "covey.runtime.calls.objects",
+    "HierarchicalStrategy": "covey.runtime.group.strategy",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
     "Member": "covey.runtime.group.observing",
@@ -140,11 +149,14 @@ _HOMES = {
     "PeerLink": "covey.runtime.group.observing",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
+    "Strategy": "covey.runtime.group.strategy",
     "Threshold": "covey.compress.sparse",
     "TopK": "covey.compress.sparse",
     "Work": "covey.runtime.work",
     "WorkerNode": "covey.coordinator.worker",
     "WorkerNodeConfig": "covey.coordinator.worker",
+    "accumulate": "covey.base.accumulation",
+    "clip_norm": "covey.base.accumulation",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
     "join_async": "covey.runtime.joining.bootstrap",
