@@ -17,8 +17,12 @@ from tests.support.coordinators import coordinate, status, work
 from tests.support.machines import end, heard, new_lab
 
 from covey.base.errors import ConfigError
+from covey.coordinator import security
 from covey.coordinator.certificates import derived, key_of, subject_of
 from covey.coordinator.pem_files import PemFiles
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
+from covey.runtime.environment import ClusterOptions
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -166,6 +170,19 @@ def test_a_certificate_without_a_subject_is_known_by_its_names_and_garbage_by_no
     assert key_of(content).startswith("key ")
     assert subject_of(b"garbage") == key_of(b"garbage") == ""
     assert named["tls_cert"].endswith("nameless.pem")
+
+
+def test_a_changed_secret_is_used_for_the_next_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(security, "READ_SECONDS", 0.0)
+    before, after = ClusterSecret("lab", bytes(32)), ClusterSecret("lab", bytes(31) + b"1")
+    clusters.save(Cluster(before))
+    saved = security.SecretSecurity(ClusterOptions("lab"))
+    given = security.SecretSecurity(ClusterOptions("other", bytes(32)))
+    assert saved.find().secret == before
+    clusters.save(Cluster(after))
+    assert saved.find().secret == after
+    assert given.find().secret.key == bytes(32)  # it was given, and is in no file
 
 
 def test_keys_differ_by_machine_and_role_and_stay_the_same(tmp_path: Path) -> None:

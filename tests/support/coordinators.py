@@ -39,7 +39,7 @@ for line in sys.stdin:
     if order == "step":
         try:
             array = np.arange(5.0) + 10.0 ** node.rank
-            node.group.all_reduce(array)
+            node.strategy.all_reduce_gradients({"array": array}, op="sum")
             say(array.tolist())
         except covey.PeerLostError as error:
             say("lost", error.rank, node.ready)

@@ -76,8 +76,8 @@ def address(value: str) -> str:
     return value
 
 
-def view(request: pb.HeartbeatRequest) -> ViewRecord | None:
-    """Return the view of a heartbeat, if it has one."""
+def view(request: pb.HeartbeatRequest | pb.UnregisterWorkerRequest) -> ViewRecord | None:
+    """Return the view that a worker reports, if it does."""
     if not request.HasField("view"):
         return None
     found = request.view

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#covey/coordinator/coordinator.proto\x12\x11\x63ovey.coordinator\"C\n\x05Sizes\x12\x10\n\x08min_size\x18\x01 \x01(\r\x12\x10\n\x08max_size\x18\x02 \x01(\r\x12\x16\n\x0esettle_seconds\x18\x03 \x01(\x01\"H\n\nAssignment\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\xc0\x01\n\x15RegisterWorkerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\'\n\x05sizes\x18\x06 \x01(\x0b\x32\x18.covey.coordinator.Sizes\x12\x31\n\nassignment\x18\x07 \x01(\x0b\x32\x1d.covey.coordinator.Assignment\"\xc4\x01\n\x08RunEvent\x12+\n\x07waiting\x18\x01 \x01(\x0b\x32\x1a.covey.coordinator.Waiting\x12\x31\n\nassignment\x18\x02 \x01(\x0b\x32\x1d.covey.coordinator.Assignment\x12%\n\x04view\x18\x03 \x01(\x0b\x32\x17.covey.coordinator.View\x12\x31\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\"=\n\x07Waiting\x12\x12\n\nregistered\x18\x01 \x01(\r\x12\x0e\n\x06needed\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\\\n\x04View\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0f\n\x07members\x18\x04 \x03(\r\x12\x10\n\x08sequence\x18\x05 \x01(\x04\"G\n\x17UnregisterWorkerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\"\x1a\n\x18UnregisterWorkerResponse\"g\n\x10HeartbeatRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12%\n\x04view\x18\x04 \x01(\x0b\x32\x17.covey.coordinator.View\"W\n\x11HeartbeatResponse\x12\x31\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\x12\x0f\n\x07waiting\x18\x02 \x01(\r\"3\n\x16StartCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"_\n\x14\x45ndCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12\n\n\x02id\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"/\n\x14GetCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xca\x01\n\nCheckpoint\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x32\n\x05phase\x18\x03 \x01(\x0e\x32#.covey.coordinator.Checkpoint.Phase\x12\r\n\x05\x65nded\x18\x04 \x03(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"P\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\x08\n\x04\x44ONE\x10\x02\x12\r\n\tABANDONED\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\"\x1f\n\x10GetStatusRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"4\n\x06Status\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.covey.coordinator.RunStatus\"\xc1\x01\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12%\n\x04view\x18\x04 \x01(\x0b\x32\x17.covey.coordinator.View\x12\x30\n\x07workers\x18\x05 \x03(\x0b\x32\x1f.covey.coordinator.WorkerStatus\x12\x31\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\"x\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\r\n\x05state\x18\x05 \x01(\t\x12\x19\n\x11heard_seconds_ago\x18\x06 \x01(\x01\x32\x89\x05\n\x0b\x43oordinator\x12Y\n\x0eRegisterWorker\x12(.covey.coordinator.RegisterWorkerRequest\x1a\x1b.covey.coordinator.RunEvent0\x01\x12k\n\x10UnregisterWorker\x12*.covey.coordinator.UnregisterWorkerRequest\x1a+.covey.coordinator.UnregisterWorkerResponse\x12V\n\tHeartbeat\x12#.covey.coordinator.HeartbeatRequest\x1a$.covey.coordinator.HeartbeatResponse\x12[\n\x0fStartCheckpoint\x12).covey.coordinator.StartCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12W\n\rEndCheckpoint\x12\'.covey.coordinator.EndCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12W\n\rGetCheckpoint\x12\'.covey.coordinator.GetCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12K\n\tGetStatus\x12#.covey.coordinator.GetStatusRequest\x1a\x19.covey.coordinator.Statusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#covey/coordinator/coordinator.proto\x12\x11\x63ovey.coordinator\"C\n\x05Sizes\x12\x10\n\x08min_size\x18\x01 \x01(\r\x12\x10\n\x08max_size\x18\x02 \x01(\r\x12\x16\n\x0esettle_seconds\x18\x03 \x01(\x01\"H\n\nAssignment\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\xc0\x01\n\x15RegisterWorkerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\'\n\x05sizes\x18\x06 \x01(\x0b\x32\x18.covey.coordinator.Sizes\x12\x31\n\nassignment\x18\x07 \x01(\x0b\x32\x1d.covey.coordinator.Assignment\"\xc4\x01\n\x08RunEvent\x12+\n\x07waiting\x18\x01 \x01(\x0b\x32\x1a.covey.coordinator.Waiting\x12\x31\n\nassignment\x18\x02 \x01(\x0b\x32\x1d.covey.coordinator.Assignment\x12%\n\x04view\x18\x03 \x01(\x0b\x32\x17.covey.coordinator.View\x12\x31\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\"=\n\x07Waiting\x12\x12\n\nregistered\x18\x01 \x01(\r\x12\x0e\n\x06needed\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\\\n\x04View\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0f\n\x07members\x18\x04 \x03(\r\x12\x10\n\x08sequence\x18\x05 \x01(\x04\"n\n\x17UnregisterWorkerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12%\n\x04view\x18\x04 \x01(\x0b\x32\x17.covey.coordinator.View\"\x1a\n\x18UnregisterWorkerResponse\"g\n\x10HeartbeatRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12%\n\x04view\x18\x04 \x01(\x0b\x32\x17.covey.coordinator.View\"W\n\x11HeartbeatResponse\x12\x31\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\x12\x0f\n\x07waiting\x18\x02 \x01(\r\"3\n\x16StartCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"_\n\x14\x45ndCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04life\x18\x03 \x01(\x0c\x12\n\n\x02id\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"/\n\x14GetCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xca\x01\n\nCheckpoint\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x32\n\x05phase\x18\x03 \x01(\x0e\x32#.covey.coordinator.Checkpoint.Phase\x12\r\n\x05\x65nded\x18\x04 \x03(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"P\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\x08\n\x04\x44ONE\x10\x02\x12\r\n\tABANDONED\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\"\x1f\n\x10GetStatusRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"4\n\x06Status\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.covey.coordinator.RunStatus\"\xc1\x01\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12%\n\x04view\x18\x04 \x01(\x0b\x32\x17.covey.coordinator.View\x12\x30\n\x07workers\x18\x05 \x03(\x0b\x32\x1f.covey.coordinator.WorkerStatus\x12\x31\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1d.covey.coordinator.Checkpoint\"x\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\r\n\x05state\x18\x05 \x01(\t\x12\x19\n\x11heard_seconds_ago\x18\x06 \x01(\x01\x32\x89\x05\n\x0b\x43oordinator\x12Y\n\x0eRegisterWorker\x12(.covey.coordinator.RegisterWorkerRequest\x1a\x1b.covey.coordinator.RunEvent0\x01\x12k\n\x10UnregisterWorker\x12*.covey.coordinator.UnregisterWorkerRequest\x1a+.covey.coordinator.UnregisterWorkerResponse\x12V\n\tHeartbeat\x12#.covey.coordinator.HeartbeatRequest\x1a$.covey.coordinator.HeartbeatResponse\x12[\n\x0fStartCheckpoint\x12).covey.coordinator.StartCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12W\n\rEndCheckpoint\x12\'.covey.coordinator.EndCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12W\n\rGetCheckpoint\x12\'.covey.coordinator.GetCheckpointRequest\x1a\x1d.covey.coordinator.Checkpoint\x12K\n\tGetStatus\x12#.covey.coordinator.GetStatusRequest\x1a\x19.covey.coordinator.Statusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,31 +44,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VIEW']._serialized_start=658
   _globals['_VIEW']._serialized_end=750
   _globals['_UNREGISTERWORKERREQUEST']._serialized_start=752
-  _globals['_UNREGISTERWORKERREQUEST']._serialized_end=823
-  _globals['_UNREGISTERWORKERRESPONSE']._serialized_start=825
-  _globals['_UNREGISTERWORKERRESPONSE']._serialized_end=851
-  _globals['_HEARTBEATREQUEST']._serialized_start=853
-  _globals['_HEARTBEATREQUEST']._serialized_end=956
-  _globals['_HEARTBEATRESPONSE']._serialized_start=958
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1045
-  _globals['_STARTCHECKPOINTREQUEST']._serialized_start=1047
-  _globals['_STARTCHECKPOINTREQUEST']._serialized_end=1098
-  _globals['_ENDCHECKPOINTREQUEST']._serialized_start=1100
-  _globals['_ENDCHECKPOINTREQUEST']._serialized_end=1195
-  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1197
-  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1244
-  _globals['_CHECKPOINT']._serialized_start=1247
-  _globals['_CHECKPOINT']._serialized_end=1449
-  _globals['_CHECKPOINT_PHASE']._serialized_start=1369
-  _globals['_CHECKPOINT_PHASE']._serialized_end=1449
-  _globals['_GETSTATUSREQUEST']._serialized_start=1451
-  _globals['_GETSTATUSREQUEST']._serialized_end=1482
-  _globals['_STATUS']._serialized_start=1484
-  _globals['_STATUS']._serialized_end=1536
-  _globals['_RUNSTATUS']._serialized_start=1539
-  _globals['_RUNSTATUS']._serialized_end=1732
-  _globals['_WORKERSTATUS']._serialized_start=1734
-  _globals['_WORKERSTATUS']._serialized_end=1854
-  _globals['_COORDINATOR']._serialized_start=1857
-  _globals['_COORDINATOR']._serialized_end=2506
+  _globals['_UNREGISTERWORKERREQUEST']._serialized_end=862
+  _globals['_UNREGISTERWORKERRESPONSE']._serialized_start=864
+  _globals['_UNREGISTERWORKERRESPONSE']._serialized_end=890
+  _globals['_HEARTBEATREQUEST']._serialized_start=892
+  _globals['_HEARTBEATREQUEST']._serialized_end=995
+  _globals['_HEARTBEATRESPONSE']._serialized_start=997
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1084
+  _globals['_STARTCHECKPOINTREQUEST']._serialized_start=1086
+  _globals['_STARTCHECKPOINTREQUEST']._serialized_end=1137
+  _globals['_ENDCHECKPOINTREQUEST']._serialized_start=1139
+  _globals['_ENDCHECKPOINTREQUEST']._serialized_end=1234
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1236
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1283
+  _globals['_CHECKPOINT']._serialized_start=1286
+  _globals['_CHECKPOINT']._serialized_end=1488
+  _globals['_CHECKPOINT_PHASE']._serialized_start=1408
+  _globals['_CHECKPOINT_PHASE']._serialized_end=1488
+  _globals['_GETSTATUSREQUEST']._serialized_start=1490
+  _globals['_GETSTATUSREQUEST']._serialized_end=1521
+  _globals['_STATUS']._serialized_start=1523
+  _globals['_STATUS']._serialized_end=1575
+  _globals['_RUNSTATUS']._serialized_start=1578
+  _globals['_RUNSTATUS']._serialized_end=1771
+  _globals['_WORKERSTATUS']._serialized_start=1773
+  _globals['_WORKERSTATUS']._serialized_end=1893
+  _globals['_COORDINATOR']._serialized_start=1896
+  _globals['_COORDINATOR']._serialized_end=2545
 # @@protoc_insertion_point(module_scope)

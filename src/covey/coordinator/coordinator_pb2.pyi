@@ -84,14 +84,16 @@ class View(_message.Message):
     def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class UnregisterWorkerRequest(_message.Message):
-    __slots__ = ("run", "worker_id", "life")
+    __slots__ = ("run", "worker_id", "life", "view")
     RUN_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
     run: str
     worker_id: str
     life: bytes
-    def __init__(self, run: _Optional[str] = ..., worker_id: _Optional[str] = ..., life: _Optional[bytes] = ...) -> None: ...
+    view: View
+    def __init__(self, run: _Optional[str] = ..., worker_id: _Optional[str] = ..., life: _Optional[bytes] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class UnregisterWorkerResponse(_message.Message):
     __slots__ = ()

@@ -42,6 +42,8 @@ class WorkerRecord(msgspec.Struct):
     """The last rank that it had; -1 if it had none."""
     round: int = 0
     """The round of that rank."""
+    has_told: bool = False
+    """Whether it has left that round itself, and said what its last view was; a worker that crashed has not."""
 
 
 class ViewRecord(msgspec.Struct, frozen=True):

@@ -1,7 +1,9 @@
 """One run as the coordinator sees it: who waits for a rank, when a round begins, and what the workers report. Pure.
 
 Invariant: a round begins only when the one before it cannot go on. Of its last reported view, every member has left,
-has registered again or is silent, and those that left are a quorum: the silent ones cannot decide a view without them.
+was started again or is silent. If some are silent, those that left in order are a quorum: the silent ones cannot have
+decided a later view without them, and none of those that left has reported one. A member that crashed may have taken
+part in such a decision, and cannot tell any more, so it does not count.
 """
 
 from __future__ import annotations
@@ -117,9 +119,13 @@ class CoordinatedRun:
             self._connected.discard(worker_id)
             self._parted_at[worker_id] = now
 
-    def unregister(self, worker_id: str, identity: str, life: bytes, *, now: float) -> None:
-        """Let a worker go; its rank is remembered."""
+    def unregister(
+        self, worker_id: str, identity: str, life: bytes, view: ViewRecord | None = None, *, now: float
+    ) -> None:
+        """Let a worker go; its rank is remembered. `view` is its last one."""
         known = self._known(worker_id, identity, life)
+        self._take_view(known, view)
+        known.has_told = known.state is WorkerState.SEATED or known.has_told
         known.state = WorkerState.GONE
         self._connected.discard(worker_id)
         self.checkpoints.review(self.members)
@@ -131,14 +137,21 @@ class CoordinatedRun:
         """Take a heartbeat; return whether the worker reported a later view than was known."""
         known = self._known(worker_id, identity, life)
         self._heard_at[worker_id] = now
-        if view is None or known.state is not WorkerState.SEATED or view.round != self.record.round:
+        is_later = self._take_view(known, view)
+        if view is not None and view.round == self.record.round:
+            self._sequence = max(self._sequence, sequence)
+        return is_later
+
+    def _take_view(self, worker: WorkerRecord, view: ViewRecord | None) -> bool:
+        """Take the view of a worker; return whether it is later than the one that is known."""
+        record = self.record
+        if view is None or worker.state is not WorkerState.SEATED or view.round != record.round:
             return False
-        if not all(0 <= rank < self.record.size for rank in view.members):
-            raise RefusalError(Reason.MALFORMED, f"a view of {self.record.size} ranks cannot have {view.members}")
-        self._sequence = max(self._sequence, sequence)
-        if self.record.view is not None and view.order <= self.record.view.order:
+        if not all(0 <= rank < record.size for rank in view.members):
+            raise RefusalError(Reason.MALFORMED, f"a view of {record.size} ranks cannot have {view.members}")
+        if record.view is not None and view.order <= record.view.order:
             return False
-        self.record.view = view
+        record.view = view
         self.checkpoints.review(self.members)
         return True
 
@@ -179,6 +192,7 @@ class CoordinatedRun:
         self._sequence = 0
         for worker in chosen:
             worker.rank, worker.round, worker.state = ranks[worker.id], record.round, WorkerState.SEATED
+            worker.has_told = False
 
     def _ready(self) -> list[WorkerRecord]:
         """Return the workers that wait for a rank and whose stream is open."""
@@ -195,8 +209,9 @@ class CoordinatedRun:
         staying = [seated[rank] for rank in ranks if rank in seated]
         if heard := [each for each in staying if not self._is_silent(each, now)]:
             return f"{heard[0].id} (rank {heard[0].rank}) is still in round {record.round}"
-        left = len(ranks) - len(staying)
-        if staying and (2 * left < len(ranks) or (2 * left == len(ranks) and ranks[0] in seated)):
+        told = {each.rank for each in record.workers.values() if each.round == record.round and each.has_told}
+        left = len(told.intersection(ranks))
+        if staying and (2 * left < len(ranks) or (2 * left == len(ranks) and ranks[0] not in told)):
             return (
                 f"{', '.join(each.id for each in staying)} may still be in round {record.round}, and could continue it "
                 "without the others; start them again, or make sure that they have ended and use another name of a run"

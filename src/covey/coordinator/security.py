@@ -5,6 +5,7 @@ Both ends choose by the same rule (`choose_security`), so that equal settings me
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import time
@@ -15,6 +16,7 @@ from covey.base.errors import ConfigError
 from covey.coordinator.certificates import SERVER_NAME, KeyAndCertificates, derived, key_of, subject_of
 from covey.coordinator.extra import require_grpc
 from covey.coordinator.refusal import Reason, RefusalError
+from covey.net.keys import clusters
 from covey.net.keys.identity import machine_secret
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions, is_loopback
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
 
     from covey.coordinator.pem_files import PemFiles
     from covey.net.keys.clusters import Cluster
+    from covey.wire.secret import ClusterSecret
 
 TOKEN_KEY: Final = "covey-token"
 """The name of the metadata that carries the token of a user on loopback."""
+READ_SECONDS: Final = 1.0
+"""How often the file of a cluster is read again at most."""
 Options = list[tuple[str, Any]]
 
 
@@ -62,15 +67,13 @@ def choose_security(host: str, pem: PemFiles | None, options: ClusterOptions) ->
         return PemSecurity(pem)
     if is_loopback(host) and options == ClusterOptions():
         return LoopbackSecurity()
-    security = SecretSecurity(options)
     try:
-        security.find()
+        return SecretSecurity(options)
     except ConfigError as error:
         raise ConfigError(
             f"a coordinator at {host} is reached from other machines, and covey does not talk beyond this machine in "
             f"clear text: give tls-ca, tls-cert and tls-key, or be in a cluster ({error}), or use 127.0.0.1"
         ) from error
-    return security
 
 
 class LoopbackSecurity:
@@ -101,16 +104,25 @@ class LoopbackSecurity:
         return f"user {os.getuid()}"
 
 
-@dataclass(frozen=True)
 class SecretSecurity:
     """TLS with certificates from a cluster's secret; callers are known by their keys."""
 
-    options: ClusterOptions
     words = "with the secret of the cluster"
 
+    def __init__(self, options: ClusterOptions) -> None:
+        """Find the cluster; ConfigError if there is none."""
+        self._cluster = options.find(effective_environment())
+        self._read_at = time.monotonic()
+        # A secret from elsewhere does not change, and to find it again may take half a second: a passphrase does.
+        self._is_saved = _saved(self._cluster.name) == self._cluster.secret
+
     def find(self) -> Cluster:
-        """Return the cluster as its file has it now: the secret may have been changed."""
-        return self.options.find(effective_environment())
+        """Return the cluster as its file has it: the secret may have been changed. On any thread."""
+        if self._is_saved and time.monotonic() > self._read_at + READ_SECONDS:
+            self._read_at = time.monotonic()
+            with contextlib.suppress(ConfigError):  # this machine has left the cluster, or the file is damaged
+                self._cluster = clusters.load(self._cluster.name)
+        return self._cluster
 
     def listen(self, server: Any, address: str) -> int:
         return int(server.add_secure_port(address, _server_credentials(lambda: self._papers("server"))))
@@ -150,6 +162,14 @@ class PemSecurity:
 
     def identity(self, auth: Mapping[str, Sequence[bytes]], metadata: Mapping[str, Any]) -> str:
         return _proved(subject_of(_certificate(auth)))
+
+
+def _saved(name: str) -> ClusterSecret | None:
+    """Return the secret of a cluster that this machine has in a file."""
+    try:
+        return clusters.load(name).secret
+    except ConfigError:
+        return None
 
 
 def _certificate(auth: Mapping[str, Sequence[bytes]]) -> bytes:

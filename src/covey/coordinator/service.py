@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from covey.coordinator.state_file import StateFile
 
 LONGEST_TICK: Final = 60.0
+PROGRESS_SECONDS: Final = 1.0
+"""How often a worker that waits is told for what. Telling all of them of each other's arrival would be quadratic."""
 
 
 def _refusing(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -77,11 +79,12 @@ class CoordinatorService(CoordinatorServicer):
             identity = self._caller(context)
             asked = checking.registration(request, identity, self._sizes)
             run = self._run_for(checking.name("run", name), asked.sizes)
+            before = run.record.round
             run.register(asked, now=_now())
             earlier, self._streams[name, worker] = self._streams.get((name, worker)), wake
             if earlier is not None:
                 earlier.set()
-            self._changed(run)
+            self._changed(run, is_news=run.record.round != before)
         except RefusalError as refusal:
             await _abort(context, refusal)
         except ConfigError as error:
@@ -98,7 +101,8 @@ class CoordinatorService(CoordinatorServicer):
                 if outlook != told:
                     yield answers.event(outlook, told)
                     told = outlook
-                await wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), PROGRESS_SECONDS if outlook.assignment is None else None)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator stops")
         finally:
             if self._streams.get((name, worker)) is wake:
@@ -109,7 +113,7 @@ class CoordinatorService(CoordinatorServicer):
     @_refusing
     async def UnregisterWorker(self, request: pb.UnregisterWorkerRequest, caller: str) -> pb.UnregisterWorkerResponse:  # noqa: N802
         run = self._run(request.run)
-        run.unregister(request.worker_id, caller, request.life, now=_now())
+        run.unregister(request.worker_id, caller, request.life, checking.view(request), now=_now())
         self._changed(run)
         return pb.UnregisterWorkerResponse()
 
@@ -204,10 +208,12 @@ class CoordinatorService(CoordinatorServicer):
             self._runs[name] = CoordinatedRun(RunRecord(name, sizes), now=_now())
         return self._runs[name]
 
-    def _changed(self, run: CoordinatedRun) -> None:
-        """Write a run, then tell its workers; ConfigError if it cannot be written."""
+    def _changed(self, run: CoordinatedRun, *, is_news: bool = True) -> None:
+        """Write a run, then tell its workers if it is news for them; ConfigError if it cannot be written."""
         self._state.save(run.record)
-        self._wake(run)
+        self._woken.set()
+        if is_news:
+            self._wake(run)
 
     def _wake(self, run: CoordinatedRun) -> None:
         self._woken.set()

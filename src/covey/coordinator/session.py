@@ -121,16 +121,20 @@ class Session:
         """How many workers wait for the next round, by the last heartbeat."""
         return self._waiting
 
-    def close(self) -> None:
-        """Unregister, if the coordinator can be reached, and end the threads. A second call does nothing."""
+    def close(self, view: pb.View | None = None) -> None:
+        """Unregister, if the coordinator can be reached, and end the threads. A second call does nothing.
+
+        `view` is the last view of the group.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         client = self._client
-        if client is not None and self._is_registered:
+        if client is not None:
             from covey.coordinator import coordinator_pb2 as pb
 
-            request = pb.UnregisterWorkerRequest(run=self._terms.run, worker_id=self._terms.worker_id, life=self.life)
+            terms = self._terms
+            request = pb.UnregisterWorkerRequest(run=terms.run, worker_id=terms.worker_id, life=self.life, view=view)
             with contextlib.suppress(CoveyError, ValueError):  # it notices by itself; ValueError: closed meanwhile
                 client.call("UnregisterWorker", request, timeout=UNREGISTER_SECONDS)
         if client is not None:

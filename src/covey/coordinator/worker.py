@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.session import Session
     from covey.runtime.group.group import Group
+    from covey.runtime.group.strategy import Strategy
 
 REQUEST_SECONDS: Final = 5.0
 """How long the ranks may take to take a request for a checkpoint; the next heartbeat repeats it."""
@@ -146,6 +147,13 @@ class WorkerNode:
         return self._group
 
     @property
+    def strategy(self) -> Strategy:
+        """The group as a `covey.Strategy`; ClosedError if the worker is not started."""
+        from covey.runtime.group.strategy import GroupStrategy
+
+        return GroupStrategy(self.group)
+
+    @property
     def rank(self) -> int:
         """The rank of this worker; -1 if it is not started."""
         return -1 if self._group is None else self._group.rank
@@ -259,14 +267,17 @@ class WorkerNode:
                 group.close()
         finally:
             if session is not None:
-                session.close()
+                session.close(None if group is None else self._view_of(group))
 
     def _view(self) -> pb.View | None:
         """Return the view of the group, for a heartbeat."""
+        group = self._group
+        return None if group is None else self._view_of(group)
+
+    def _view_of(self, group: Group) -> pb.View | None:
         from covey.coordinator import coordinator_pb2 as pb
 
-        group = self._group
-        if group is None:
+        if not group.live:  # the last rank has left
             return None
         generation = engine_of(group).generation
         return pb.View(
