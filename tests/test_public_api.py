@@ -28,7 +28,10 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
-    *("Member", "MemberHealth", "PeerLink"),
+    *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
+    *("WorkerNode", "WorkerNodeConfig"),
+    *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
+    *("serve_http", "HttpServer"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
@@ -41,11 +44,13 @@ GROUP = {
     *("send", "recv", "send_object", "recv_object", "sendrecv", "probe", "iprobe", "split", "close"),
     *("split_async", "restore_async", "close_async"),
     *("node", "call", "metrics"),
+    *("checkpoint_pending", "request_checkpoint", "end_checkpoint"),
 }
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
     *("call", "call_async", "stream", "broadcast_call", "proxy"),
     *("id", "name", "leader", "members", "hosts", "links", "health", "on_event", "events", "store"),
+    *("add_check", "remove_check"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
