@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hypothesis import settings
 from tests.support import workers
 from tests.support.durations import Durations
+from tests.support.seeds import seeds
 from tests.support.workers import pytest_addoption as pytest_addoption
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if _OWN_HOME:
     os.environ.pop("COVEY_HOME", None)
 
 # A process may stand still for longer than an example should take; tests have a deadline as a whole.
-settings.register_profile("covey", deadline=None)
+settings.register_profile("covey", deadline=None, max_examples=len(seeds(40)))
 settings.load_profile("covey")
 
 
