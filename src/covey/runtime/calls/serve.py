@@ -67,6 +67,11 @@ class AwaitedCalls:
         if self._service is not None:
             self._service.forked()
 
+    def deliver_answers(self) -> None:
+        """Wait until the answers that were given are delivered, as long as they move; for half a minute at most."""
+        if self._service is not None:
+            self._service.deliver_answers()
+
     def close(self) -> None:
         """Free the lanes."""
         with self._making:
@@ -82,6 +87,12 @@ def await_calls(node: Node) -> None:
     """Have calls of other nodes answered from now on."""
     if node.calls is None:
         node.calls = AwaitedCalls(node)
+
+
+def deliver_answers(node: Node) -> None:
+    """Wait until the answers to calls that this node has given are delivered, because it is about to leave its run."""
+    if isinstance(node.calls, AwaitedCalls):
+        node.calls.deliver_answers()
 
 
 def serve_calls(node: Node) -> CallService:
