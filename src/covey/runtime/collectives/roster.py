@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
+from covey.net.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,5 +90,4 @@ class GroupRoster:
         """
         host = self.node.host if self.node is not None else ""
         here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return here * each <= cores
+        return here * each <= usable_cores()

@@ -38,7 +38,7 @@ from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
 from covey.runtime.mesh.secret_changes import SecretChanges, secrets_of
 from covey.runtime.mesh.visitors import Visitors
-from covey.runtime.metrics.inspection import PacedAnswers, answer
+from covey.runtime.metrics.inspection import PacedAnswers, answer_keeper
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
@@ -317,8 +317,10 @@ class Mesh:
                 self._reach_answers.asked(remote, message, self._linked_from(remote.card.id))
             case messages.Inspect():
                 self.visitors.asked(remote)
-                is_keeper = self._is_named_keeper(remote)
-                remote.send(answer(message) if is_keeper else self._inspections.answer(message, remote.card.id))
+                if self._is_named_keeper(remote):
+                    answer_keeper(message, remote.send)
+                else:
+                    remote.send(self._inspections.answer(message, remote.card.id))
             case messages.NewSecret():
                 self._secret_changes.receive(remote, message)
             case messages.Tell() | messages.Reached() | messages.SecretKept() | messages.Inspected():
