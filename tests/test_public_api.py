@@ -30,7 +30,7 @@ PUBLIC = {
     *("ErrorFeedback", "register_codec"),
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
-    *("serve_http", "HttpServer"),
+    *("serve_http", "HttpServer", "on_shutdown", "shutdown"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
