@@ -17,7 +17,7 @@ from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
 from covey.net.settings_files import effective_environment
-from covey.runtime import tracebacks
+from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
 from covey.runtime.group.group import Group
@@ -361,6 +361,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
 
     group = Group(engine, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)
+    shutdown.arm()
     return group
 
 
