@@ -17,10 +17,9 @@
 #include "ring.h"
 
 #include <errno.h>
+#include <unistd.h>
 
 enum { PIECE_BYTES = 1 << 17 }; /* published at once: the other end starts on it while the next one is copied */
-
-const size_t ring_size = sizeof(struct ring_lane);
 
 static uint64_t whole_lines(uint64_t nbytes) { return (nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
 
@@ -199,14 +198,18 @@ static void ring_cancel(struct lane *lane)
 
 static void ring_close(struct lane *lane) { ((struct ring_lane *)lane)->doorbell = -1; }
 
-static void ring_release(struct lane *lane) { (void)lane; }
+static void ring_release(struct lane *lane)
+{
+    if (lane->owns_descriptors)
+        close(((struct ring_lane *)lane)->doorbell);
+}
 
 static const struct lane_functions ring_functions = {
     ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_cancel, ring_close, ring_release,
 };
 
 /* Ring(memory, capacity, doorbell, first, token, kernel copies: 0 never, 1 by measurement, 2 always) */
-int ring_init(PyObject *self, PyObject *args)
+static int ring_fill(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
     struct ring_lane *ring = (struct ring_lane *)self;
@@ -238,3 +241,12 @@ int ring_init(PyObject *self, PyObject *args)
     lane->python_bytes = INT64_MAX;
     return 0;
 }
+
+struct kind ring_kind = {
+    .name = "covey._native.Ring",
+    .size = sizeof(struct ring_lane),
+    .fill = ring_fill,
+    .release = lane_release,
+    .methods = lane_methods,
+    .members = lane_members,
+};
