@@ -22,7 +22,8 @@ BELOW = {
     "_native": set(),
     "net": {"wire", "base"},
     "runtime": {"net", "proto", "plan", "compress", "wire", "base"},
-    "cli": {"covey", "torch", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "coordinator": {"runtime", "net", "wire", "base"},
+    "cli": {"covey", "torch", "coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "metrics": {"runtime"},
@@ -30,7 +31,7 @@ BELOW = {
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},
     "integrations": {"runtime", "proto", "base"},
-    "__init__": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "__init__": {"coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
@@ -74,6 +75,7 @@ THIRD_PARTY = {
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry"},
     "metrics": {"prometheus_client"},
+    "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
     "torch": {"numpy", "torch"},
     "ray": {"ray"},

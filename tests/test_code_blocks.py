@@ -24,6 +24,7 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "READ
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 NOT_RUN = {
+    "docs/guides/coordinator.md": "tests/e2e/test_coordinator.py runs it on two workers",
     "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",

@@ -29,6 +29,7 @@ PUBLIC = {
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
+    *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
     *("serve_http", "HttpServer"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from covey.compress.parsing import register_codec
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
+    from covey.coordinator.worker import WorkerNode, WorkerNodeConfig
     from covey.proto.checkpointing import Checkpoint
     from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
@@ -112,6 +113,8 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "Threshold",
     "TopK",
     "Work",
+    "WorkerNode",
+    "WorkerNodeConfig",
     "accumulate",
     "clip_norm",
     "generations",
@@ -155,6 +158,8 @@ _HOMES = {
     "Threshold": "covey.compress.sparse",
     "TopK": "covey.compress.sparse",
     "Work": "covey.runtime.work",
+    "WorkerNode": "covey.coordinator.worker",
+    "WorkerNodeConfig": "covey.coordinator.worker",
     "accumulate": "covey.base.accumulation",
     "clip_norm": "covey.base.accumulation",
     "generations": "covey.runtime.joining.generations",
