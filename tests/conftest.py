@@ -13,7 +13,9 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
+from tests.support import workers
 from tests.support.durations import Durations
+from tests.support.workers import pytest_addoption as pytest_addoption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +39,7 @@ settings.load_profile("covey")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations())
+    workers.pytest_configure(config)
 
 
 def pytest_unconfigure() -> None:

@@ -30,6 +30,7 @@ BELOW = {
     "engines": {"covey", "runtime", "base"},
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},
+    "integrations": {"runtime", "proto", "base"},
     "__init__": {"coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
@@ -79,6 +80,7 @@ THIRD_PARTY = {
     "torch": {"numpy", "torch"},
     "ray": {"ray"},
     "dask": {"distributed", "cloudpickle"},
+    "integrations": {"torch", "lightning", "transformers"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
 OPPONENTS = {"torch", "mpi4py"}

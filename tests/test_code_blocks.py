@@ -336,6 +336,12 @@ def test_the_strategies_of_the_guide_to_services_agree() -> None:
     assert 0.0 < first[0][0] < 1.0
 
 
+def test_the_check_of_the_guide_to_services_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/services.md"
+    run(page, blocks(page)[2], {"covey": covey})
+    assert '"disk": {\n   "ok": true,' in capsys.readouterr().out
+
+
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
@@ -345,7 +351,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
         "docs/guides/metrics.md": 3,
-        "docs/guides/services.md": 2,
+        "docs/guides/services.md": 3,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
     assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

@@ -31,6 +31,7 @@ PUBLIC = {
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
     *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
+    *("serve_http", "HttpServer"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {
@@ -49,6 +50,7 @@ NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
     *("call", "call_async", "stream", "broadcast_call", "proxy"),
     *("id", "name", "leader", "members", "hosts", "links", "health", "on_event", "events", "store"),
+    *("add_check", "remove_check"),
 }
 MODULES = sorted(
     ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")

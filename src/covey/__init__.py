@@ -56,9 +56,11 @@ if TYPE_CHECKING:
     from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
     from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
+    from covey.runtime.http_server import HttpServer
     from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
+    from covey.runtime.metrics.pages import serve_http
     from covey.runtime.waiting import wait_all, wait_any
     from covey.runtime.work import Work
 
@@ -88,6 +90,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "GroupStrategy",
     "Handle",
     "HierarchicalStrategy",
+    "HttpServer",
     "Int4",
     "Int8",
     "Member",
@@ -120,6 +123,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "launch",
     "load_state",
     "register_codec",
+    "serve_http",
     "wait_all",
     "wait_any",
 ]
@@ -139,6 +143,7 @@ _HOMES = {
     "GroupStrategy": "covey.runtime.group.strategy",
     "Handle": "covey.runtime.calls.objects",
     "HierarchicalStrategy": "covey.runtime.group.strategy",
+    "HttpServer": "covey.runtime.http_server",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
     "Member": "covey.runtime.group.observing",
@@ -163,6 +168,7 @@ _HOMES = {
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.saved",
     "register_codec": "covey.compress.parsing",
+    "serve_http": "covey.runtime.metrics.pages",
     "wait_all": "covey.runtime.waiting",
     "wait_any": "covey.runtime.waiting",
 }

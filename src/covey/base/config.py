@@ -89,6 +89,7 @@ class GroupConfig:
     segment_bytes: int = _default("segment_bytes")
     cached_segment_bytes: int = _default("cached_segment_bytes")
     ring_bytes: int = _default("ring_bytes")
+    kernel_copy: str = _default("kernel_copy")
     eager_bytes: int = _default("eager_bytes")
     credit_bytes: int = _default("credit_bytes")
     call_handlers: int = _default("call_handlers")

@@ -170,9 +170,11 @@ class Matcher:
 
     # Bytes
 
-    def outgoing(self, peer: int) -> list[bytes | memoryview]:
-        """Return the bytes to send to `peer` next."""
-        return self._link(peer).outlet.buffers()
+    def outgoing(self, peer: int, *, has_short_pieces: bool = False) -> list[bytes | memoryview]:
+        """Return the bytes to send to `peer` next; those of a payload in short pieces if the driver wants that."""
+        outlet = self._link(peer).outlet
+        outlet.has_short_pieces = has_short_pieces
+        return outlet.buffers()
 
     def sent(self, peer: int, count: int) -> None:
         """Take note that the first `count` bytes of `outgoing(peer)` are sent."""

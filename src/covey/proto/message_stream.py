@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 1024 * 1024
 """Larger payloads are cut into pieces of this size; a small frame waits for one piece at most."""
+SHORT_PIECE_BYTES: Final = 128 * 1024
+"""The size of pieces while something more urgent moves elsewhere: to encrypt one holds up all threads."""
 
 _AHEAD_BYTES: Final = 4096
 """How much is read past the end of a piece: enough for the next headers, little enough to copy."""
@@ -167,6 +169,8 @@ class Outlet:
     def __init__(self, arrived: Callable[[Payload], None]) -> None:
         """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload."""
         self._arrived = arrived
+        self.has_short_pieces = False
+        """Whether payloads are cut into pieces of SHORT_PIECE_BYTES from now on."""
         self._line: deque[_Item] = deque()
         """Items to send."""
         self._at = 0
@@ -289,7 +293,8 @@ class Outlet:
 
     def _cut_piece(self) -> None:
         payload = self._moving.popleft()
-        piece = payload.view[payload.moved : payload.moved + PIECE_BYTES]
+        most = min(PIECE_BYTES, SHORT_PIECE_BYTES) if self.has_short_pieces else PIECE_BYTES
+        piece = payload.view[payload.moved : payload.moved + most]
         payload.moved += len(piece)
         is_last = payload.moved == len(payload.view)
         self.push(wire.encode(Header(wire.DATA, payload.message_id, len(piece))))

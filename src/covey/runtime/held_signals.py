@@ -42,7 +42,7 @@ class HeldSignals:
             try:
                 for number in _SIGNALS:
                     handler = _signal.getsignal(number)
-                    if callable(handler):
+                    if handler and callable(handler):  # 0 is the default action
                         self._handlers.append((number, handler))
                         _signal.signal(number, self._note)
             except BaseException:  # a handler that was not replaced yet has raised

@@ -37,6 +37,9 @@ class _MemoryTransport:
     def flush(self) -> None:
         """Do nothing: messages are delivered at once."""
 
+    def note_small_call(self) -> None:
+        """Do nothing: parts take no time."""
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Keep copies of parts for the receiver."""
         copies = [np.frombuffer(part, np.uint8).copy() for part in parts]

@@ -565,19 +565,19 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     """An encoded message of `wire.flight` or `wire.past`."""
 
 
-class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
-
-    body: bytes
-    """Encoded `wire.past.PastEvents`."""
-
-
 class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """Carries an encoded message of `wire.checkpoint`: members of a view agree on a checkpoint of the run."""
 
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """The number of the generation, and in the lower 32 bits that of the view."""
     body: bytes
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
+
+    body: bytes
+    """Encoded `wire.past.PastEvents`."""
 
 
 HandshakeMessage = Hello | Welcome | Refusal
@@ -614,8 +614,8 @@ Control = (
     | Failing
     | Inspect
     | Inspected
-    | Past
     | CheckpointNews
+    | Past
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -162,7 +162,7 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     codes = re.findall(r"\d*[a-zA-Z]", header.PREFIX.format.replace("xxx", "3x") + header.SUFFIX.format.lstrip("<"))
     assert sizes == [struct.calcsize("<" + code) for code in codes]
     zeros = ["x" in code for code in codes]
-    assert [row[1] == "zero" for row in rows] == zeros
+    assert [row[1].startswith("zero") for row in rows] == zeros
     assert rows[0][1] == f"`{header.MAGIC.decode('latin1')}`".replace("\x01", "\\x01")
     flags = [row[1] for row in rows].index(next(row[1] for row in rows if row[1].startswith("flags")))
     assert sum(sizes[:flags]) == header.FLAGS_AT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
+WAY_SECONDS: Final = 0.05
+"""For how long the parts of payloads give way after a small call. It is longer than one takes beside them."""
+
 
 class LaneTransport:
     """Carries the calls of one node over lanes for messages: sealed, and resumed when a connection breaks."""
@@ -28,8 +31,9 @@ class LaneTransport:
     def __init__(self, node: Node, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
-        self._small = CallLanes(node, "calls", self)
-        self._large = CallLanes(node, "parts of calls", self)
+        self._small = CallLanes(node, "calls", self, spins=True)
+        self._large = CallLanes(node, "parts of calls", self, gives_way=self._has_small_calls)
+        self._small_call_at = 0.0
 
     @property
     def seat(self) -> Seat:
@@ -38,8 +42,17 @@ class LaneTransport:
 
     def send(self, peer: Seat, data: bytes) -> None:
         """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
-        with contextlib.suppress(ClosedError):
+        try:
             self._small.messenger(peer).tell(data, peer, CALL_TAG)
+        except ClosedError:
+            return
+
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment."""
+        self._small_call_at = time.monotonic()
+
+    def _has_small_calls(self) -> bool:
+        return time.monotonic() - self._small_call_at < WAY_SECONDS
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
@@ -51,8 +64,8 @@ class LaneTransport:
 
     def flush(self) -> None:
         """Give the kernel the messages that were queued."""
-        with contextlib.suppress(ClosedError):
-            self._small.messenger(self.seat).flush()
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.flush()
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
         """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""

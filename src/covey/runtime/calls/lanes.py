@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
+from covey.net.hardware import hardware
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
@@ -77,12 +78,14 @@ class _CallRouting(MessageRouting):
 
     def __init__(self, owner: CallLanes, bell: Bell) -> None:
         super().__init__(cast("Any", owner), bell)
-        self._listener = owner.listener
+        self._listener, self._gives_way = owner.listener, owner.gives_way
 
     def _kind(self) -> Callable[..., Messenger]:
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
 
-        return functools.partial(ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received)
+        return functools.partial(
+            ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received, gives_way=self._gives_way
+        )
 
     def _give_up(self, rank: int) -> None:
         super()._give_up(rank)
@@ -95,10 +98,22 @@ class CallLanes:
     is_closed = False
     generation: Generation | None = None
     survives = True
-    may_spin = False
     has_happened = False
 
-    def __init__(self, node: Node, name: str, listener: LaneListener) -> None:
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        listener: LaneListener,
+        *,
+        spins: bool = False,
+        gives_way: Callable[[], bool] | None = None,
+    ) -> None:
+        """`spins` says whether fast answers are worth some processor time.
+
+        `gives_way` tells whether something more urgent moves elsewhere.
+        """
+        self._spins, self.gives_way = spins, gives_way
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: Node | None = node
@@ -114,7 +129,8 @@ class CallLanes:
         messenger = self._messenger
         if messenger is None or self.is_closed:
             messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
-        messenger.grow(peer + 1)
+        if peer >= messenger.size:
+            messenger.grow(peer + 1)
         return messenger
 
     @property
@@ -134,6 +150,15 @@ class CallLanes:
             self._descriptors.clear()
 
     # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
+
+    @property
+    def may_spin(self) -> bool:
+        """Whether threads may poll for a moment before they sleep: each process of this host can have a core."""
+        if not self._spins or self.node is None:
+            return False
+        contacts = [peer.contact for peer in self.node.peers.values()]
+        here = 1 + sum(contact is not None and contact.host == self.node.host for contact in contacts)
+        return here <= hardware().cores
 
     @property
     def size(self) -> int:

@@ -161,6 +161,8 @@ class CallService:
             raise CallRefusedError(f"{made.description}: a name has 1 to {wire.NAME_LIMIT} characters")
         payload, now = wire.payload_of(parts), time.monotonic()
         apart = parts if payload.sizes else None
+        if apart is None:
+            self._transport.note_small_call()
         with HeldSignals():  # Ctrl-C must not leave a message half sent
             with self._lock:
                 if self._is_closed:
@@ -339,6 +341,8 @@ class CallService:
                 self.made.deliver(effect)
             case done.RunHandler():
                 process.calls_served += 1
+                if effect.parts is None:
+                    self._transport.note_small_call()
                 self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)

@@ -50,6 +50,9 @@ class CallTransport(Protocol):
     def flush(self) -> None:
         """Send the messages that were queued."""
 
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment, because a call without parts begins."""
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
 
@@ -106,6 +109,11 @@ class Loopback:
         if self._has_queued and self._others is not None:
             self._has_queued = False
             self._others.flush()
+
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment."""
+        if self._others is not None:
+            self._others.note_small_call()
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload; before the message that they belong to."""

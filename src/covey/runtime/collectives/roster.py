@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
+from covey.net.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,9 @@ class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
     def __init__(self, node: Node | None, seats: tuple[Seat, ...]) -> None:
-        """`seats` are positions in the run, in the order of the group's ranks. A group of one has no node."""
+        """`seats` are positions in the run, in the order of the group's ranks. A run of one has no node."""
         self.node = node
-        """None in a group of one, and in a process that was forked from a member."""
+        """None in a run of one, and in a process that was forked from a member."""
         self.seats = seats
         self.size = len(seats)
         self.ranks = cast("Sequence[Rank]", range(self.size))
@@ -89,5 +90,4 @@ class GroupRoster:
         """
         host = self.node.host if self.node is not None else ""
         here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return here * each <= cores
+        return here * each <= usable_cores()

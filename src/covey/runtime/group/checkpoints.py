@@ -74,6 +74,6 @@ class CheckpointForms(Issuer):
         if engine.node is None or not engine.node.checkpoints.is_of(engine):
             raise ConfigError(
                 f"a checkpoint is one of the whole run: use the group that covey.join or covey.generations returned "
-                f"last, not {engine.name!r}"
+                f"last, or torch.distributed.group.WORLD.covey_group if there is one, not {engine.name!r}"
             )
         return engine.node.checkpoints

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.net.cores import usable_cores
 from covey.net.lanes import shm
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ fast."""
 STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 """Connections of a lane, by round trip in seconds: on each the kernel sends a few megabytes without acknowledgement."""
 STREAMS_FAR: Final = 8
+HELPED_STREAMS: Final = 2
+"""Connections of a near lane whose ranks have HELPED_CORES each: a thread of the lane seals while the other one opens.
+It can go on with one connection while the kernel is busy with the other."""
+HELPED_CORES: Final = 2
 
 
 def kind_to(node: Node, peer: Seat) -> str:
@@ -95,13 +100,25 @@ def _ring_sizes(node: Node) -> tuple[int, int]:
 
 
 def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
-    """Return how many connections a lane gets: more where one would spend its time waiting for acknowledgements."""
+    """Return how many connections a lane gets."""
     if purpose != "collectives" or kind != "secure":
         return 1
     wanted = node.config.streams
     if wanted != "auto":
         return int(wanted)
-    return next((count for limit, count in STREAMS_BY_ROUND_TRIP if peer.round_trip < limit), STREAMS_FAR)
+    contacts = (each.contact for each in node.peers.values())
+    ranks_here = 1 + sum(1 for contact in contacts if contact is not None and contact.host == node.host)
+    cores = usable_cores() if node.lanes.factory.is_native else 0
+    return streams_for(peer.round_trip, cores, ranks_here)
+
+
+def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
+    """Return the connections of a secure lane: more if one would wait for acknowledgements, or if cores are idle.
+
+    `cores` are those of this host that the compiled executor may use, and `ranks_here` the ranks on it.
+    """
+    near = HELPED_STREAMS if cores >= HELPED_CORES * ranks_here else 1
+    return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
 
 
 def lane_of_sockets(factory: LaneFactory, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:

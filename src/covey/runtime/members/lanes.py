@@ -34,7 +34,8 @@ class Lanes:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.factory = LaneFactory(may_seal=node.credentials.tls is not None or node.config.lanes == "secure")
+        may_seal = node.credentials.tls is not None or node.config.lanes == "secure"
+        self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)

@@ -8,15 +8,13 @@ the links come from the mesh in which the run was agreed on.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CoveyError
 from covey.base.numbers import Seat
@@ -33,6 +31,7 @@ from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.members.lane_table import lane_key
 from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
+from covey.runtime.members.leaving import CLOSE_SECONDS, leave
 from covey.runtime.members.losses import Losses
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.routes import routes_to
@@ -41,6 +40,7 @@ from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
@@ -48,23 +48,16 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.links.link import Link
     from covey.runtime.members.generation import Generation
+    from covey.runtime.members.leaving import Closeable
     from covey.runtime.members.peers import Newcomer
     from covey.wire.membership import Bound, Record
 
 logger = logging.getLogger("covey")
 
-CLOSE_SECONDS: Final = 1.0
-"""How long goodbyes may take."""
 FROM_EXCLUDED: Final = (
     messages.Agreeing, messages.Ping, messages.Pong, messages.Goodbye, messages.Offer, messages.Dial,
 )  # fmt: skip
 """Messages that are taken from a process that a view has excluded. Its lanes are refused, and it is told so."""
-
-
-class Closeable(Protocol):
-    """Something that is closed with the node."""
-
-    async def close(self) -> None: ...
 
 
 class Node:
@@ -350,7 +343,7 @@ class Node:
             self._is_closed.wait(4 * CLOSE_SECONDS)  # another thread is at it
             return
         try:
-            control.finish(self._close(), 2 * CLOSE_SECONDS, self._on_close)
+            control.finish(leave(self, self._tasks, self._closes), 2 * CLOSE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
             self.events.close()
@@ -358,33 +351,6 @@ class Node:
             _nodes.discard(self)
             process.nodes.discard(self)
             self._is_closed.set()
-
-    async def _close(self) -> None:
-        self.generation_table.note_end()
-        if self.generation_table.keeper is not None:
-            self.generation_table.keeper.send(messages.Goodbye())
-        links = [peer.link for peer in self.peers.values() if peer.link is not None]
-        for link in links:
-            link.send(messages.encode(messages.Goodbye()))
-            link.close()
-        await self._tasks.close()
-        self.lanes.acceptor.stop_expecting()
-        self.stores.close()
-        self.checkpoints.close()
-        self.generation_table.close()
-        for each in self._closes:
-            await each.close()
-        for newcomer in self.newcomers:
-            newcomer.turn_away()
-        came = [peer.link for peer in self.peers.values() if peer.link is not None and peer.link not in links]
-        for link in came:  # while the acceptor was still open
-            link.close()
-        links += came
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.gather(*(link.ended.wait() for link in links))
-        for link in links:
-            link.abort()
 
     def forked(self) -> None:
         """Make this node unusable: this process is a fork of the one that joined."""

@@ -26,14 +26,21 @@ class ListeningMessenger(Messenger):
     _driving: SharedDriving
 
     def __init__(
-        self, *args: Any, tags: Collection[int], listener: Callable[[list[tuple[int, bytes]]], None], **named: Any
+        self,
+        *args: Any,
+        tags: Collection[int],
+        listener: Callable[[list[tuple[int, bytes]]], None],
+        gives_way: Callable[[], bool] | None = None,
+        **named: Any,
     ) -> None:
         """Pass messages with one of `tags`, which have up to 64 KiB, to `listener`. For the rest, see `Messenger`.
 
         One thread at a time calls the listener, which must not block, with the sources and payloads of all messages
-        that have arrived. Messages of a rank come in the order in which they were sent.
+        that have arrived. Messages of a rank come in the order in which they were sent. `gives_way` tells whether
+        something more urgent moves elsewhere.
         """
         super().__init__(*args, **named)
+        self._lanes.gives_way = gives_way
         self._listener = listener
         self._matcher.listened.update(tags)
         self._queued: deque[tuple[int, int, bytes]] = deque()
@@ -43,11 +50,15 @@ class ListeningMessenger(Messenger):
         self._asked: set[int] = set()
         """Ranks to which a lane was asked for."""
 
+    @property
+    def size(self) -> int:
+        """Ranks below this are taken."""
+        return self._size
+
     def grow(self, size: int) -> None:
         """Take ranks below `size`, too."""
-        if size > self._size:
-            with self._lock:
-                self._size = self._matcher.size = max(self._size, size)
+        with self._lock:
+            self._size = self._matcher.size = max(self._size, size)
 
     def tell(self, data: bytes, dst: int, tag: int) -> None:
         """Queue a message of up to 64 KiB for `flush`. If the rank is lost, it is dropped."""

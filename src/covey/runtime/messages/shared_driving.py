@@ -4,6 +4,7 @@ A background thread drives while no caller does. Waking a thread takes longer th
 
 - A caller that waits while no thread drives does it itself, until its work is done. So that it can, the background
   thread steps aside for LINGER_SECONDS when the waiting callers have their answers: often another call follows.
+- With enough cores, a thread that has received something polls for a moment before it sleeps.
 - Short jobs that a message causes run on the background thread. It puts the driving down meanwhile, and a second one
   stands by: it drives if the job takes longer than LINGER_SECONDS.
 
@@ -162,7 +163,7 @@ class SharedDriving(DrivingThread):
         while self._stand_by(messages):
             try:
                 while self._goes_on(messages):
-                    messages.turn(None)
+                    messages.turn(None, spins=self._may_spin)
                     if self.jobs and not self._run_jobs(messages):
                         break
             except BaseException as error:  # no other thread would report it
