@@ -82,9 +82,8 @@ class SharedRun:
     def __init__(self, shares: Sequence[Share], screen: Screen, goes_on: Callable[[], bool]) -> None:
         """`goes_on` tells whether the nodes of the run go on after a failure: then the others are not stopped."""
         self._shares, self._screen, self._goes_on = shares, screen, goes_on
-        self._reports: queue.SimpleQueue[tuple[int, Report] | int | None] = queue.SimpleQueue()
-        """The number of a share and its report; or a signal; or None: look at the clock. Signal handlers put into it:
-        it is safe for that."""
+        self._reports: queue.SimpleQueue[tuple[int, Report] | int] = queue.SimpleQueue()
+        """The number of a share and its report; or a signal. Signal handlers may put into a queue of this kind."""
         self._room = [threading.Semaphore(BACKLOG_REPORTS) for _ in shares]
         self._alive = dict(enumerate(shares))
         self._told: int | None = None
@@ -103,16 +102,14 @@ class SharedRun:
         """
         with self._signals():
             for number, share in enumerate(self._shares):
-                target = share.run
-                threading.Thread(
-                    target=target, args=(self._reporter(number),), name=f"covey-share-{number}", daemon=True
-                ).start()
+                reporter, name = self._reporter(number), f"covey-share-{number}"
+                threading.Thread(target=share.run, args=(reporter,), name=name, daemon=True).start()
             while self._alive:
                 wait = None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
                 with contextlib.suppress(queue.Empty):
                     self._take(self._reports.get(timeout=wait))
                 if self._interrupts > 2:
-                    self._screen.note("left the programs to themselves; `covey ps` shows whether they have ended")
+                    self._screen.note("left before all programs have ended")
                     return 130
                 if self._stop_at is not None and time.monotonic() >= self._stop_at:
                     self._stop_others()
@@ -127,7 +124,7 @@ class SharedRun:
 
         return report
 
-    def _take(self, report: tuple[int, Report] | int | None) -> None:
+    def _take(self, report: tuple[int, Report] | int) -> None:
         match report:
             case int():
                 self._on_signal(report)

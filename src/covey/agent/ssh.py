@@ -6,17 +6,18 @@ of ssh to `covey.agent.remote`, which also gets signals there, and ends the prog
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
 import shlex
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from covey.agent.shares import Ended, Printed
 from covey.base.errors import ConfigError
-from covey.runtime.processes import OutputTail, drain, exit_status, register_output
+from covey.runtime.processes import close_pipes, drain, exit_status, register_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,14 +81,16 @@ class SshShare:
         """`words` follow `covey` on that machine; `secret` is the cluster's."""
         self.name = host.name
         self._argv = [*ssh, *OPTIONS, host.name, f"{shlex.quote(python)} -m covey.agent.remote"]
-        self._request = json.dumps({"folder": os.getcwd(), "words": list(words), "secret": secret.hex()})
+        request = json.dumps({"folder": os.getcwd(), "words": list(words), "secret": secret.hex()})
         self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._input: IO[bytes] | None = None
+        """Of ssh, while it runs."""
+        self._unsaid = [request]
+        """Lines for the other machine, until ssh has been started: Ctrl-C may come first."""
 
     def run(self, report: Callable[[Report], None]) -> None:
         """Start ssh, and report what it prints until it ends."""
-        tail = OutputTail()
         try:
             process = subprocess.Popen(
                 self._argv,
@@ -100,15 +103,14 @@ class SshShare:
             report(Ended(1, f"{self._argv[0]} cannot be started: {error.strerror}; install ssh, or set COVEY_SSH"))
             return
         with self._lock:
-            self._process = process
-        self._say(self._request)
+            self._input = process.stdin
+        self._say()
         with selectors.DefaultSelector() as selector:
             register_output(process, selector, lambda _, target: target)
 
             def relay(within: float) -> bool:
                 for key, _ in selector.select(within):
                     if data := os.read(key.fd, READ_BYTES):
-                        tail.add(data if key.data == 2 else b"")
                         report(Printed(key.data, data))
                     else:
                         selector.unregister(key.fileobj)
@@ -119,25 +121,24 @@ class SshShare:
                     process.wait()
             drain(lambda: relay(0.0))
         code = exit_status(process.wait())
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                with self._lock:
-                    pipe.close()
+        with self._lock:
+            self._input = None
+        close_pipes(process)
         report(Ended(code, self._explain(code)))
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on, through the input of ssh."""
         self._say(str(int(signum)))
 
-    def _say(self, line: str) -> None:
+    def _say(self, *lines: str) -> None:
         with self._lock:
-            if self._process is None or self._process.stdin is None or self._process.stdin.closed:
+            self._unsaid += lines
+            if self._input is None:
                 return
-            try:
-                self._process.stdin.write(line.encode() + b"\n")
-                self._process.stdin.flush()
-            except OSError:  # ssh has ended, and `run` reports it
-                return
+            with contextlib.suppress(OSError):  # ssh has ended, and `run` reports it
+                self._input.write("".join(f"{line}\n" for line in self._unsaid).encode())
+                self._input.flush()
+            self._unsaid.clear()
 
     def _explain(self, code: int) -> str:
         if code == SSH_FAILED:
