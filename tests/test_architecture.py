@@ -70,11 +70,11 @@ THIRD_PARTY = {
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry"},
     "metrics": {"prometheus_client"},
-    "cli": {"numpy", "msgspec", "rich", "typer"},
+    "cli": {"numpy", "msgspec", "rich", "typer", "cryptography"},
     "torch": {"numpy", "torch"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
-OPPONENTS = {"torch", "mpi4py"}
+OPPONENTS = {"torch", "mpi4py", "grpc"}
 """Only the benchmark measures itself against these, and only when asked to. `torch` stands on torch, too."""
 
 FILES = sorted(SRC.rglob("*.py"))
