@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "status": "Show the nodes of the cluster and the links between them.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
+    "checkpoint": "Ask all ranks of a run to save a checkpoint.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
     "config": "Print the settings in effect, and where each comes from.",
     "clusters": "List the clusters that this machine is in.",

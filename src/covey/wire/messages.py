@@ -580,9 +580,30 @@ class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
     body: bytes
 
 
+class RequestCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """Asks for a checkpoint of the receiver's run: keepers, and visitors."""
+
+    id: Name
+    """Its own id, or empty for a new one."""
+    path: Text
+    is_question: bool = False
+    """Only asks for the state of the checkpoint with this id."""
+
+
+class CheckpointProgress(Worded, frozen=True, array_like=True, tag=37):
+    """Answer to RequestCheckpoint."""
+
+    id: Name
+    """That of the checkpoint that the request is for."""
+    state: Name
+    """`requested`, `pending` or `over`; `refused`; empty if the receiver knows no such checkpoint."""
+    text: Text
+    """Which ranks could not save, or why the request is refused; empty otherwise."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
-Question = Ask | Reach | NewSecret | Inspect
-Answer = Tell | Reached | SecretKept | Inspected
+Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
+Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
 Control = (
     Roster
     | Ready
@@ -616,6 +637,8 @@ Control = (
     | Inspected
     | Past
     | CheckpointNews
+    | RequestCheckpoint
+    | CheckpointProgress
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -35,6 +35,7 @@ ANSWERS: Final = {
     messages.Reach: messages.Reached,
     messages.NewSecret: messages.SecretKept,
     messages.Inspect: messages.Inspected,
+    messages.RequestCheckpoint: messages.CheckpointProgress,
 }
 
 
