@@ -600,9 +600,30 @@ class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):
     reason: Text
 
 
+class RequestCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """Asks for a checkpoint of the receiver's run: keepers, and visitors."""
+
+    id: Name
+    """Its own id, or empty for a new one."""
+    path: Text
+    is_question: bool = False
+    """Only asks for the state of the checkpoint with this id."""
+
+
+class CheckpointProgress(Worded, frozen=True, array_like=True, tag=39):
+    """Answer to RequestCheckpoint."""
+
+    id: Name
+    """That of the checkpoint that the request is for."""
+    state: Name
+    """`requested`, `pending` or `over`; `refused`; empty if the receiver knows no such checkpoint."""
+    text: Text
+    """Which ranks could not save, or why the request is refused; empty otherwise."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
-Question = Ask | Reach | NewSecret | Inspect
-Answer = Tell | Reached | SecretKept | Inspected
+Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
+Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
 Control = (
     Roster
     | Ready
@@ -638,6 +659,8 @@ Control = (
     | Past
     | AgentCall
     | AgentRefusal
+    | RequestCheckpoint
+    | CheckpointProgress
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
