@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "init": "Make a cluster: a secret, and a join code for other machines.",
     "enroll": "Put this machine into a cluster, with a join code.",
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
+    "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
     "up": "Let members of the cluster start programs on this machine.",
     "ps": "List the programs that run on machines of the cluster.",
     "logs": "Show the output of a run that was started with `covey run --on`.",

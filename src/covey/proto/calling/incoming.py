@@ -205,8 +205,9 @@ class IncomingCalls:
         if served.is_answered:
             self._forget(served)
         else:
-            stopped = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
-            self._answer(served, answer or stopped, parts)
+            if answer is None:
+                answer = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
+            self._answer(served, answer, parts)
         self._proceed()
 
     def tick(self, now: float) -> None:
@@ -224,6 +225,10 @@ class IncomingCalls:
                 self._end(served)
         self._last.pop(peer, None)
         self._proceed()
+
+    def drain(self) -> None:
+        """Refuse calls that come from now on; those that have come are served."""
+        self._is_closing = True
 
     def close(self) -> None:
         """Answer all calls, and refuse those that come from now on, because this node leaves."""

@@ -90,8 +90,7 @@ class Visit:
 
         async def look() -> list[messages.PeerReport]:
             in_runs = (each for each in self._by_name() if each.purpose not in ("visitor", "agent"))
-            members = (each for each in in_runs if each.link is not None)
-            return [self.mesh.peer_report(each) for each in members]
+            return [each.report() for each in in_runs if each.link is not None]
 
         return control.run(look(), LOOP_SECONDS)
 
