@@ -169,7 +169,8 @@ class Mesh:
                     self.follower.moved()
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
-        await self.dial(addresses, seed=seed)
+        if not self._is_linked(Hint(addresses)):  # an agent may be there, which is no node of a run
+            await self.dial(addresses, seed=seed)
 
     async def _dial_hint(self, hint: Hint) -> DialOutcome:
         return await self.dial(hint.addresses, same_host=hint.same_host, interface=hint.interface, limits=self._limits)
