@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import random
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -45,30 +48,34 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def rings(capacity: int) -> Callable[..., Pair]:
+def rings(capacity: int, kernel_copy: str = "auto") -> Callable[..., Pair]:
     def make(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
         memory = bytearray(memory_bytes(capacity))
-        return ring_ends(stack, is_native, (memory, memory), capacity, "memory")
+        return ring_ends(stack, is_native, (memory, memory), capacity, kernel_copy)
 
-    make.__name__ = f"ring_{capacity}"
+    make.__name__ = f"ring_{capacity}_{kernel_copy}"
     return make
 
 
 def shared_rings(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
     descriptor, segment = shm.create(memory_bytes(128 * KIB))
     attached = shm.attach(descriptor, memory_bytes(128 * KIB))
-    return ring_ends(stack, is_native, (segment, attached), 128 * KIB, "shm")
+    return ring_ends(stack, is_native, (segment, attached), 128 * KIB)
 
 
 def ring_ends(
-    stack: contextlib.ExitStack, is_native: tuple[bool, bool], memories: tuple[Any, Any], capacity: int, kind: str
+    stack: contextlib.ExitStack,
+    is_native: tuple[bool, bool],
+    memories: tuple[Any, Any],
+    capacity: int,
+    kernel_copy: str = "auto",
 ) -> Pair:
     from covey.net.lanes.native import NativeRingLane
 
     made = []
     for index, doorbell in enumerate(socket.socketpair()):
-        maker = NativeRingLane if is_native[index] else RingLane
-        made.append(maker(memories[index], capacity, doorbell, first=index == 0, kind=kind))
+        maker: Any = functools.partial(NativeRingLane, kernel_copy=kernel_copy) if is_native[index] else RingLane
+        made.append(maker(memories[index], capacity, doorbell, first=index == 0, kind="memory"))
         stack.callback(made[-1].close)
     return made[0], made[1]
 
@@ -130,7 +137,12 @@ WIDE = [
     ),
 ]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
-RINGS = [rings(128 * KIB), rings(2 * MIB), *([shared_rings] if shm.usable() else [])]
+RINGS = [
+    rings(128 * KIB, "always"),
+    rings(128 * KIB, "never"),
+    rings(2 * MIB),
+    *([] if shm.obstacle_here(is_native=True) else [shared_rings]),
+]
 every_pair = pytest.mark.parametrize("is_native", [(True, False), (False, True), (True, True)], ids=str)
 
 
@@ -425,3 +437,38 @@ def test_a_claimed_change_of_key_is_refused(ends: contextlib.ExitStack) -> None:
     ends.callback(receiver.close)
     with pytest.raises(LaneClosedError, match="altered on the way: record 0 of stream 0"):
         feed(receiver, source, [length.to_bytes(4, "little") + record[4:]])
+
+
+@pytest.mark.parametrize("make", [RINGS[0], *WIDE], ids=lambda make: make.__name__)
+def test_a_lane_that_is_closed_while_a_thread_uses_it_keeps_its_descriptors_until_the_thread_has_left(
+    ends: contextlib.ExitStack, make: Any
+) -> None:
+    """Else the thread might write into another file, which has got the same number."""
+    made = contextlib.ExitStack()  # in which `near` would be closed a third time
+    near, far = make(made, (True, True))
+    made.pop_all()
+    ends.callback(far.close)
+    waiting, late = NativeEnd(near, [], transfers([10])), NativeEnd(far, [], transfers([10]))
+    ends.callback(late.close)
+    numbers = [sock.fileno() for sock in near.sockets()] if hasattr(near, "sockets") else [near.fileno()]
+
+    def wait() -> None:
+        with pytest.raises((StoppedError, LaneClosedError)):
+            waiting.advance(PATIENCE)
+
+    def close() -> None:
+        while not waiting.runner.is_running:
+            time.sleep(0.001)
+        near.close()
+        for number in numbers:
+            os.fstat(number)
+        near.close()
+        with pytest.raises(LaneClosedError):  # the other end is told at once
+            late.advance(PATIENCE)
+
+    in_parallel(wait, close)
+    waiting.close()
+    del near.native
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)

@@ -378,6 +378,7 @@ def test_streams_arrive_in_order_and_run_only_a_little_ahead_of_the_reader() -> 
             list(slow)
         group.barrier()
         assert 1 <= made <= 32
+        group.barrier()  # only now may the other rank read on
         late = node.stream(other, "endless", timeout=0.2)
         with pytest.raises(covey.DeadlineError, match="timeout"):
             list(late)

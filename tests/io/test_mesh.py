@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.seeds import seeds
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
@@ -145,7 +146,7 @@ def test_nodes_of_different_clusters_do_not_meet_though_they_announce_themselves
     run(work)
 
 
-@pytest.mark.parametrize("attempt", range(8))
+@pytest.mark.parametrize("attempt", seeds(4))
 def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attempt: int) -> None:
     async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
@@ -291,7 +292,7 @@ def test_a_measured_way_and_a_clock_are_known_of_every_node_met() -> None:
         at_one, at_other = one.met[other.card.id], other.met[one.card.id]
         await until(lambda: at_one.round_trip > 0 and at_other.round_trip > 0 and at_other.way is not None)
         assert abs(at_one.clock_offset) < 1
-        state = other.peer_report(at_other, "secure")
+        state = at_other.report("secure")
         assert (state.card.id, state.lane, state.local, state.interface) == (one.card.id, "secure", "127.0.0.1", "lo")
         assert state.remote == seed_of(one)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEADLINE = 30.0
-PORT = 47800 + 40 * int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
-"""The first port of our nodes: tests that run at the same time must not dial ours where theirs were before."""
 NODE = """
 import json, os, sys
 import covey
@@ -41,16 +39,23 @@ with covey.join(sys.argv[1], **options) as group:
 """Joins a run, tells its place, and takes part in an all_reduce for each line it reads."""
 
 
+def first_port() -> int:
+    """Return the first port of our nodes: tests that run at the same time must not dial ours where theirs were."""
+    return 47800 + 40 * int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
+
+
 class Machine:
     """A person with a configuration folder. Nothing leaves loopback."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab, self.home = lab, lab.folder / name
+        self.folder = lab.folder
+        """Where commands are typed."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         self.env = kept | {
             "COVEY_HOME": str(self.home),
             "COVEY_INTERFACES": "lo",
-            "COVEY_PORT": str(PORT),
+            "COVEY_PORT": str(first_port()),
             "TMPDIR": str(lab.temp),
             "XDG_RUNTIME_DIR": "",
             "PYTHONPATH": str(SOURCE),
@@ -77,7 +82,7 @@ class Machine:
         return forked.run(
             [sys.executable, "-m", "covey", *words],
             env=self.env | env,
-            cwd=self.lab.folder,
+            cwd=self.folder,
             input=stdin,
             capture_output=True,
             text=True,
@@ -90,7 +95,7 @@ class Machine:
         process = forked.Popen(
             [sys.executable, *argv],
             env=self.env | env,
-            cwd=self.lab.folder,
+            cwd=self.folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LANES: Final = ("auto", "shm", "unix", "tcp", "secure")
+KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
 STREAMS_LIMIT: Final = 64
@@ -135,7 +136,7 @@ _ROWS: Final = (
     ),
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
-        "Connections per secure lane; `auto` uses more for longer round trips.",
+        "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
     ),
     _of_group(
         _NETWORK, "insecure", Flag(), False,
@@ -226,6 +227,11 @@ _ROWS: Final = (
         is_shared=True,
     ),
     _tuned(
+        _SIZES, "kernel_copy", OneOf(KERNEL_COPY), "auto",
+        "Whether the kernel copies large transfers between ranks of one host, once, instead of a ring twice; on Linux, "
+        "where it is allowed. `auto` measures which is faster.",
+    ),
+    _tuned(
         _SIZES, "eager_bytes", ByteCount(0, 1 << 20), 64 << 10,
         "Messages up to this size are sent at once; larger ones wait for the matching `recv`.", is_shared=True,
     ),
@@ -249,6 +255,7 @@ _ROWS: Final = (
         _MACHINE, "warm_start", Flag(), None,
         "Whether `covey run -n` forks its ranks from one process; default: with more ranks than cores.",
     ),
+    _variable(_MACHINE, "ssh", AnyText("a command"), "ssh", "The program with which `covey run --hosts` connects."),
     _variable(_MACHINE, "debug", Flag(), False, "1: show whole tracebacks of errors."),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
-VERSION: Final = 2
+VERSION: Final = 3
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""
@@ -37,6 +37,8 @@ WAITING_LIMIT: Final = 64
 """How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
+AGENT_CALL_LIMIT: Final = 64 << 10
+"""Bytes of one message about a call to an agent."""
 MAX_MEMBERS: Final = 128
 """Members of a view. This many fit into one control frame, whatever their names and contacts."""
 
@@ -154,7 +156,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     nonce: Bytes
     purpose: Name
     """`rank` (its launcher gave it a rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
-    `candidate` (joins a run of the cluster), `visitor` (asks and leaves) or `keeper` (reports on its processes)."""
+    `candidate` (joins a run of the cluster), `visitor` (asks and leaves), `keeper` (reports on its processes) or
+    `agent` (starts programs for members)."""
     run: Text
     rank: int
     size: int
@@ -550,7 +553,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
 
     what: Name
-    """`metrics`, or `operations`: the last ones of its groups."""
+    """`metrics`; `operations`: the last ones of its groups; or `events`: the last ones of its run."""
     page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
 
@@ -562,7 +565,39 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.flight`."""
+    """An encoded message of `wire.flight` or `wire.past`."""
+
+
+class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Carries an encoded message of `wire.checkpoint`: members of a view agree on a checkpoint of the run."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """The number of the generation, and in the lower 32 bits that of the view."""
+    body: bytes
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
+
+    body: bytes
+    """Encoded `wire.past.PastEvents`."""
+
+
+class AgentCall(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """A message of `wire.calls` between a terminal and an agent, which are in no run."""
+
+    session: Count
+    """A random number of the terminal; the agent answers with the same."""
+    serial: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    """Counts the messages of the session in one direction."""
+    body: Annotated[bytes, msgspec.Meta(max_length=AGENT_CALL_LIMIT)]
+
+
+class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):
+    """Answer to the first AgentCall of a session: the terminal may not call this agent."""
+
+    session: Count
+    reason: Text
 
 
 HandshakeMessage = Hello | Welcome | Refusal
@@ -599,6 +634,10 @@ Control = (
     | Failing
     | Inspect
     | Inspected
+    | CheckpointNews
+    | Past
+    | AgentCall
+    | AgentRefusal
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

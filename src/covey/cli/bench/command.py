@@ -200,6 +200,22 @@ def calls(
         console.print(trials.table(trial, figures))
 
 
+@app.command()
+def metrics(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure what counting and recording add to an operation, and what reading the numbers takes."""
+    from covey.cli.bench import metrics as trials
+
+    console, facts = Console(stderr=as_json), machine_facts()
+    with working("measuring", console=console):
+        costs = trials.measure()
+    if as_json:
+        print(json.dumps({"machine": facts, "costs": [cost._asdict() for cost in costs]}))
+    else:
+        console.print(trials.report(costs))
+
+
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:
     """Measure everything and show results as they arrive; return them with the versions of the libraries used."""
     measurements: list[Measurement] = []

@@ -22,7 +22,7 @@ _NAME: Final = "localhost"
 def grpc_aio() -> Any:
     """Return the module; ConfigError if it is not installed."""
     try:
-        import grpc.aio  # type: ignore[import-untyped]
+        import grpc.aio
     except ImportError as error:
         raise ConfigError("grpc is not installed: pip install covey[grpc]") from error
     return grpc

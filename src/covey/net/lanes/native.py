@@ -6,6 +6,8 @@ in Python, so the other end may be either.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
 from functools import cache
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.native import native
+from covey.base.settings import KERNEL_COPY
 from covey.net.descriptors import track
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
@@ -21,23 +24,42 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+TOKEN_BYTES: Final = 32
+"""That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
 PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
 
 
-class NativeRingLane(RingLane):
-    """One end of a pair of rings."""
+def leave_to_extension(*socks: socket.socket) -> None:
+    """End connections that a thread of the extension uses; it closes them when that thread has left.
 
-    def __init__(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str) -> None:
+    If they were closed here, the numbers of their descriptors could be those of other files before it has.
+    """
+    for sock in socks:
+        with contextlib.suppress(OSError):  # it has ended already
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.detach()
+
+
+class NativeRingLane(RingLane):
+    """One end of a pair of rings; the kernel may copy large transfers instead, if both ends are compiled."""
+
+    def __init__(
+        self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str, kernel_copy: str = "auto"
+    ) -> None:
+        """`kernel_copy` is the setting of this name."""
         super().__init__(memory, capacity, doorbell, first=first, kind=kind)
-        self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first)
+        token, how = os.urandom(TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
+        self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first, token, how)
 
     def peek(self) -> bytes:
         return bytes(self.native.peek())
 
     def close(self) -> None:
-        self.native.close()
-        super().close()
+        if self.native.close():
+            super().close()
+        else:
+            leave_to_extension(self._doorbell)
 
 
 class NativeStreamLane(StreamLane):
@@ -48,8 +70,10 @@ class NativeStreamLane(StreamLane):
         self.native = native().module.Stream(sock.fileno())
 
     def close(self) -> None:
-        self.native.close()
-        super().close()
+        if self.native.close():
+            super().close()
+        else:
+            leave_to_extension(*self.sockets())
 
 
 @cache
@@ -139,7 +163,9 @@ class NativeSealedLane(SocketLane):
             sock.shutdown(how)
 
     def close(self) -> None:
-        self.native.close()
+        if not self.native.close():
+            leave_to_extension(*self._socks)
+            return
         unread = bytearray(1 << 16)
         for sock in self._socks:
             close_without_reset(sock, unread)

@@ -262,6 +262,15 @@ class CallService:
                 self._performing.release()
         self._transport.deliver_answers()
 
+    def drain(self) -> None:
+        """Refuse calls of other nodes from now on; those that have come are served."""
+        self._tell(self._core.incoming.drain)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls of other nodes have no answer yet."""
+        return len(self._core.incoming) > 0
+
     def close(self) -> None:
         """End all calls, because this node leaves its run. Closing twice is fine."""
         with self._lock:

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
+from covey.runtime import checks
 from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.events import KINDS
 from covey.runtime.group import observing
@@ -113,6 +114,22 @@ class Node:
         if self._engine.node is not None:
             async for event in follow(self._engine.node.events, frozenset(kinds)):
                 yield event
+
+    def add_check(self, name: str, function: Callable[[], Any]) -> None:
+        """Let this process be ready only while a function says so: it returns None or True, or the reason why not.
+
+        Also False and an exception mean that the process is not ready. The checks are those of the whole process, and
+        are run when `/readyz` is asked for (`covey.serve_http`, `covey run --http`), each on a thread of its own; one
+        that takes more than two seconds has failed. A check of the same name is replaced.
+
+        Raises:
+            ConfigError: the name cannot be used, or there are 32 checks already.
+        """
+        checks.add(name, function)
+
+    def remove_check(self, name: str) -> None:
+        """Take a check away; one that does not exist is fine."""
+        checks.remove(name)
 
     @functools.cached_property
     def store(self) -> RunStore:

@@ -52,6 +52,8 @@ MOST_PAUSE_SECONDS: Final = 0.5
 """Longest pause between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
+NO_RINGS: Final = "this end has no rings in shared memory"
+"""The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
 
 
 class LaneDialler:
@@ -122,6 +124,10 @@ class LaneDialler:
                         self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
                     await asyncio.sleep(pause)  # a full backlog, or out of descriptors
                     pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
+                except RefusedError as error:
+                    if kind != "shm" or str(error) != NO_RINGS or self._node.config.lanes == "shm":
+                        raise
+                    kind = "unix"
         except CoveyError as error:
             self._table.failed(key, error)
         except (RefusedError, OSError) as error:

@@ -1,0 +1,18 @@
+"""How many random courses of events a test tries: a few in each run of all tests, more with TEST_SEEDS.
+
+`make simulate` tries twenty times as many in the simulations of protocols (`SEEDS=100` for more); hypothesis and some
+tests that repeat what may go wrong now and then heed it, too. Seeds count from 0, so that more of them include the
+fewer, and a message of a failure names the seed that repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+TIMES: Final = int(os.environ.get("TEST_SEEDS", "1"))
+
+
+def seeds(count: int) -> range:
+    """Return as many seeds, or TEST_SEEDS times as many."""
+    return range(count * TIMES)
