@@ -108,6 +108,9 @@ class LinkTransport:
         """Send the messages that were queued."""
         control.soon(self._send_all)
 
+    def note_small_call(self) -> None:
+        """Do nothing: there are no payloads with parts here."""
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Do nothing: calls here are too small to have parts (`requests.CALL_BYTES`)."""
 
