@@ -102,7 +102,7 @@ def _asking(run: str, cluster: str | None, look: float) -> Iterator[Ask]:
         with visiting_ranks(found) as ranks:
             yield lambda question: ranks.ask_one(question, ANSWER_SECONDS)
         return
-    with visiting_members(run, found, look) as (visit, members):
+    with visiting_members(run, found, look) as (visit, members, _):
 
         def ask(question: messages.RequestCheckpoint) -> messages.CheckpointProgress | None:
             for member in members:

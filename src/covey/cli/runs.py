@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
@@ -48,9 +48,19 @@ def here() -> str:
     return f" (here: {names})" if names else ""
 
 
+class VisitedRun(NamedTuple):
+    """A run of a cluster, as a visit has found it."""
+
+    visit: Visit
+    members: list[messages.PeerReport]
+    """Those that have answered."""
+    size: int
+    """How many members these know of, themselves included."""
+
+
 @contextlib.contextmanager
-def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[tuple[Visit, list[messages.PeerReport]]]:
-    """Visit a cluster until the end of `with`; yield the visit, and the members of the run of this name.
+def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[VisitedRun]:
+    """Visit a cluster, and the members of the run of this name, until the end of `with`.
 
     Raises:
         ConfigError: no node is in such a run.
@@ -71,4 +81,6 @@ def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[tuple[
             for state, answer in zip(seen, told, strict=True)
             if isinstance(answer, messages.Tell) and answer.run == run and answer.rank >= 0
         ]
-        yield visit, members
+        known = {peer.card.id for answer in told if isinstance(answer, messages.Tell) and answer.run == run
+                 for peer in answer.peers if peer.rank >= 0}  # fmt: skip
+        yield VisitedRun(visit, members, len(known | {state.card.id for state in members}))

@@ -223,12 +223,22 @@ static bool take_output(const struct shortcut *shortcut, const struct entry *ent
     return false;
 }
 
+/* The memory of a call without an array. */
+static Py_buffer nothing(void)
+{
+    static Py_ssize_t no_axes[1];
+    static uint8_t no_bytes[1];
+    return (Py_buffer){.buf = no_bytes, .itemsize = 1, .shape = no_axes};
+}
+
 /* Finds how a call runs, and takes its arrays; NULL, with or without an error, if it needs the long way. */
 static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyObject *x, PyObject *what, PyObject *out)
 {
     Py_buffer view, out_view;
-    PyObject *dtype;
-    if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
+    PyObject *dtype = Py_None;
+    if (x == Py_None)
+        view = nothing();
+    else if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
         return NULL;
     struct entry *entry = find(shortcut, dtype, what, view.ndim, view.shape);
     if (entry == NULL || entry->output.is_there != (out != NULL) ||
@@ -248,7 +258,7 @@ static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyOb
     return entry;
 }
 
-/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+/* run(x or None, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
  * records the call, which is returned, and resumes the runner. */
 static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {

@@ -160,7 +160,7 @@ def _checked(run: str, flights: list[Flight], size: int, noun: str) -> list[Flig
 
 def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], dict[str, float]]:
     """Ask the members of a run of a cluster; see `ask_run`."""
-    with visiting_members(run, found, wait) as (visit, members):
+    with visiting_members(run, found, wait) as (visit, members, size):
         cards = [state.card for state in members]
 
         def ask(question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
@@ -169,9 +169,7 @@ def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], di
 
         flights = collect(ask)
     ahead = {state.card.contact.host: state.clock_offset for state in members}
-    known = {peer.card.id for tell in told if isinstance(tell, messages.Tell) and tell.run == run
-             for peer in tell.peers if peer.rank >= 0}  # fmt: skip
-    return _checked(run, flights, len(known | {card.id for card in cards}), "member"), ahead
+    return _checked(run, flights, size, "member"), ahead
 
 
 # The table

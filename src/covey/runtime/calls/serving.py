@@ -1,8 +1,8 @@
 """Serves the calls of other nodes: finds the function, decodes its arguments, runs it, and reports its end to the core.
 
 Each call under way is a `_Serving`. Functions run on handler threads or on the loop of asynchronous functions. Those
-that were short so far run on the thread that has received the call (`functions.CallPace`). A stream is advanced one item
-at a time, so that it holds no thread between two items.
+that were short so far run on the thread that has received the call (`functions.CallPace`). A stream is advanced one
+item at a time, so that it holds no thread between two items.
 """
 
 from __future__ import annotations

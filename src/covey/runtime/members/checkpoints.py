@@ -168,7 +168,7 @@ class Checkpoints:
     def asked(self, message: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]) -> None:
         """Answer a keeper or a visitor, once the members know which checkpoint the request is for."""
         if message.is_question:
-            send(self._progress(message.id))
+            send(self.progress(message.id))
             return
         outcome: Future[str] = Future()
         outcome.add_done_callback(lambda outcome: send(self._progress_of(outcome, message.id)))
@@ -185,9 +185,10 @@ class Checkpoints:
         error = outcome.exception()
         if error is not None:
             return messages.CheckpointProgress(asked, "refused", str(error))
-        return self._progress(outcome.result())
+        return self.progress(outcome.result())
 
-    def _progress(self, checkpoint_id: str) -> messages.CheckpointProgress:
+    def progress(self, checkpoint_id: str) -> messages.CheckpointProgress:
+        """Tell how a checkpoint is."""
         core = self._core
         if core is None:
             return messages.CheckpointProgress(checkpoint_id, "", "")
