@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 from tests.support.compiled import needs_native, use_executors
 from tests.support.values import LANES, all_values, same, total, values
 
+import covey
 from covey import MismatchError
 from covey.base.dtypes import BFLOAT16
 from covey.net.native import native_crypto
@@ -208,3 +210,38 @@ def test_a_lane_that_may_call_python_to_seal_does_not_in_a_shortcut(
 
     with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=is_slow):
         assert run_threads(2, body, lanes="secure") == [(True, not is_slow, not is_slow)] * 2
+
+
+@needs_native
+def test_a_repeated_call_with_a_timeout_takes_the_shortcut_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_executors(monkeypatch, "native")
+    has_raised = threading.Event()
+
+    def body(group: Group) -> None:
+        shortcut = group._engine.shortcut
+        assert shortcut is not None
+        run, outcomes = shortcut.run, list[Any]()
+
+        def watched(*args: Any) -> Any:
+            outcomes.append(run(*args))
+            return outcomes[-1]
+
+        shortcut.run = watched
+        for seed in REPEATED:
+            x = values(group.rank, 5, np.float32, seed)
+            group.all_reduce(x, timeout=30)
+            same(x, total("sum", 2, 5, np.float32, seed))
+        assert outcomes[0] is False
+        assert False not in outcomes[1:]
+        if group.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(covey.DeadlineError):
+                group.all_reduce(x, timeout=0.02)
+            assert time.monotonic() - began < 15
+            has_raised.set()
+        else:
+            assert has_raised.wait(30)
+        with pytest.raises(covey.ConfigError):
+            group.all_reduce(x, timeout=-1)
+
+    run_threads(2, body)

@@ -476,6 +476,18 @@ static void free_recorder(PyObject *self)
     destroy(self);
 }
 
+static PyObject *new_message_end(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, message_end_init);
+}
+
+static void free_message_end(PyObject *self)
+{
+    message_end_release(self);
+    destroy(self);
+}
+
 static PyObject *new_shortcut(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
@@ -631,7 +643,9 @@ PyMODINIT_FUNC PyInit__native(void)
                                      runner_methods, runner_attributes);
     PyObject *shortcut_type =
         add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
-    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type || !recorder_type) {
+    PyObject *message_end_type = add_type(module, "covey._native.MessageEnd", message_end_size, new_message_end,
+                                          free_message_end, message_end_methods, NULL);
+    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !message_end_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type || !recorder_type) {
         Py_DECREF(module);
         return NULL;
     }

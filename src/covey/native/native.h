@@ -301,6 +301,12 @@ int stream_init(PyObject *self, PyObject *args);
 int sealed_init(PyObject *self, PyObject *args);
 extern const size_t ring_size, stream_size, sealed_size;
 
+/* Short messages (messages.c) */
+int message_end_init(PyObject *self, PyObject *args);
+void message_end_release(PyObject *self);
+extern PyMethodDef message_end_methods[];
+extern const size_t message_end_size;
+
 /* The codecs (codec.c) */
 extern PyMethodDef codec_methods[];
 

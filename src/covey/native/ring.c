@@ -12,27 +12,12 @@
  *     position and then loads the other's mark. A sequentially consistent fence stands in between, so one of them sees
  *     the other: no wake-up is lost.
  */
-#include "native.h"
+#include "ring.h"
 
 #include <errno.h>
-#include <string.h>
 
 enum {
-    CONTROL_BYTES = 1024,
-    WORDS_PER_RING = 32,
-    HEAD = 0,
-    TAIL = 8,
-    WRITER_ASLEEP = 16,
-    READER_ASLEEP = 24,
     PIECE_BYTES = 1 << 17, /* published at once: the other end starts on it while the next one is copied */
-};
-
-typedef _Atomic uint64_t word;
-
-struct ring_end {
-    word *head, *tail, *writer_asleep, *reader_asleep;
-    uint8_t *bytes;
-    uint64_t position; /* our own: `head` of the ring that we write, `tail` of the one that we read */
 };
 
 struct ring_lane {
@@ -64,16 +49,6 @@ static enum outcome corrupt(struct ring_lane *ring)
     return lane_ended(&ring->base, "the peer wrote an impossible position into the shared memory");
 }
 
-static void wake_if(struct ring_lane *ring, word *asleep)
-{
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(asleep, memory_order_relaxed)) {
-        /* A full doorbell has rung already; a closed one is found when its owner is needed. */
-        ssize_t ignored = send(ring->doorbell, "", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-        (void)ignored;
-    }
-}
-
 static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
 {
     struct ring_lane *ring = (struct ring_lane *)lane;
@@ -103,7 +78,7 @@ static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
         return nothing_moved(ring);
     end->position = head;
     atomic_store_explicit(end->head, head, memory_order_release);
-    wake_if(ring, end->reader_asleep);
+    ring_wake_if(ring->doorbell, end->reader_asleep);
     return MOVED;
 }
 
@@ -140,7 +115,7 @@ static enum outcome ring_receive(struct lane *lane, struct incoming *in)
         return nothing_moved(ring);
     end->position = tail;
     atomic_store_explicit(end->tail, tail, memory_order_release);
-    wake_if(ring, end->writer_asleep);
+    ring_wake_if(ring->doorbell, end->writer_asleep);
     return MOVED;
 }
 
@@ -204,18 +179,6 @@ static const struct lane_functions ring_functions = {
     ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_cancel, ring_close, ring_release,
 };
 
-static struct ring_end end_of(uint8_t *memory, uint64_t capacity, int index)
-{
-    word *words = (word *)memory + index * WORDS_PER_RING;
-    return (struct ring_end){
-        .head = words + HEAD,
-        .tail = words + TAIL,
-        .writer_asleep = words + WRITER_ASLEEP,
-        .reader_asleep = words + READER_ASLEEP,
-        .bytes = memory + CONTROL_BYTES + (uint64_t)index * capacity,
-    };
-}
-
 /* Ring(memory, capacity, doorbell, first) */
 int ring_init(PyObject *self, PyObject *args)
 {
@@ -228,14 +191,11 @@ int ring_init(PyObject *self, PyObject *args)
         return -1;
     if (PyObject_GetBuffer(memory, &lane->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    if (capacity <= 0 || capacity % LINE_BYTES || capacity > (lane->memory.len - CONTROL_BYTES) / 2 ||
-        (uintptr_t)lane->memory.buf % sizeof(uint64_t)) {
-        PyErr_SetString(PyExc_ValueError, "the memory is too small for two rings of this capacity, or not aligned");
+    if (!ring_fits(&lane->memory, capacity))
         return -1;
-    }
     ring->capacity = (uint64_t)capacity;
-    ring->out = end_of(lane->memory.buf, ring->capacity, first ? 0 : 1);
-    ring->in = end_of(lane->memory.buf, ring->capacity, first ? 1 : 0);
+    ring->out = ring_end_of(lane->memory.buf, ring->capacity, first ? 0 : 1);
+    ring->in = ring_end_of(lane->memory.buf, ring->capacity, first ? 1 : 0);
     ring->doorbell = doorbell;
     lane->functions = &ring_functions;
     lane->spin_bytes = INT64_MAX;

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.native import native
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
+from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
 from covey.net.native import native_crypto
 
@@ -35,6 +36,10 @@ class LaneFactory:
         if self.is_native:
             return NativeRingLane(memory, capacity, doorbell, first=first, kind=kind)
         return RingLane(memory, capacity, doorbell, first=first, kind=kind)
+
+    def ring_socket(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool) -> RingSocket:
+        """Make one end of a socket for messages through shared memory."""
+        return RingSocket(memory, capacity, doorbell, first=first, is_native=self.is_native)
 
     def stream(self, sock: socket.socket, kind: str) -> StreamLane:
         """Make one end of a lane over a stream socket."""

@@ -78,8 +78,6 @@ class NativeExecutor:
         if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
         runner = self._runner
-        limit = attempt.deadline - time.monotonic()
-        stall_seconds = ANNOUNCE_SECONDS if limit > ANNOUNCE_SECONDS else max(0.0, limit)
         try:
             reason = runner.start(
                 prepared,
@@ -92,7 +90,7 @@ class NativeExecutor:
                 attempt.knows_change,
                 SPIN_NS if spin else 0,
                 YIELD_NS,
-                int(stall_seconds * 1e9),
+                _first_stall_ns(attempt),
             )
             self._finish(reason, attempt, coder)
         except BaseException:
@@ -102,7 +100,7 @@ class NativeExecutor:
     def resume(self, attempt: Attempt) -> None:
         """Go on with an operation that a shortcut has begun."""
         try:
-            self._finish(self._runner.resume(STALL_NS), attempt)
+            self._finish(self._runner.resume(_first_stall_ns(attempt)), attempt)
         except BaseException:
             self._runner.finish()
             raise
@@ -170,6 +168,12 @@ class NativeExecutor:
         prepared = native_reduction(reduction, dtype, contributors)
         self._reductions[id(reduction)] = reduction, prepared
         return prepared
+
+
+def _first_stall_ns(attempt: Attempt) -> int:
+    """Return when a stall is looked at for the first time: when it is announced, or at the deadline before."""
+    limit = attempt.deadline - time.monotonic()
+    return STALL_NS if limit > ANNOUNCE_SECONDS else max(0, int(limit * 1e9))
 
 
 def native_reduction(reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:

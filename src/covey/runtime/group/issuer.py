@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 from covey.runtime.buffers import readable, writable
@@ -59,26 +60,30 @@ class Issuer:
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _took_shortcut(self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None) -> bool:
+    def _took_shortcut(
+        self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None, timeout: float | None = None
+    ) -> bool:
         """Run an operation on `x`, and an output if there is one; return False if it needs the long way.
 
         `what` is the one object that stands for the operation: a constant, or what `shortcut.name` returns.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         outcome = shortcut.run(x, what) if out is None else shortcut.run(x, what, out)
         if outcome is False:
             return False
         if outcome is not True:
-            self._resume(x, outcome)
+            self._resume(x, outcome, timeout)
         return True
 
-    def _resume(self, x: Any, call: Call) -> Any:
+    def _resume(self, x: Any, call: Call, timeout: float | None = None) -> Any:
         """Go on with a call that the shortcut has begun, because it takes longer; return `x`."""
 
         def body(attempt: Attempt) -> Any:
             attempt.resume()
             return x
 
-        return self._engine.run(call, body, timeout=None, async_op=False)
+        return self._engine.run(call, body, timeout=timeout, async_op=False)
 
     def _codec_of(self, compress: CompressValue, operand: Operand) -> Compression | None:
         """Return the codec that a call asks for, for an array; None for "none"."""

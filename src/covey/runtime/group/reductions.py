@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.arithmetic import identity, reduction
+from covey.base.config import check_timeout
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError
 from covey.plan import choose, doubling
@@ -72,10 +73,12 @@ class Reductions(Issuer):
                         timeout=timeout, async_op=async_op,
                     )  # fmt: skip
         shortcut = self._engine.shortcut
-        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
+        if shortcut is not None and weight is None and algorithm is None and not async_op:
+            if timeout is not None:
+                check_timeout(timeout)
             outcome = shortcut.run(x, op)
             if outcome is not False:
-                return x if outcome is True else self._resume(x, outcome)
+                return x if outcome is True else self._resume(x, outcome, timeout)
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -139,11 +142,11 @@ class Reductions(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
-        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
-            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x)
+            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x, timeout=timeout)
         ):
             return x
         root = self._check_rank(root, "root")
@@ -200,13 +203,13 @@ class Reductions(Issuer):
             return compressing.reduce_scatter(
                 self, whole, op, codec, shares, counts is not None, out, timeout, async_op
             )
-        shortcut = self._engine.shortcut if timeout is None and counts is None and not async_op else None
+        shortcut = self._engine.shortcut if counts is None and not async_op else None
         is_new = out is None
         if shortcut is not None and type(x) is np.ndarray and x.ndim:
             if is_new:
                 start, stop = part(len(x), self.size, self.rank)
                 out = np.empty((stop - start, *x.shape[1:]), x.dtype)
-            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out):
+            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out, timeout):
                 return out
         operand = readable(x)
         rows = _rows(operand)

@@ -18,7 +18,13 @@ from covey.net.lanes.ring import memory_bytes
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.members.lane_dialler import LANE_BYTES, OTHER_END_DIALS, SECRET_BYTES
-from covey.runtime.members.lane_kinds import acceptable_capacities, acceptable_kinds, kind_to, lane_of_sockets
+from covey.runtime.members.lane_kinds import (
+    acceptable_capacities,
+    acceptable_kinds,
+    kind_to,
+    lane_of_memory,
+    lane_of_sockets,
+)
 from covey.runtime.members.lane_table import PURPOSES, lane_key
 from covey.wire import messages, proofs
 
@@ -66,10 +72,10 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
-        if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
+        if offer.capacity not in acceptable_capacities(self._node, offer.kind):
             return f"a ring of {offer.capacity} bytes is not usable"
         name = self._node.generation_table.name_of(seat)
-        if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
+        if offer.kind not in acceptable_kinds(self._node, seat):
             return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
         if self._node.peers[seat].is_excluded:
@@ -148,7 +154,7 @@ class LaneAcceptor:
                 raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
-        return self._node.lanes.factory.ring(segment, offer.capacity, sock, first=False, kind=offer.kind)
+        return lane_of_memory(self._node.lanes.factory, segment, sock, offer, dialler=False)
 
 
 async def readable(sock: socket.socket) -> None:

@@ -30,7 +30,7 @@ STREAMS_FAR: Final = 8
 
 
 def kind_to(node: Node, peer: Seat) -> str:
-    """Return the kind of lane that this node and a peer use for collectives.
+    """Return the kind of lane that this node and a peer use.
 
     Raises:
         ConfigError: the settings demand a kind that this pair cannot have.
@@ -51,21 +51,15 @@ def kind_to(node: Node, peer: Seat) -> str:
     return "tcp" if in_clear else "secure"
 
 
-def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
-    """Return the kind of lane to offer to a peer for this purpose."""
-    kind = kind_to(node, peer)
-    return "unix" if purpose == "messages" and kind == "shm" else kind
-
-
-def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
+def acceptable_kinds(node: Node, peer: Seat) -> set[str]:
     """Return the kinds that a lane that a peer offers may have."""
-    kind = offered_kind(node, peer, purpose)
+    kind = kind_to(node, peer)
     return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
 
 
-def is_ring(kind: str, purpose: str) -> bool:
+def is_ring(kind: str) -> bool:
     """Tell whether a lane is made of two rings in memory that both ends see."""
-    return purpose == "collectives" and kind in ("shm", "memory")
+    return kind in ("shm", "memory")
 
 
 def ring_capacity(node: Node, in_use: int) -> int:
@@ -74,9 +68,9 @@ def ring_capacity(node: Node, in_use: int) -> int:
     return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
 
 
-def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
+def acceptable_capacities(node: Node, kind: str) -> tuple[int, ...]:
     """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
-    return _ring_sizes(node) if is_ring(kind, purpose) else (0,)
+    return _ring_sizes(node) if is_ring(kind) else (0,)
 
 
 def _ring_sizes(node: Node) -> tuple[int, int]:
@@ -91,6 +85,15 @@ def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
     if wanted != "auto":
         return int(wanted)
     return next((count for limit, count in STREAMS_BY_ROUND_TRIP if peer.round_trip < limit), STREAMS_FAR)
+
+
+def lane_of_memory(
+    factory: LaneFactory, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool
+) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
+    if offer.purpose == "collectives":
+        return factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
+    return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
 def lane_of_sockets(factory: LaneFactory, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:

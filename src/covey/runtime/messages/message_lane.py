@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
+    from covey.net.lanes.ring_socket import RingSocket
     from covey.net.lanes.sealed_socket import SealedSocket
     from covey.proto.matching import Matcher
 
@@ -26,7 +27,7 @@ _LINGER_MS: Final = 5
 class MessageLane:
     """The connection to one peer. Callers hold the messenger's lock."""
 
-    def __init__(self, peer: int, sock: socket.socket | SealedSocket, matcher: Matcher) -> None:
+    def __init__(self, peer: int, sock: socket.socket | SealedSocket | RingSocket, matcher: Matcher) -> None:
         self.peer, self.sock = peer, sock
         self.descriptor = sock.fileno()
         self._matcher = matcher
@@ -85,7 +86,7 @@ class MessageLane:
 
     def _has_more(self) -> bool:
         """Tell whether decrypted bytes are buffered, which `poll` does not report."""
-        return not isinstance(self.sock, socket.socket) and self.sock.pending
+        return bool(getattr(self.sock, "pending", False))
 
     def read_rest(self) -> None:
         """Read all that has arrived on a stream that can no longer be written."""
@@ -114,7 +115,7 @@ class MessageLane:
         return True
 
 
-def _becomes_readable(sock: socket.socket | SealedSocket, milliseconds: int) -> bool:
+def _becomes_readable(sock: socket.socket | SealedSocket | RingSocket, milliseconds: int) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(milliseconds))
