@@ -13,6 +13,7 @@ static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type, *runner
 bool is_plan(PyObject *object) { return (PyObject *)Py_TYPE(object) == plan_type; }
 bool is_reduction(PyObject *object) { return (PyObject *)Py_TYPE(object) == reduction_type; }
 bool is_runner(PyObject *object) { return (PyObject *)Py_TYPE(object) == runner_type; }
+bool is_undo(PyObject *object) { return (PyObject *)Py_TYPE(object) == undo_type; }
 
 /* Objects: each type has a maker that fills zeroed memory, and a releaser. */
 

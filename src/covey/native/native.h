@@ -155,6 +155,7 @@ struct undo {
     int64_t count, room;
 };
 bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes);
+void undo_forget(struct undo *undo);
 void undo_release(struct undo *undo);
 PyObject *undo_method_make_room(PyObject *self, PyObject *nbytes);
 PyObject *undo_method_save(PyObject *self, PyObject *buffer);
@@ -279,6 +280,7 @@ void runner_finish(struct runner *runner);
 bool is_plan(PyObject *object);
 bool is_reduction(PyObject *object);
 bool is_runner(PyObject *object);
+bool is_undo(PyObject *object);
 int shortcut_init(PyObject *self, PyObject *args);
 void shortcut_release(PyObject *self);
 PyObject *shortcut_add(PyObject *self, PyObject *args);

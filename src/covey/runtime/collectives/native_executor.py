@@ -14,6 +14,7 @@ from covey.base.dtypes import BFLOAT16
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan.moves import first_writes
+from covey.runtime.collectives.attempt import COMMIT_PHASE
 from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class NativeExecutor:
         self.stop = self._runner.stop
         """Let a running operation return. On any thread."""
         self.forget_lanes = self._runner.forget_lanes
+        self.finish = self._runner.finish
+        """Release what an operation uses that is given up."""
 
     def execute(
         self,
@@ -121,9 +124,17 @@ class NativeExecutor:
         if runner.change_pending:
             attempt.knows_change = True
 
-    def make_shortcut(self, engine: Engine) -> Shortcut:
-        """Return a shortcut for the operations of a group, which has no other attempt than this."""
-        return Shortcut(self, self._runner, engine)
+    def make_shortcut(self, engine: Engine, number: int, atomic: tuple[Any, ...] | None) -> Shortcut:
+        """Return a shortcut for operations of a group in the attempt of that number; for `atomic` see `shortcut.c`."""
+        return Shortcut(self, self._runner, engine, number, () if atomic is None else (atomic,))
+
+    def open_shortcut(self) -> None:
+        """Let calls take the shortcut from now on."""
+        self._runner.is_open = True
+
+    def close_shortcut(self) -> None:
+        """Let all calls go the long way from now on. On any thread."""
+        self._runner.is_open = False
 
     def _handle(self, reason: int, attempt: Attempt) -> float:
         """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
@@ -195,10 +206,13 @@ def _keeps_left(reduction: Reduction, dtype: np.dtype[Any]) -> bool:
 class Shortcut:
     """Runs repeated small calls of some operations with one call of the extension each."""
 
-    def __init__(self, executor: NativeExecutor, runner: Any, engine: Engine) -> None:
+    def __init__(
+        self, executor: NativeExecutor, runner: Any, engine: Engine, number: int, atomic: tuple[Any, ...]
+    ) -> None:
+        """`number` is that of the attempt."""
         call_log = engine.stalls.call_log
         spin_ns = SPIN_NS if engine.may_spin else 0
-        self._executor, self._runner = executor, runner
+        self._executor, self._number = executor, number
         self._made = native().module.Shortcut(
             runner,
             engine.operation,
@@ -208,19 +222,12 @@ class Shortcut:
             spin_ns,
             YIELD_NS,
             STALL_NS,
+            *atomic,
         )
         self.run = self._made.run
         """`run(x, what)`, or `run(x, what, out)`, returns False if the call must go the long way, True if it has
         returned, or the begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def open(self) -> None:
-        """Let calls take the shortcut from now on."""
-        self._runner.is_open = True
-
-    def close(self) -> None:
-        """Let all calls go the long way from now on."""
-        self._runner.is_open = False
 
     def name(self, what: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the one object that stands for `what`: calls are told apart by identity."""
@@ -246,7 +253,11 @@ class Shortcut:
         Such a call runs `plan` on `x`, or on `x` and an array like `out`. Before that it copies elements of `x` to
         `out`, as `copied` says: where they begin in `x`, where in `out`, and how many there are.
         """
+        if attempt.number != self._number:
+            return  # another attempt has begun meanwhile
         if x.nbytes <= SHORT_BYTES and (out is None or out.nbytes <= SHORT_BYTES):
+            if attempt.undo is not None:
+                attempt.undo.native.make_room(x.nbytes)
             self._made.add(
                 x.dtype,
                 shape,
@@ -256,6 +267,7 @@ class Shortcut:
                 None if rule is None else self._executor.prepared_reduction(rule, x.dtype, attempt.size),
                 attempt.size,
                 attempt.prefix(call, 0),
+                attempt.prefix(call, COMMIT_PHASE),
                 *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
 
@@ -275,6 +287,10 @@ class NativeUndoBuffer:
     def save(self, target: Array) -> None:
         self._targets.append(target)
         self.native.save(target.view(np.uint8))
+
+    def keep(self, target: Array) -> None:
+        """Do not free an array that a shortcut has saved."""
+        self._targets.append(target)
 
     def restore(self) -> None:
         if self._targets:

@@ -72,13 +72,18 @@ class Reductions(Issuer):
                         self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
                         timeout=timeout, async_op=async_op,
                     )  # fmt: skip
-        shortcut = self._engine.shortcut
+        shortcut, begun_in = self._engine.all_reduce_shortcut, None
         if shortcut is not None and weight is None and algorithm is None and not async_op:
             if timeout is not None:
                 check_timeout(timeout)
             outcome = shortcut.run(x, op)
+            if outcome is True:
+                return x
             if outcome is not False:
-                return x if outcome is True else self._resume(x, outcome, timeout)
+                begun_in = self._engine.atomic
+                if begun_in is None:
+                    return self._resume(x, outcome, timeout)
+                begun_in.handed_over(x)
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -97,6 +102,8 @@ class Reductions(Issuer):
             check_weight(op, weight)
 
         def body(attempt: Attempt) -> Any:
+            if begun_in is not None and attempt.resume_begun():
+                return x
             prepared = attempt.prepared.get(key)
             if prepared is None:
                 prepared = _prepared_all_reduce(attempt, flat, key)
@@ -112,7 +119,23 @@ class Reductions(Issuer):
         then = None
         if is_number or weight is not None or operand is not None:
             then = functools.partial(_reduced, operand, is_number)
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+        try:
+            result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+        finally:
+            if begun_in is not None:
+                begun_in.drop_handed_over()
+        if shortcut is not None and is_plain and operand is None and algorithm is None:
+            self._add_shortcut(flat, key, call)
+        return result
+
+    def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
+        """Let sums of arrays like `flat` take the shortcut of the present attempt."""
+        shortcut, attempt = self._engine.all_reduce_shortcut, self._engine.attempt
+        prepared = attempt.prepared.get(key)
+        if shortcut is not None and prepared is not None:
+            _, shape, op, _, _ = key
+            plan, rule = prepared
+            shortcut.add(flat, op, shape, call, plan, rule, attempt)
 
     def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
         """Return the description of calls with arrays like `flat`, and cache it; raise if such calls cannot work."""
@@ -125,10 +148,6 @@ class Reductions(Issuer):
             "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
         )
         self._calls[key] = call
-        if self._engine.shortcut is not None and is_plain and algorithm is None:
-            attempt = self._engine.attempt
-            plan, rule = attempt.prepared[key]
-            self._engine.shortcut.add(flat, op, shape, call, plan, rule, attempt)
         return call
 
     def reduce(
