@@ -245,3 +245,48 @@ def test_a_repeated_call_with_a_timeout_takes_the_shortcut_and_ends_in_time(monk
             group.all_reduce(x, timeout=-1)
 
     run_threads(2, body)
+
+
+@on_every_lane
+def test_asynchronous_repetitions_are_begun_at_once_and_end_in_order(lanes: str) -> None:
+    def body(group: Group) -> None:
+        for seed in range(12):
+            x, y = (values(group.rank, 9, np.float32, seed + each) for each in (0, 100))
+            if seed % 3 == group.rank:
+                time.sleep(0.003)
+            ended = list[Any]()
+            works = [group.all_reduce(x, async_op=True, timeout=30), group.all_reduce(y, async_op=True)]
+            for work in works:
+                work.add_done_callback(ended.append)
+            if seed % 2:
+                group.barrier()
+            assert works[1].wait() is y
+            assert works[0].wait() is x
+            assert works[0].contributors == (0, 1)
+            same(x, total("sum", 2, 9, np.float32, seed))
+            same(y, total("sum", 2, 9, np.float32, seed + 100))
+            assert ended == works
+
+    run_threads(2, body, lanes=lanes)
+
+
+@needs_native
+def test_an_asynchronous_repetition_sends_before_any_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that comes last finds what it needs, so its work is done when it is returned."""
+    use_executors(monkeypatch, "native")
+    has_begun = [threading.Event() for _ in range(3)]
+
+    def body(group: Group) -> list[bool]:
+        x, found = values(group.rank, 4), []
+        group.all_reduce(x)
+        for turn in has_begun:
+            if group.rank == 1:
+                assert turn.wait(30)
+            work = group.all_reduce(x, async_op=True)
+            found.append(work.done())
+            turn.set()
+            work.wait()
+            group.barrier()
+        return found
+
+    assert run_threads(2, body)[1] == [True] * 3

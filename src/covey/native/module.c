@@ -574,6 +574,7 @@ static int runner_set_open(PyObject *self, PyObject *value, void *unused)
 static PyMethodDef shortcut_methods[] = {
     {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
     {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
+    {"begin", (PyCFunction)(void (*)(void))shortcut_begin, METH_FASTCALL, "Begin such a call, and do not wait."},
     {NULL, NULL, 0, NULL},
 };
 static PyObject *runner_sent(PyObject *self, void *unused)

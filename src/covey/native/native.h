@@ -285,6 +285,7 @@ int shortcut_init(PyObject *self, PyObject *args);
 void shortcut_release(PyObject *self);
 PyObject *shortcut_add(PyObject *self, PyObject *args);
 PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *shortcut_begin(PyObject *self, PyObject *const *args, Py_ssize_t count);
 extern const size_t shortcut_size;
 
 /* Without it: */

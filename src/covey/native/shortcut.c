@@ -316,14 +316,11 @@ static bool hand_over(struct atomic *atomic, bool is_complete)
             PyObject_SetAttr(atomic->commit, name_phase, is_complete ? atomic->complete : atomic->running) == 0);
 }
 
-/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
- * records the call, which is returned, and resumes the runner. */
-PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_t count, int64_t spin_ns)
 {
-    struct shortcut *shortcut = (struct shortcut *)self;
     struct runner *runner = (struct runner *)shortcut->runner;
     if (count != 2 && count != 3)
-        return PyErr_Format(PyExc_TypeError, "run takes an array, an operation, and sometimes an output");
+        return PyErr_Format(PyExc_TypeError, "a call has an array, an operation, and sometimes an output");
     if (!runner->is_open || runner->is_running)
         Py_RETURN_FALSE;
     int64_t begun_ns = runner->recorder == NULL ? 0 : monotonic_ns();
@@ -347,7 +344,7 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
         .prefix = entry->prefix,
         .sequence = sequence,
         .undo = shortcut->atomic.undo,
-        .spin_ns = shortcut->spin_ns,
+        .spin_ns = spin_ns,
         .yield_ns = shortcut->yield_ns,
         .stall_ns = shortcut->stall_ns,
     };
@@ -383,4 +380,18 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (runner->recorder != NULL)
         recorder_note(runner->recorder, entry->prefix, sequence, begun_ns);
     Py_RETURN_TRUE;
+}
+
+/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+ * records the call, which is returned, and resumes the runner. */
+PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    struct shortcut *shortcut = (struct shortcut *)self;
+    return run(shortcut, args, count, shortcut->spin_ns);
+}
+
+/* begin(x, what[, out]) -> as run, but it waits for nothing: another thread goes on with what is not over at once */
+PyObject *shortcut_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    return run((struct shortcut *)self, args, count, 0);
 }

@@ -227,6 +227,8 @@ class Shortcut:
         self.run = self._made.run
         """`run(x, what)`, or `run(x, what, out)`, returns False if the call must go the long way, True if it has
         returned, or the begun call."""
+        self.begin = self._made.begin
+        """As `run`, but without waiting: another thread goes on with a begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def name(self, what: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from covey.base.errors import ConfigError
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.savings import Savings
+from covey.runtime.work import Work
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
@@ -76,14 +77,31 @@ class Issuer:
             self._resume(x, outcome, timeout)
         return True
 
-    def _resume(self, x: Any, call: Call, timeout: float | None = None) -> Any:
-        """Go on with a call that the shortcut has begun, because it takes longer; return `x`."""
+    def _begin(self, shortcut: Shortcut, name: str, what: Any, x: Any, timeout: float | None) -> Work[Any] | None:
+        """Begin an operation on `x` with the shortcut, and return its work; None if it needs the long way.
+
+        What can be sent is sent at once. If the other ranks have sent their part before, the work is done; else the
+        thread of the group goes on.
+        """
+        outcome = shortcut.begin(x, what)
+        if outcome is False:
+            return None
+        if outcome is not True:
+            resumed: Work[Any] = self._resume(x, outcome, timeout, async_op=True)
+            return resumed
+        work: Work[Any] = Work(f"{name} of group {self._engine.name!r}")
+        work.contributors = self._engine.contributors
+        work.finish(x)
+        return work
+
+    def _resume(self, x: Any, call: Call, timeout: float | None = None, *, async_op: bool = False) -> Any:
+        """Go on with a call that the shortcut has begun, because it takes longer; return `x`, or a Work."""
 
         def body(attempt: Attempt) -> Any:
             attempt.resume()
             return x
 
-        return self._engine.run(call, body, timeout=timeout, async_op=False)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
     def _codec_of(self, compress: CompressValue, operand: Operand) -> Compression | None:
         """Return the codec that a call asks for, for an array; None for "none"."""

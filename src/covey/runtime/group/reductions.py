@@ -73,10 +73,14 @@ class Reductions(Issuer):
                         timeout=timeout, async_op=async_op,
                     )  # fmt: skip
         shortcut, begun_in = self._engine.all_reduce_shortcut, None
-        if shortcut is not None and weight is None and algorithm is None and not async_op:
+        if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:
                 check_timeout(timeout)
-            outcome = shortcut.run(x, op)
+            if async_op:
+                work = None if self._engine.survives else self._begin(shortcut, "all_reduce", op, x, timeout)
+                if work is not None:
+                    return work
+            outcome = False if async_op else shortcut.run(x, op)
             if outcome is True:
                 return x
             if outcome is not False:
