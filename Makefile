@@ -10,26 +10,30 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check stress fuzz sanitize format docs cast lock wheel sbom clean
+.PHONY: demo test check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
 	$(BIN)/covey demo
 
+# Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
+WORKERS ?= 5
 test: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q --workers $(WORKERS) -m 'not alone'; tests=$$?; \
+	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -q -m alone
 
-# The inner loop: what needs no second process and no network, with types checked meanwhile.
+# The inner loop: what needs no second process and no network.
 check: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone' \
-		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py && wait $$types
+	$(BIN)/python -m pytest -q --workers 3 -m 'not alone' \
+		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
@@ -37,6 +41,11 @@ STRESS_TESTS ?= tests
 stress: $(VENV)/.built
 	$(BIN)/python -m covey.testing.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
+
+# Plays many more random courses of events in the simulations of protocols than `make test` does.
+SEEDS ?= 20
+simulate: $(VENV)/.built
+	TEST_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --workers $$(nproc) tests/sim
 
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
 FUZZ_SECONDS ?= 600
@@ -75,9 +84,8 @@ $(VENV)/.package: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@
 
 # Everything but torch is checked against the hashes in the lock, and a build fetches nothing.
-$(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml | $(BIN)/python
-	$(PIP) --require-hashes --no-deps -r requirements-dev.lock
-	$(PIP) -r requirements-torch.txt
+$(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml tools/install.py | $(BIN)/python
+	$(BIN)/python tools/install.py
 	@touch $@
 
 # Builds the compiled executor, too; without a working compiler the rest is installed all the same.

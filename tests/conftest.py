@@ -1,13 +1,21 @@
-"""What holds for every test: its processes compute on one thread each, and no process imports tests that do not run."""
+"""What holds for every test.
+
+Its processes compute on one thread each, what they keep in covey's folder is gone afterwards, and no process imports
+tests that do not run.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
+from tests.support import workers
 from tests.support.durations import Durations
+from tests.support.workers import pytest_addoption as pytest_addoption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +27,11 @@ if TYPE_CHECKING:
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+# Without it, nodes, runs and traces of tests would be in the folder of the user that runs them. Workers inherit it.
+_OWN_HOME = "" if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="covey-tests-")
+if _OWN_HOME:
+    os.environ["COVEY_HOME"] = _OWN_HOME
+
 # A process may stand still for longer than an example should take; tests have a deadline as a whole.
 settings.register_profile("covey", deadline=None)
 settings.load_profile("covey")
@@ -26,6 +39,12 @@ settings.load_profile("covey")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations())
+    workers.pytest_configure(config)
+
+
+def pytest_unconfigure() -> None:
+    if _OWN_HOME:
+        shutil.rmtree(_OWN_HOME)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

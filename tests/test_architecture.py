@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
 SRC = Path(__file__).parents[1] / "src" / "covey"
 
@@ -22,11 +22,16 @@ BELOW = {
     "_native": set(),
     "net": {"wire", "base"},
     "runtime": {"net", "proto", "plan", "compress", "wire", "base"},
-    "cli": {"covey", "torch", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "coordinator": {"runtime", "net", "wire", "base"},
+    "cli": {"covey", "torch", "coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "metrics": {"runtime"},
-    "__init__": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "engines": {"covey", "runtime", "base"},
+    "ray": {"engines", "runtime", "base"},
+    "dask": {"engines", "runtime", "base"},
+    "integrations": {"runtime", "proto", "base"},
+    "__init__": {"coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
@@ -70,8 +75,12 @@ THIRD_PARTY = {
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry"},
     "metrics": {"prometheus_client"},
+    "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
     "torch": {"numpy", "torch"},
+    "ray": {"ray"},
+    "dask": {"distributed", "cloudpickle"},
+    "integrations": {"torch", "lightning", "transformers"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
 OPPONENTS = {"torch", "mpi4py"}
@@ -202,7 +211,7 @@ def test_rooms_import_only_rooms_below_them() -> None:
     for path in FILES:
         if layer_of(path) not in ROOMS:
             continue
-        module = ".".join(["covey", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+        module = module_of(path)
         layer, room = room_of(module)
         for name, node in imports(path):
             other_layer, other = room_of(name)
@@ -213,6 +222,88 @@ def test_rooms_import_only_rooms_below_them() -> None:
             elif other not in ROOMS[layer][room]:
                 wrong.append(f"{path}:{node.lineno} imports {name}")
     assert wrong == []
+
+
+def module_of(path: Path) -> str:
+    return ".".join(["covey", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def imported_at_once(path: Path, tree: ast.Module, modules: Container[str]) -> Iterator[str]:
+    """Yield each of `modules` that importing the module of a file imports, whichever branch that takes."""
+    package = ["covey", *path.relative_to(SRC).parts[:-1]]
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*home, *([node.module] if node.module else [])])
+            inner = [f"{base}.{alias.name}" for alias in node.names]
+            # `from package import module` needs the package to have begun, a name of the package that it has ended.
+            names = [name for name in inner if name in modules]
+            names += [base] if len(names) < len(inner) else []
+        else:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                waiting += node.orelse
+            elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):  # which run later
+                waiting += ast.iter_child_nodes(node)
+            continue
+        for name in names:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                if ".".join(parts[:end]) in modules and (end == len(parts) or parts[:end] != package[:end]):
+                    yield ".".join(parts[:end])
+
+
+def cycle_among(imported: dict[str, set[str]]) -> list[str]:
+    """Return modules each of which imports the next, and the last the first; empty if there is no such cycle."""
+    done: set[str] = set()
+
+    def visit(path: list[str]) -> list[str]:
+        for name in sorted(imported[path[-1]] - done):
+            if name in path:
+                return path[path.index(name) :]
+            if cycle := visit([*path, name]):
+                return cycle
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (visit([name]) for name in sorted(imported) if name not in done)), [])
+
+
+def test_every_module_can_be_imported_first() -> None:
+    """Without a cycle, what a module imports has been imported to its end, whatever was imported before."""
+    modules = {module_of(path) for path in FILES}
+    imported = {module_of(path): set(imported_at_once(path, tree_of(path), modules)) for path in FILES}
+    assert sum(map(len, imported.values())) > 2 * len(modules), "the walk sees few imports"
+    assert cycle_among(imported) == []
+
+
+def test_a_cycle_of_imports_is_seen() -> None:
+    source = """
+from typing import TYPE_CHECKING
+import covey.base.errors
+from covey.plan import moves, Plan
+from . import check
+if TYPE_CHECKING:
+    from covey.plan import typed
+def later():
+    from covey.plan import ring
+class Now:
+    try:
+        from covey.wire import frame
+    finally:
+        import os
+"""
+    within = {f"covey.plan.{name}" for name in ("moves", "check", "typed", "ring")}
+    modules = {"covey", "covey.base", "covey.base.errors", "covey.plan", "covey.wire", "covey.wire.frame"} | within
+    assert set(imported_at_once(SRC / "plan" / "imagined.py", ast.parse(source), modules)) == {
+        *("covey.base", "covey.base.errors", "covey.plan", "covey.plan.moves", "covey.plan.check"),
+        *("covey.wire", "covey.wire.frame"),
+    }
+    assert cycle_among({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert cycle_among({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c"]
 
 
 def test_the_walk_sees_every_way_to_import() -> None:

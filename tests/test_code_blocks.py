@@ -24,7 +24,9 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "READ
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 NOT_RUN = {
+    "docs/guides/coordinator.md": "tests/e2e/test_coordinator.py runs it on two workers",
     "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
+    "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",
     "init_device_mesh": "needs GPUs and NCCL",
 }
@@ -300,6 +302,46 @@ def test_the_session_shows_what_python_prints() -> None:
     assert doctest.DocTestRunner().run(session).failed == 0
 
 
+def test_the_loop_of_the_guide_to_services_saves_on_both_ranks() -> None:
+    page = "docs/guides/services.md"
+    loop = blocks(page)[0]
+    paths: list[tuple[str, int]] = []
+
+    def rank_main(group: covey.Group) -> list[str]:
+        names = run(page, loop, {})
+        if group.rank == 1:
+            group.request_checkpoint("/backup/monday", id="monday")
+        group.barrier()
+        saved = names["train"](group, 100, lambda path, state: paths.append((path, state["step"])))
+        group.barrier()
+        return list(saved)
+
+    assert run_threads(2, rank_main) == [["monday"]] * 2
+    assert paths == [paths[0]] * 2
+    assert paths[0][0] == "/backup/monday"
+
+
+def test_the_strategies_of_the_guide_to_services_agree() -> None:
+    page = "docs/guides/services.md"
+    strategies = blocks(page)[1]
+
+    def rank_main(group: covey.Group) -> list[list[float]]:
+        names = run(page, strategies, {"covey": covey, "np": np})
+        by_host = names["fit_by_host"](group, 20)
+        return [names["fit"](covey.GroupStrategy(group), 20).tolist(), by_host.tolist()]
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+    assert first[0] == first[1]
+    assert 0.0 < first[0][0] < 1.0
+
+
+def test_the_check_of_the_guide_to_services_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/guides/services.md"
+    run(page, blocks(page)[2], {"covey": covey})
+    assert '"disk": {\n   "ok": true,' in capsys.readouterr().out
+
+
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
@@ -309,6 +351,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
         "docs/guides/metrics.md": 3,
+        "docs/guides/services.md": 3,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
     assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

@@ -23,7 +23,7 @@ HEAD: Final = """\
 
 <!-- Made by `python -m tools.metrics_reference` from the table of metrics: do not edit. -->
 
-What `covey run --metrics`, `covey.metrics.serve` and `covey.metrics.register` show.
+What `covey run --http`, `covey.serve_http` and `covey.metrics.register` show.
 [Metrics and traces](../guides/metrics.md) explains how to use them; [a dashboard for Grafana](grafana-dashboard.json)
 shows the most important ones.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from covey.base.accumulation import accumulate, clip_norm
     from covey.base.errors import (
         AuthError,
         BusyError,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from covey.compress.parsing import register_codec
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
+    from covey.coordinator.worker import WorkerNode, WorkerNodeConfig
+    from covey.proto.checkpointing import Checkpoint
     from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
     from covey.runtime.calls.objects import Handle
@@ -52,9 +55,12 @@ if TYPE_CHECKING:
     from covey.runtime.group.node import Node
     from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
+    from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
+    from covey.runtime.http_server import HttpServer
     from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
+    from covey.runtime.metrics.pages import serve_http
     from covey.runtime.waiting import wait_all, wait_any
     from covey.runtime.work import Work
 
@@ -68,6 +74,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "CallStream",
     "CallWork",
     "CancelledError",
+    "Checkpoint",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -80,7 +87,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "FP8",
     "Group",
     "GroupChangedError",
+    "GroupStrategy",
     "Handle",
+    "HierarchicalStrategy",
+    "HttpServer",
     "Int4",
     "Int8",
     "Member",
@@ -99,15 +109,21 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "RemoteCallError",
     "RemoteProtocolError",
     "SplitRunError",
+    "Strategy",
     "Threshold",
     "TopK",
     "Work",
+    "WorkerNode",
+    "WorkerNodeConfig",
+    "accumulate",
+    "clip_norm",
     "generations",
     "join",
     "join_async",
     "launch",
     "load_state",
     "register_codec",
+    "serve_http",
     "wait_all",
     "wait_any",
 ]
@@ -117,13 +133,17 @@ _HOMES = {
     "BF16": "covey.compress.casts",
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
+    "Checkpoint": "covey.proto.checkpointing",
     "Codec": "covey.compress.codec",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
     "FP16": "covey.compress.casts",
     "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
+    "GroupStrategy": "covey.runtime.group.strategy",
     "Handle": "covey.runtime.calls.objects",
+    "HierarchicalStrategy": "covey.runtime.group.strategy",
+    "HttpServer": "covey.runtime.http_server",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
     "Member": "covey.runtime.group.observing",
@@ -134,15 +154,21 @@ _HOMES = {
     "PeerLink": "covey.runtime.group.observing",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
+    "Strategy": "covey.runtime.group.strategy",
     "Threshold": "covey.compress.sparse",
     "TopK": "covey.compress.sparse",
     "Work": "covey.runtime.work",
+    "WorkerNode": "covey.coordinator.worker",
+    "WorkerNodeConfig": "covey.coordinator.worker",
+    "accumulate": "covey.base.accumulation",
+    "clip_norm": "covey.base.accumulation",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
     "join_async": "covey.runtime.joining.bootstrap",
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.saved",
     "register_codec": "covey.compress.parsing",
+    "serve_http": "covey.runtime.metrics.pages",
     "wait_all": "covey.runtime.waiting",
     "wait_any": "covey.runtime.waiting",
 }

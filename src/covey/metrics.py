@@ -2,10 +2,10 @@
 
     import covey.metrics
 
-    covey.metrics.serve(9100)          # a page that Prometheus can read
-    covey.metrics.register()           # or: add covey's metrics to those of the program
+    covey.metrics.register()           # add covey's metrics to those of the program
 
-`covey run --metrics PORT` serves the metrics of all ranks of a machine, and needs no change to the program.
+`covey.serve_http` serves them from a program that has no page of its own. `covey run --http PORT` serves those of all
+ranks of a machine, and needs no change to the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.runtime.group.snapshot import GroupMetrics, MessageMetrics, OperationMetrics, PeerMetrics
-from covey.runtime.metrics.collector import LOOPBACK, MetricsServer, SampleCollector
+from covey.runtime.metrics.collector import SampleCollector
 from covey.runtime.metrics.samples import samples
 from covey.runtime.metrics.spans import SpanExport
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupMetrics",
     "MessageMetrics",
-    "MetricsServer",
     "OperationMetrics",
     "PeerMetrics",
     "SampleCollector",
@@ -31,7 +30,6 @@ __all__ = [
     "collector",
     "export_spans",
     "register",
-    "serve",
 ]
 
 
@@ -47,17 +45,6 @@ def register(registry: CollectorRegistry | None = None) -> SampleCollector:
     made = collector()
     (REGISTRY if registry is None else registry).register(made)
     return made
-
-
-def serve(port: int, host: str = LOOPBACK) -> MetricsServer:
-    """Serve the metrics of this process at http://host:port/metrics until the server is closed or the process ends.
-
-    Port 0 takes a free one: see `url` of the result. Every program that reaches the address may read the metrics.
-
-    Raises:
-        ConfigError: the address cannot be listened at.
-    """
-    return MetricsServer(collector(), port, host)
 
 
 def export_spans(provider: Any = None) -> SpanExport:

@@ -94,7 +94,7 @@ def _secure(streams: int) -> Callable[[], Pair]:
 
 
 MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp, *map(_secure, (1, 2, 3, 8))]
-if shm.usable():
+if not shm.obstacle_here(is_native=False):
     MAKERS.append(shared_memory)
 every_lane = pytest.mark.parametrize("pair", MAKERS, ids=lambda make: make.__name__, indirect=True)
 

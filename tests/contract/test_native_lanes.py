@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import socket
 from typing import TYPE_CHECKING, Any
@@ -45,30 +46,34 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def rings(capacity: int) -> Callable[..., Pair]:
+def rings(capacity: int, kernel_copy: str = "auto") -> Callable[..., Pair]:
     def make(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
         memory = bytearray(memory_bytes(capacity))
-        return ring_ends(stack, is_native, (memory, memory), capacity, "memory")
+        return ring_ends(stack, is_native, (memory, memory), capacity, kernel_copy)
 
-    make.__name__ = f"ring_{capacity}"
+    make.__name__ = f"ring_{capacity}_{kernel_copy}"
     return make
 
 
 def shared_rings(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
     descriptor, segment = shm.create(memory_bytes(128 * KIB))
     attached = shm.attach(descriptor, memory_bytes(128 * KIB))
-    return ring_ends(stack, is_native, (segment, attached), 128 * KIB, "shm")
+    return ring_ends(stack, is_native, (segment, attached), 128 * KIB)
 
 
 def ring_ends(
-    stack: contextlib.ExitStack, is_native: tuple[bool, bool], memories: tuple[Any, Any], capacity: int, kind: str
+    stack: contextlib.ExitStack,
+    is_native: tuple[bool, bool],
+    memories: tuple[Any, Any],
+    capacity: int,
+    kernel_copy: str = "auto",
 ) -> Pair:
     from covey.net.lanes.native import NativeRingLane
 
     made = []
     for index, doorbell in enumerate(socket.socketpair()):
-        maker = NativeRingLane if is_native[index] else RingLane
-        made.append(maker(memories[index], capacity, doorbell, first=index == 0, kind=kind))
+        maker: Any = functools.partial(NativeRingLane, kernel_copy=kernel_copy) if is_native[index] else RingLane
+        made.append(maker(memories[index], capacity, doorbell, first=index == 0, kind="memory"))
         stack.callback(made[-1].close)
     return made[0], made[1]
 
@@ -130,7 +135,12 @@ WIDE = [
     ),
 ]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
-RINGS = [rings(128 * KIB), rings(2 * MIB), *([shared_rings] if shm.usable() else [])]
+RINGS = [
+    rings(128 * KIB, "always"),
+    rings(128 * KIB, "never"),
+    rings(2 * MIB),
+    *([] if shm.obstacle_here(is_native=True) else [shared_rings]),
+]
 every_pair = pytest.mark.parametrize("is_native", [(True, False), (False, True), (True, True)], ids=str)
 
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from covey import ConfigError, Event
+from covey.base.numbers import Seat
 from covey.base.version import __version__
+from covey.runtime import loop as control
 from covey.runtime.events import Events
 from covey.runtime.group.following import follow
+from covey.runtime.group.internals import node_of
+from covey.runtime.past_events import decode_last, encode_last
 from covey.testing.threads import run_threads
+from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey import Group
+    from covey.runtime.members.node import Node
 
 
 def test_members_are_described_by_name_machine_and_what_it_has() -> None:
@@ -147,3 +154,31 @@ def test_a_suspicion_does_not_hide_when_the_first_sign_of_a_loss_came() -> None:
     events.add(event("lost", 2))
     assert events.all()[-1].phases["detect"] == 0.0
     assert "freeze" in events.all()[-1].phases
+
+
+def test_members_from_the_beginning_are_told_no_past_and_nonsense_from_a_member_is_no_event() -> None:
+    def body(group: Group) -> None:
+        node = node_of(group)
+        assert node is not None
+        other, said = Seat(1 - group.rank), encode_last(node.events)
+        told = decode_last(said)
+
+        def earlier() -> list[Event]:
+            return [event for event in group.events() if event.is_earlier]
+
+        control.run(_tell(node, other, said), 10.0)
+        assert earlier() == []
+        node.generation_table._lacks_past = True  # as in a newcomer
+        control.run(_tell(node, other, b"nonsense"), 10.0)
+        assert earlier() == []
+        for _ in range(2):
+            control.run(_tell(node, other, said), 10.0)
+        assert earlier() == [replace(event, is_earlier=True) for event in told]
+        assert group.events()[: len(told)] == earlier()
+        group.barrier()  # before a rank leaves
+
+    run_threads(2, body)
+
+
+async def _tell(node: Node, seat: Seat, body: bytes) -> None:
+    node.heard(seat, messages.Past(body))

@@ -32,6 +32,7 @@ LARGE: dict[str, Any] = {
     "tree_bytes": "1GiB",
     "segment_bytes": "1GiB",
     "ring_bytes": "4MiB",
+    "kernel_copy": "always",
     "eager_bytes": "1MiB",
 }
 

@@ -92,6 +92,7 @@ def test_a_run_that_begins_with_one_member_takes_in_a_second(lab) -> None:
     assert together(members)["number"] > 0
     members[0].ask_to_end()
     check_same_end(members)
+    assert members[1].said("events")["kinds"][0] == ["generation", 0, []], "it was told how the run began"
 
 
 def test_a_node_whose_record_is_damaged_says_which_file_to_remove(lab) -> None:
@@ -146,6 +147,7 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
     homes = homes_of(lab, 3)
     ranks = by_rank([home.start(STEADY, size=3) for home in homes])
     watch = homes[0].machine.start("-m", "covey", "status", "--watch", "--json")
+    events: list[str] = []
 
     def shown(pids: list[int]) -> list[dict[str, Any]]:
         """Wait until these are the nodes of the run, by rank, and one of them leads; return them."""
@@ -153,15 +155,18 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
         while time.monotonic() < until:
             for run in heard(watch)["runs"]:
                 nodes = run["nodes"]
+                events.extend(event["kind"] for event in run["events"])
                 if [node["pid"] for node in nodes] == pids and sum(node["is_leader"] for node in nodes) == 1:
                     return nodes
         raise AssertionError(f"{pids} were not shown")
 
     nodes = shown([member.pid for member in ranks])
+    assert "lost" not in events
     assert [node["is_tie_breaker"] for node in nodes] == [True, False, False]
     ranks[0].kill()
     agree_on_loss(ranks[1:])
     nodes = shown([member.pid for member in ranks[1:]])
+    assert "lost" in events
     assert [node["rank"] for node in nodes] == [1, 2]
     assert [node["is_tie_breaker"] for node in nodes] == [True, False]
     watch.send_signal(signal.SIGINT)

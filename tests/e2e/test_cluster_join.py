@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
+from covey.base.native import native
 from covey.net.lanes import shm
 from covey.runtime.mesh.situation import FIRST_LOG_SECONDS
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-ON_ONE_HOST = "shm" if shm.usable() else "unix"
+ON_ONE_HOST = "unix" if shm.obstacle_here(is_native=native().module is not None) else "shm"
 JOIN = """
 import json, os, sys
 import numpy as np

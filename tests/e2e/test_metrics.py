@@ -1,4 +1,4 @@
-"""Metrics and traces of real ranks: `covey run --metrics`, SIGUSR1, failures, `covey trace`."""
+"""Metrics and traces of real ranks: `covey run --http`, SIGUSR1, failures, `covey trace`."""
 
 from __future__ import annotations
 
@@ -80,16 +80,24 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_one_page_has_the_metrics_of_all_ranks(started: Any) -> None:
-    run = started("group.barrier(); __import__('time').sleep(600)", "--metrics", "0")
+    run = started("group.barrier(); __import__('time').sleep(600)", "--http", "0")
     run.await_ready()
     assert run.process.stderr is not None
-    url = re.fullmatch(r"covey: metrics at (http://127\.0\.0\.1:\d+/metrics)\n", run.process.stderr.readline())
+    url = re.fullmatch(
+        r"covey: (http://127\.0\.0\.1:\d+) serves /healthz, /readyz and /metrics\n", run.process.stderr.readline()
+    )
     assert url is not None
-    page = urllib.request.urlopen(url[1], timeout=DEADLINE).read().decode()
+    page = urllib.request.urlopen(url[1] + "/metrics", timeout=DEADLINE).read().decode()
     for rank in range(3):
         assert f'covey_up{{rank="{rank}"}} 1.0' in page
         assert f'covey_operations_total{{op="all_reduce",rank="{rank}"}} 7.0' in page
         assert f'covey_members{{rank="{rank}"}} 3.0' in page
+    assert json.loads(urllib.request.urlopen(url[1] + "/healthz", timeout=DEADLINE).read())["ok"]
+    ready = json.loads(urllib.request.urlopen(url[1] + "/readyz", timeout=DEADLINE).read())
+    assert ready == {"ok": True, "checks": {f"rank {rank}: joined": {"ok": True, "reason": ""} for rank in range(3)}}
+    stacks = urllib.request.urlopen(url[1] + "/debug/stacks", timeout=DEADLINE).read().decode()
+    assert all(f"rank {rank}:\n" in stacks for rank in range(3))
+    assert stacks.count("job.py") == 3
     run.process.send_signal(signal.SIGTERM)
     run.process.communicate(timeout=DEADLINE)
     with pytest.raises(OSError, match="refused"):
@@ -97,10 +105,10 @@ def test_one_page_has_the_metrics_of_all_ranks(started: Any) -> None:
 
 
 def test_a_wrong_port_is_an_error(tmp_path: Path) -> None:
-    run = Run(tmp_path, "pass", "--metrics", "http")
+    run = Run(tmp_path, "pass", "--http", "http")
     _, err = run.process.communicate(timeout=DEADLINE)
     assert run.process.returncode == 2
-    assert "--metrics 'http' must be a port" in err
+    assert "--http 'http' must be a port" in err
 
 
 def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_shows_them(started: Any) -> None:
@@ -109,11 +117,16 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
     time.sleep(0.1)
     run.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(run.files()) == 3)
+    asked = run.command("trace", str(run.process.pid))
+    assert asked.returncode == 0, asked.stderr
+    assert (run.folder / "job.trace.json").exists()
     ended = run.command("trace", "--out", "it.json")
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert re.match(r"23 operations of 3 ranks in ", lines[0])
     assert "operation 8 of group 'run', barrier: ranks 0 and 2 are in it, rank 1 is not" in lines
+    assert asked.stdout.splitlines()[0].startswith("23 operations of 3 ranks in ")
+    assert lines[-1] in asked.stdout.splitlines()[-1].replace("job.trace.json", "it.json")
     events = json.loads((run.folder / "it.json").read_text())["traceEvents"]
     for rank in range(3):
         shown = [each for each in events if each["pid"] == rank and each["name"] == "all_reduce"]
@@ -159,7 +172,12 @@ def test_a_program_that_handles_the_signal_keeps_it(started: Any) -> None:
 
 
 def test_a_failure_leaves_a_file_of_each_survivor_and_the_error_names_it(started: Any) -> None:
-    run = started("import os\n    if group.rank == 1: os._exit(3)\n    group.all_reduce(np.ones(9))")
+    run = started(
+        "import os\n"
+        "    while group.rank == 1:\n"  # until the others are in their next operation
+        "        if [late.rank for late in group.who_is_late()] == [1]: os._exit(3)\n"
+        "    group.all_reduce(np.ones(9))"
+    )
     _, err = run.process.communicate(timeout=DEADLINE)
     assert run.process.returncode == 3
     noted = dict(re.findall(rf"^\[(\d)\] {re.escape(NOTE)} (\S+)$", err, re.MULTILINE))

@@ -25,6 +25,7 @@ def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) ->
     assert (picture["cluster"], picture["silent"], picture["refused"]) == ("lab", [], {})
     (run,) = picture["runs"]
     assert (run["name"], run["state"]) == ("mine", "running")
+    assert (run["events"][0]["kind"], run["events"][0]["generation"]) == ("generation", 0)
     assert [(node["rank"], node["pid"]) for node in run["nodes"]] == sorted(pids.items())
     assert [node["is_leader"] for node in run["nodes"]] == [True, False, False]
     assert [node["is_tie_breaker"] for node in run["nodes"]] == [True, False, False]

@@ -265,6 +265,22 @@ def test_a_secret_file_must_be_private_text_and_there(tmp_path: Path) -> None:
         secret_sources.find(None, env)
 
 
+def test_a_secret_file_may_be_mounted_by_a_container_engine(tmp_path: Path) -> None:
+    data = tmp_path / "..data"
+    data.mkdir()
+    (tmp_path / "secret").symlink_to(data / "secret")
+    (data / "secret").write_text(CODE)
+    env = {"COVEY_SECRET_FILE": str(tmp_path / "secret")}
+    os.chown(data / "secret", 0, 1000)
+    (data / "secret").chmod(0o440)
+    assert secret_sources.find(None, env).secret == HOME.secret
+    for mode, owner in ((0o444, 0), (0o460, 0), (0o640, 0), (0o440, 65534)):
+        os.chown(data / "secret", owner, 1000)
+        (data / "secret").chmod(mode)
+        with pytest.raises(ConfigError, match=r"chmod 600|belongs to user"):
+            secret_sources.find(None, env)
+
+
 def test_a_given_secret_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_HOME", "/dev/null/nowhere")
     assert secret_sources.find(None, {"COVEY_SECRET": CODE}).name == "home"

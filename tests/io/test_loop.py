@@ -14,7 +14,7 @@ import pytest
 
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members.node import CLOSE_SECONDS
+from covey.runtime.members.leaving import CLOSE_SECONDS
 from covey.testing import run_threads
 
 if TYPE_CHECKING:

@@ -291,7 +291,7 @@ def test_a_measured_way_and_a_clock_are_known_of_every_node_met() -> None:
         at_one, at_other = one.met[other.card.id], other.met[one.card.id]
         await until(lambda: at_one.round_trip > 0 and at_other.round_trip > 0 and at_other.way is not None)
         assert abs(at_one.clock_offset) < 1
-        state = other.peer_report(at_other, "secure")
+        state = at_other.report("secure")
         assert (state.card.id, state.lane, state.local, state.interface) == (one.card.id, "secure", "127.0.0.1", "lo")
         assert state.remote == seed_of(one)
 

@@ -786,8 +786,8 @@ def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_gro
         else:
             group.renew_lane(0, peer, group.ends[0, 1])
 
-    messenger._renew_lane = renew
-    group.messengers[1]._renew_lane = lambda *_: None
+    messenger._renewal._renew_lane = renew
+    group.messengers[1]._renewal._renew_lane = lambda *_: None
     group.send(0, b"before", 1)
     group.cut(0, 1)
     group.run(lambda: group.send(0, content(1, MIB), 1, 5), lambda: group.recv(1, 0, 5))
@@ -801,7 +801,7 @@ def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_gro
 def test_an_error_of_time_says_that_the_connection_broke(make_group: MakeGroup) -> None:
     group = make_group(2)
     group.send(1, b"hello", 0)
-    group.messengers[0]._renew_lane = lambda *_: None
+    group.messengers[0]._renewal._renew_lane = lambda *_: None
     group.cut(0, 1)
     with pytest.raises(DeadlineError, match="connection with rank 1 broke: end of stream"):
         group.wait(0, group.start_receive(0, 1, 9), 0.2)

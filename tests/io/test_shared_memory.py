@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from covey.base.errors import ConnectError
+from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.lanes import shm
+from covey.runtime.group.internals import engine_of
 from covey.runtime.members import lane_acceptor, lane_dialler
+from covey.testing.threads import run_threads
 
-pytestmark = pytest.mark.skipif(not shm.usable(), reason="shared memory is for Linux on x86-64")
+if TYPE_CHECKING:
+    import covey
+
+pytestmark = pytest.mark.skipif(not shm.has_memory(), reason="shared memory is for Linux and macOS")
 
 
 @pytest.mark.parametrize("is_honest", [True, False], ids=["reads it", "does not"])
@@ -46,3 +57,65 @@ def test_a_segment_is_named_by_a_descriptor_and_proved_by_what_is_in_it(is_hones
         assert (given is None) if is_honest else isinstance(given, ConnectError)
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "is_native", "works"),
+    [
+        ("linux", "x86_64", False, True),
+        ("linux", "x86_64", True, True),
+        ("linux", "aarch64", False, False),
+        ("linux", "aarch64", True, True),
+        ("darwin", "arm64", False, False),
+        ("darwin", "arm64", True, True),
+        ("darwin", "x86_64", False, True),
+        ("freebsd14", "amd64", True, False),
+    ],
+)
+def test_rings_need_descriptors_of_memory_and_stores_in_order_or_barriers(
+    system: str, machine: str, is_native: bool, works: bool
+) -> None:
+    assert (shm.obstacle(system, machine, is_native=is_native) == "") is works
+
+
+def test_a_segment_of_shm_open_has_no_name_and_is_seen_through_its_descriptor() -> None:
+    """As on macOS, which has no memfd."""
+    names = Path("/dev/shm")  # of Linux; macOS lists them nowhere
+    before = set(names.glob("covey-*"))
+    descriptor = shm.unlinked(1 << 16)
+    try:
+        assert set(names.glob("covey-*")) <= before
+        assert os.get_inheritable(descriptor) is False
+        with mmap.mmap(descriptor, 1 << 16) as ours, mmap.mmap(descriptor, 1 << 16) as theirs:
+            ours[12345:12350] = b"covey"
+            assert theirs[12345:12350] == b"covey"
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has seals")
+def test_a_segment_that_its_maker_could_shrink_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="another one arrived"):
+        shm.attach(shm.unlinked(1 << 16), 1 << 16)
+
+
+@pytest.mark.parametrize("unable", [0, 1])
+def test_a_pair_with_an_end_that_has_no_rings_uses_a_unix_socket(unable: int) -> None:
+    """Whichever end dials; the other pair keeps its rings, and all ranks run the same plan."""
+    no_lane_is_open = threading.Barrier(3)
+
+    def body(group: covey.Group) -> tuple[dict[int, str], list[float]]:
+        node = engine_of(group).node
+        assert node is not None
+        if group.rank == unable:
+            node.lanes.factory.ring_obstacle = shm.obstacle("linux", "aarch64", is_native=False)
+        no_lane_is_open.wait(10)
+        x = np.arange(300_000.0) + group.rank
+        group.all_reduce(x)
+        return dict(group.lanes()), [x[0], x[-1]]
+
+    lanes, sums = zip(*run_threads(3, body, lanes="auto"), strict=True)
+    assert sums == ([3.0, 900_000.0],) * 3
+    for rank, kinds in enumerate(lanes):
+        expected = {peer: "unix" if unable in (rank, peer) else "shm" for peer in range(3) if peer != rank}
+        assert kinds == expected

@@ -15,11 +15,36 @@ from covey.net.tcp import STUCK_SECONDS, STUCK_TIMEOUTS, Acknowledgements
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
 
+def after(timeouts: int, first: float, idle: float = 0.0) -> Acknowledgements:
+    """Return what the kernel tells right after so many timeouts of bytes that it sent when it had been idle."""
+    return Acknowledgements(idle + first * (2**timeouts - 1), 3, timeouts, first * 2**timeouts)
+
+
 def test_a_path_is_dead_when_bytes_were_sent_again_and_again_and_nothing_came_back() -> None:
-    assert Acknowledgements(STUCK_SECONDS, 3, STUCK_TIMEOUTS).is_stuck
-    assert not Acknowledgements(3600.0, 0, 0).is_stuck, "an idle connection"
-    assert not Acknowledgements(3600.0, 3, 0).is_stuck, "the first bytes after an hour"
-    assert not Acknowledgements(STUCK_SECONDS / 2, 3, STUCK_TIMEOUTS).is_stuck
+    assert Acknowledgements(STUCK_SECONDS, 3, STUCK_TIMEOUTS, 1.6).is_stuck
+    assert not Acknowledgements(3600.0, 0, 0, 0.2).is_stuck, "an idle connection"
+    assert not Acknowledgements(3600.0, 3, 0, 0.2).is_stuck, "the first bytes after an hour"
+    assert not Acknowledgements(STUCK_SECONDS / 2, 3, STUCK_TIMEOUTS, 1.6).is_stuck
+
+
+@pytest.mark.parametrize("first", [0.2, 0.3, 0.5, 0.6, 0.7, 1.0, 1.3, 1.6])
+def test_a_dead_path_is_known_in_five_seconds_although_it_was_slow_before(first: float) -> None:
+    """Timeouts begin with three times the round trip, and more if that varies."""
+    stuck = next(count for count in range(1, 10) if after(count, first).is_stuck)
+    assert after(stuck, first).seconds_ago < 5.0
+    assert not after(1, first, idle=3600.0).is_stuck, "one packet was lost"
+
+
+def test_the_kernel_tells_timeouts_in_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        with theirs:
+            ours.sendall(b"word")
+            assert theirs.recv(4) == b"word"
+            known = tcp.acknowledgements(ours)
+            assert known is not None
+            assert (known.timeouts, known.timed_out_seconds) == (0, 0.0)
+            assert 0.1 < known.next_timeout < 2.0, "200 ms is the least that Linux waits"
 
 
 def test_a_receiver_that_does_not_read_is_well() -> None:

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.seeds import seeds
 
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
@@ -251,7 +252,7 @@ def perform(seed: int, *, hard: bool) -> Play:
     return play
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("batch", seeds(3))
 def test_a_hundred_formations_of_a_known_size_all_agree(batch: int) -> None:
     for seed in range(100 * batch, 100 * batch + 100):
         play = perform(seed, hard=False)
@@ -260,7 +261,7 @@ def test_a_hundred_formations_of_a_known_size_all_agree(batch: int) -> None:
         assert {member.id for member, _ in play.returned} == set(play.ids)
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("batch", seeds(4))
 def test_fifty_formations_among_crashes_restarts_and_cuts_keep_the_invariants(batch: int) -> None:
     plays = [perform(seed, hard=True) for seed in range(50 * batch, 50 * batch + 50)]
     assert sum(len(play.returned) for play in plays) > 100, "so little was agreed that nothing was shown"

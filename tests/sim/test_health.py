@@ -12,6 +12,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.seeds import seeds
 
 from covey.proto import evidence, health
 from covey.proto.health import REPORT_EVERY, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
@@ -290,7 +291,7 @@ def latencies(ward: Ward, log: list[tuple[float, str, Any]], since: float, kind:
 
 @pytest.mark.parametrize(
     ("count", "minutes", "seed"),
-    [*((2, 60, seed) for seed in range(6)), (4, 60, 1), (4, 60, 2), (8, 20, 1), (16, 5, 1)],
+    [*((2, 60, seed) for seed in seeds(2)), *((4, 60, seed) for seed in seeds(1)), (8, 20, 1), (16, 2, 1)],
 )
 def test_an_hour_of_bad_air_kills_nobody_and_raises_few_suspicions(count: int, minutes: int, seed: int) -> None:
     # An hour has 300,000 messages for every six pairs, so the many have fewer minutes.
@@ -303,7 +304,7 @@ def test_an_hour_of_bad_air_kills_nobody_and_raises_few_suspicions(count: int, m
     assert len(only(Trust, log)) == len(suspicions)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_half_an_hour_of_members_that_are_often_busy_kills_nobody(seed: int) -> None:
     ward = Ward(seed, pairs(4), keepers=seed % 2 == 1, drift=0.01)
     for index in range(4):
@@ -317,7 +318,7 @@ def test_half_an_hour_of_members_that_are_often_busy_kills_nobody(seed: int) -> 
 
 @pytest.mark.parametrize("keepers", [False, True])
 def test_a_killed_process_is_known_in_under_half_a_second(keepers: bool) -> None:
-    for seed in range(40):
+    for seed in seeds(15):
         ward = Ward(seed, pairs(4 + seed % 5), keepers=keepers, bad_air=False)
         ward.run(ward.chance.uniform(3, 6))
         victim, since = seed % 4, ward.now
@@ -332,7 +333,7 @@ def test_a_killed_process_is_known_in_under_half_a_second(keepers: bool) -> None
 
 
 def test_a_stopped_process_is_dead_within_a_second_if_it_has_a_keeper_and_well_when_it_goes_on() -> None:
-    for seed in range(40):
+    for seed in seeds(15):
         ward = Ward(seed, pairs(4), keepers=True, bad_air=False)
         ward.run(ward.chance.uniform(3, 6))
         victim, since = seed % 4, ward.now
@@ -347,7 +348,7 @@ def test_a_stopped_process_is_dead_within_a_second_if_it_has_a_keeper_and_well_w
 
 
 def test_a_stopped_process_without_a_keeper_is_dead_after_fifteen_seconds() -> None:
-    for seed in range(20):
+    for seed in seeds(8):
         ward = Ward(seed, pairs(4))
         ward.run(ward.chance.uniform(3, 6))
         victim, since = seed % 4, ward.now
@@ -360,7 +361,7 @@ def test_a_stopped_process_without_a_keeper_is_dead_after_fifteen_seconds() -> N
 
 @pytest.mark.parametrize("keepers", [False, True])
 def test_a_pulled_cable_is_known_in_under_five_seconds(keepers: bool) -> None:
-    for seed in range(30):
+    for seed in seeds(10):
         ward = Ward(seed, pairs(6) if seed % 2 else hosts(5), keepers=keepers, kernels=not keepers)
         ward.run(ward.chance.uniform(3, 6))
         since = ward.now
@@ -377,7 +378,7 @@ def test_a_pulled_cable_is_known_in_under_five_seconds(keepers: bool) -> None:
 
 
 def test_a_cable_that_was_loose_for_three_seconds_kills_nobody() -> None:
-    for seed in range(30):
+    for seed in seeds(10):
         ward = Ward(seed, hosts(5), bad_air=False)
         ward.run(5.0)
         ward.unplug("h1", seconds=3.0)
@@ -391,7 +392,7 @@ def test_a_cable_that_was_loose_for_three_seconds_kills_nobody() -> None:
 def test_an_interpreter_held_for_eight_seconds_is_no_death_even_if_all_of_a_host_are_held_at_once(
     lockstep: bool,
 ) -> None:
-    for seed in range(20):
+    for seed in seeds(8):
         ward = Ward(seed, pairs(4))
         ward.run(ward.chance.uniform(3, 6))
         for index in (0, 1) if lockstep else (0,):
@@ -401,7 +402,7 @@ def test_an_interpreter_held_for_eight_seconds_is_no_death_even_if_all_of_a_host
 
 
 def test_an_interpreter_held_for_a_minute_is_not_even_suspect_if_its_keeper_is_heard() -> None:
-    for seed in range(10):
+    for seed in seeds(5):
         ward = Ward(seed, pairs(4), keepers=True, bad_air=False)
         ward.run(5.0)
         ward.hold(0, 60.0)
@@ -409,7 +410,7 @@ def test_an_interpreter_held_for_a_minute_is_not_even_suspect_if_its_keeper_is_h
 
 
 def test_without_kernels_or_keepers_to_ask_nobody_takes_a_busy_process_for_a_dead_host() -> None:
-    for seed in range(10):
+    for seed in seeds(5):
         ward = Ward(seed, hosts(3), kernels=False)
         ward.run(5.0)
         ward.hold(0, 8.0)
@@ -419,7 +420,7 @@ def test_without_kernels_or_keepers_to_ask_nobody_takes_a_busy_process_for_a_dea
 
 @pytest.mark.parametrize("seconds", [2.0, 30.0])
 def test_a_node_that_was_suspended_accuses_nobody_and_is_well_again_to_the_others(seconds: float) -> None:
-    for seed in range(30):
+    for seed in seeds(10):
         ward = Ward(seed, hosts(4), bad_air=False)
         ward.run(ward.chance.uniform(3, 6))
         ward.suspend("h0", seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.seeds import seeds
 
 from covey.base.errors import CoveyError
 from covey.proto.formation import Formation
@@ -29,7 +30,7 @@ def perform(seed: int) -> Story:
     return story
 
 
-@pytest.mark.parametrize("batch", range(5))
+@pytest.mark.parametrize("batch", seeds(2))
 def test_a_hundred_runs_among_cuts_crashes_and_newcomers_never_become_two(batch: int) -> None:
     stories = [perform(seed) for seed in range(100 * batch, 100 * batch + 100)]
     assert sum(len(story.foundings) for story in stories) > 100

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.seeds import seeds
 
 from covey.proto import views
 from covey.proto.ballot import PaxosAcceptor, Proposal
@@ -33,7 +34,7 @@ def perform(seed: int) -> Play:
     return play
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("batch", seeds(3))
 def test_two_hundred_runs_among_crashes_cuts_and_stops_keep_the_invariants(batch: int) -> None:
     totals = sum((perform(seed).count() for seed in range(200 * batch, 200 * batch + 200)), Counter[str]())
     assert all(
@@ -49,7 +50,7 @@ def test_runs_keep_the_invariants_when_messages_travel_as_bytes(monkeypatch: pyt
         return message if isinstance(message, Bytes | Token) else decode_membership(encode_membership(message))
 
     monkeypatch.setattr(Worker, "outgoing", lambda self: [(to, travel(message)) for to, message in outgoing(self)])
-    for seed in range(40):
+    for seed in seeds(20):
         perform(seed)
 
 
@@ -165,7 +166,7 @@ def test_under_the_same_circumstances_real_members_keep_the_invariants(
 ) -> None:
     for name, value in circumstances.items():
         monkeypatch.setattr(Play, name, value)
-    for seed in range(150):
+    for seed in seeds(50):
         perform(8 * seed)
 
 

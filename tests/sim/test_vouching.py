@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from tests.support.seeds import seeds
 
 from covey.proto.changes import Excluded
 from covey.proto.membership.proposer import Proposer
@@ -78,11 +79,11 @@ def perform(play: Play) -> None:
 
 def test_no_member_that_its_keeper_vouches_for_is_excluded_because_a_link_is_late() -> None:
     views = 0
-    for seed in range(300):
+    for seed in seeds(80):
         play = LoadedHost(seed)
         perform(play)
         views += play.count()["views"]
-    assert views > 300
+    assert views > len(seeds(80))
 
 
 def test_members_that_never_hear_each_other_again_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ def test_members_that_never_hear_each_other_again_are_not_waited_for_for_ever(mo
     monkeypatch.setattr(LoadedHost, "flaps_of_the_keeper", 0)
     monkeypatch.setattr(LoadedHost, "ended", Play.ended)
     excluded = 0
-    for seed in range(60):
+    for seed in seeds(30):
         play = LoadedHost(seed)
         perform(play)
         excluded += play.count()["members excluded"]

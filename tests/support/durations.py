@@ -63,7 +63,8 @@ class Durations:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if path := os.environ.get("TEST_TIMES"):
-            lines = {nodeid: [round(spent.wall, 3), round(spent.cpu, 3)] for nodeid, spent in self.spent.items()}
+            lines = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+            lines |= {nodeid: [round(spent.wall, 3), round(spent.cpu, 3)] for nodeid, spent in self.spent.items()}
             Path(path).write_text(json.dumps(lines, indent=0))
         if sum(spent.tests for spent in self.spent.values()) < FEWEST_TESTS:
             return

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEADLINE = 30.0
-PORT = 47800 + 40 * int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
-"""The first port of our nodes: tests that run at the same time must not dial ours where theirs were before."""
 NODE = """
 import json, os, sys
 import covey
@@ -41,6 +39,11 @@ with covey.join(sys.argv[1], **options) as group:
 """Joins a run, tells its place, and takes part in an all_reduce for each line it reads."""
 
 
+def first_port() -> int:
+    """Return the first port of our nodes: tests that run at the same time must not dial ours where theirs were."""
+    return 47800 + 40 * int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
+
+
 class Machine:
     """A person with a configuration folder. Nothing leaves loopback."""
 
@@ -50,7 +53,7 @@ class Machine:
         self.env = kept | {
             "COVEY_HOME": str(self.home),
             "COVEY_INTERFACES": "lo",
-            "COVEY_PORT": str(PORT),
+            "COVEY_PORT": str(first_port()),
             "TMPDIR": str(lab.temp),
             "XDG_RUNTIME_DIR": "",
             "PYTHONPATH": str(SOURCE),

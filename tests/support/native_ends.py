@@ -143,6 +143,10 @@ class NativeEnd:
         """Make the wake descriptor readable."""
         self._bell.send(b"\0")
 
+    def overwrite(self) -> None:
+        """Change the memory that is sent, as a program may once the operation is over."""
+        self._buffers[0][:] = 0xEE
+
     def close(self) -> None:
         self.runner.finish()
         self.runner.forget_lanes()

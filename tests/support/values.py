@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.base.native import native
 from covey.net.lanes import shm
 from covey.plan import choose
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-LANES = ["memory", "unix", "tcp", "secure", *(["shm"] if shm.usable() else [])]
+LANES = [
+    "memory",
+    "unix",
+    "tcp",
+    "secure",
+    *([] if shm.obstacle_here(is_native=native().module is not None) else ["shm"]),
+]
 
 UFUNCS: dict[str, Callable[..., Array]] = {
     "sum": np.add,

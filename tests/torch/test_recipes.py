@@ -17,10 +17,17 @@ RECIPES = ("Hugging Face Accelerate", "Hugging Face Trainer", "Lightning")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What two ranks said about each recipe."""
     folder = tmp_path_factory.mktemp("recipes")
-    beginning, *programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    for title, program in zip(("beginning", *RECIPES), (beginning, *programs), strict=True):
+    programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for title, program in zip(RECIPES, programs, strict=True):
         (folder / title).write_text(program)
-    return run("covey", "run", "-n", "2", recipe_ranks.__file__, "beginning", *RECIPES, cwd=folder)
+    return run("covey", "run", "-n", "2", recipe_ranks.__file__, *RECIPES, cwd=folder)
+
+
+def test_the_trainer_saves_the_checkpoint_that_the_run_requests(output: str) -> None:
+    for rank in (0, 1):
+        assert re.search(rf"\[{rank}\] checkpoints: \['begun asked', 'ended asked'\], \['checkpoint-\d+'\]", output), (
+            output
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -38,7 +38,7 @@ RUN_VARIABLES: Final = (
     "COVEY_JOIN_TIMEOUT",
     "COVEY_SECRET_FD",
     "COVEY_TORCH_ENV",
-    "COVEY_TORCHRUN",
+    "COVEY_LAUNCHED",
     "COVEY_KEEPER_ID",
     "COVEY_NODE_ID",
     "COVEY_RUN_MIN_HOSTS",
@@ -89,6 +89,7 @@ class GroupConfig:
     segment_bytes: int = _default("segment_bytes")
     cached_segment_bytes: int = _default("cached_segment_bytes")
     ring_bytes: int = _default("ring_bytes")
+    kernel_copy: str = _default("kernel_copy")
     eager_bytes: int = _default("eager_bytes")
     credit_bytes: int = _default("credit_bytes")
     call_handlers: int = _default("call_handlers")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LANES: Final = ("auto", "shm", "unix", "tcp", "secure")
+KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
 STREAMS_LIMIT: Final = 64
@@ -135,7 +136,7 @@ _ROWS: Final = (
     ),
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
-        "Connections per secure lane; `auto` uses more for longer round trips.",
+        "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
     ),
     _of_group(
         _NETWORK, "insecure", Flag(), False,
@@ -224,6 +225,11 @@ _ROWS: Final = (
         "The memory of one direction of a lane in shared memory. After the first 64 MiB of a process, lanes get at "
         "most 128 KiB.",
         is_shared=True,
+    ),
+    _tuned(
+        _SIZES, "kernel_copy", OneOf(KERNEL_COPY), "auto",
+        "Whether the kernel copies large transfers between ranks of one host, once, instead of a ring twice; on Linux, "
+        "where it is allowed. `auto` measures which is faster.",
     ),
     _tuned(
         _SIZES, "eager_bytes", ByteCount(0, 1 << 20), 64 << 10,

@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "init": "Make a cluster: a secret, and a join code for other machines.",
     "enroll": "Put this machine into a cluster, with a join code.",
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
+    "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
     "status": "Show the nodes of the cluster and the links between them.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",

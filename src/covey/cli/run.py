@@ -133,10 +133,11 @@ def run(
         int,
         typer.Option(min=0, metavar="N", help="Restart a failed process up to N times, with --on-loss continue."),
     ] = 0,
-    metrics: Annotated[
+    http: Annotated[
         str | None,
         typer.Option(
-            metavar="PORT", help="Serve metrics of the processes here, for Prometheus: PORT, or ADDRESS:PORT."
+            metavar="PORT",
+            help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT.",
         ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
@@ -167,10 +168,10 @@ def run(
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
     page = None
-    if metrics is not None:
-        from covey.runtime.keeper.metrics_page import parse_address
+    if http is not None:
+        from covey.runtime.keeper.pages import parse_address
 
-        page = parse_address(metrics)
+        page = parse_address(http)
     settings: dict[str, str] = {}
     if lanes is not None:
         settings["COVEY_LANES"] = lanes.value
@@ -181,14 +182,16 @@ def run(
     if quorum is not None:
         settings["COVEY_QUORUM"] = quorum.value
     if compress is not None:
-        settings["COVEY_COMPRESS"] = compress
+        settings["COVEY_COMPRESS"] = check_compress(compress)
+    program = script if module else Path(script).name
+    short_name = program if module else Path(script).stem
     of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
     if processes is not None and all(option is None for option in of_cluster):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
-        make_run = functools.partial(LocalRun, processes, torch_env=torch_env)
-        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, metrics=page))
+        make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
+        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):
@@ -196,9 +199,8 @@ def run(
     if not all(limit is None for limit in (size, min_size, max_size)):
         for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
             os.environ.pop(name, None)  # the command line overrides all three
-    program = script if module else Path(script).name
     asked = {
-        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or (program if module else Path(script).stem),
+        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or short_name,
         "COVEY_RUN_PROGRAM": program,
         "COVEY_RUN_SIZE": size,
         "COVEY_RUN_MIN_SIZE": min_size,
@@ -213,7 +215,20 @@ def run(
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
-    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, metrics=page))
+    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page))
+
+
+def check_compress(compress: str) -> str:
+    """Return the value of --compress; ConfigError for a codec or parameter that does not exist."""
+    from covey.compress.policy import make_policy  # slow to load
+
+    try:
+        make_policy(compress)
+    except ConfigError as error:
+        is_unknown = "there is no codec" in str(error)
+        own = ". One that the script registers is named by COVEY_COMPRESS, or in covey.join" if is_unknown else ""
+        raise ConfigError(f"--compress {compress}: {error}{own}") from None
+    return compress
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:

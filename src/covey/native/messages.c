@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     MAGIC = 0xC0FE,
@@ -149,16 +150,10 @@ static void consume(struct message_end *end, uint64_t nbytes)
     end->received += nbytes;
     end->in.position += nbytes;
     atomic_store_explicit(end->in.tail, end->in.position, memory_order_release);
-    ring_wake_if(end->doorbell, end->in.writer_asleep);
+    ring_wake(end->doorbell, end->in.writer_asleep);
 }
 
 /* Frames */
-
-static void put(uint8_t *at, uint64_t value)
-{
-    for (int index = 0; index < 8; index++)
-        at[index] = (uint8_t)(value >> (8 * index));
-}
 
 static uint64_t get(const uint8_t *at)
 {
@@ -206,18 +201,18 @@ static bool push(struct message_end *end, const struct frame *frame, const uint8
         MAGIC & 0xFF, MAGIC >> 8, FRAME_VERSION, frame->kind, frame->content, frame->dtype, frame->axes, 0,
     };
     memcpy(data, fixed, sizeof fixed);
-    put(data + 8, (uint64_t)frame->tag);
-    put(data + 16, frame->id);
-    put(data + 24, frame->nbytes);
+    put_word(data + 8, (uint64_t)frame->tag);
+    put_word(data + 16, frame->id);
+    put_word(data + 24, frame->nbytes);
     for (int axis = 0; axis < frame->axes; axis++)
-        put(data + FRAME_BYTES + 8 * axis, (uint64_t)frame->shape[axis]);
+        put_word(data + FRAME_BYTES + 8 * axis, (uint64_t)frame->shape[axis]);
     copy_in(end, 0, data, header);
     if (nbytes)
         copy_in(end, header, payload, nbytes);
     end->sent += header + nbytes;
     end->out.position += header + nbytes;
     atomic_store_explicit(end->out.head, end->out.position, memory_order_release);
-    ring_wake_if(end->doorbell, end->out.reader_asleep);
+    ring_wake(end->doorbell, end->out.reader_asleep);
     memcpy(kept, data, header); /* now, while the peer reads it */
     if (nbytes)
         memcpy(kept + header, payload, nbytes);

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
 static const int64_t SIGNALS_NS = 100 * 1000 * 1000; /* how long signal handlers of Python may wait for an operation */
 enum { LOOKED_BYTES = 1 << 14 }; /* an operation on less than this is tried for a moment with the lock held */
@@ -501,12 +502,6 @@ static void free_shortcut(PyObject *self)
     destroy(self);
 }
 
-static PyObject *runner_change_pending(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(((struct runner *)self)->change_pending);
-}
-
 /* The module */
 
 static PyObject *load_crypto(PyObject *module, PyObject *args)
@@ -535,6 +530,11 @@ static PyMethodDef lane_methods[] = {
     {"close", lane_close, METH_NOARGS, "Forget the descriptors, which the owner closes next."},
     {NULL, NULL, 0, NULL},
 };
+static PyMemberDef lane_members[] = {
+    {"kernel_copies", T_LONGLONG, offsetof(struct lane, kernel_copies), READONLY,
+     "The transfers that the kernel has copied out of the peer's memory."},
+    {NULL, 0, 0, 0, NULL},
+};
 static PyMethodDef reduction_methods[] = {
     {"combine", reduction_combine, METH_VARARGS, "combine(left, right, out, divides, contributors)"},
     {NULL, NULL, 0, NULL},
@@ -557,44 +557,18 @@ static PyMethodDef runner_methods[] = {
     {"waiting", runner_waiting, METH_NOARGS, "What the operation waits for."},
     {NULL, NULL, 0, NULL},
 };
-static PyObject *runner_is_open(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(((struct runner *)self)->is_open);
-}
-
-static int runner_set_open(PyObject *self, PyObject *value, void *unused)
-{
-    (void)unused;
-    int is_open = value == NULL ? 0 : PyObject_IsTrue(value);
-    ((struct runner *)self)->is_open = is_open > 0;
-    return is_open < 0 ? -1 : 0;
-}
-
 static PyMethodDef shortcut_methods[] = {
     {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
     {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
     {"begin", (PyCFunction)(void (*)(void))shortcut_begin, METH_FASTCALL, "Begin such a call, and do not wait."},
     {NULL, NULL, 0, NULL},
 };
-static PyObject *runner_sent(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(((struct runner *)self)->sent);
-}
-
-static PyObject *runner_applied(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(((struct runner *)self)->applied);
-}
-
-static PyGetSetDef runner_attributes[] = {
-    {"sent", runner_sent, NULL, "The number of sends that are done.", NULL},
-    {"applied", runner_applied, NULL, "The number of receives that are done.", NULL},
-    {"is_open", runner_is_open, runner_set_open, "Whether shortcuts may run: no other operation does, and none failed.", NULL},
-    {"change_pending", runner_change_pending, NULL, "Whether this rank knows of a waiting change.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef runner_members[] = {
+    {"sent", T_LONGLONG, offsetof(struct runner, sent), READONLY, "The number of sends that are done."},
+    {"applied", T_LONGLONG, offsetof(struct runner, applied), READONLY, "The number of receives that are done."},
+    {"is_open", T_BOOL, offsetof(struct runner, is_open), 0, "Whether shortcuts may run: no other operation does."},
+    {"change_pending", T_BOOL, offsetof(struct runner, change_pending), READONLY, "Whether this rank knows of a change."},
+    {NULL, 0, 0, 0, NULL},
 };
 static PyMethodDef module_methods[] = {
     {"cipher_seconds", cipher_seconds, METH_O, "Return how long libcrypto takes to encrypt so many bytes."},
@@ -603,13 +577,13 @@ static PyMethodDef module_methods[] = {
 };
 
 static PyObject *add_type(PyObject *module, const char *name, size_t size, newfunc maker, destructor freer,
-                          PyMethodDef *methods, PyGetSetDef *attributes)
+                          PyMethodDef *methods, PyMemberDef *members)
 {
     PyType_Slot slots[] = {
         {Py_tp_new, (void *)maker},
         {Py_tp_dealloc, (void *)freer},
         {Py_tp_methods, methods},
-        {attributes == NULL ? 0 : Py_tp_getset, attributes},
+        {members == NULL ? 0 : Py_tp_members, members},
         {0, NULL},
     };
     PyType_Spec spec = {.name = name, .basicsize = (int)size, .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
@@ -632,9 +606,9 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-    lane_types[0] = add_type(module, "covey._native.Ring", ring_size, new_ring, free_lane, lane_methods, NULL);
-    lane_types[1] = add_type(module, "covey._native.Stream", stream_size, new_stream, free_lane, lane_methods, NULL);
-    lane_types[2] = add_type(module, "covey._native.Sealed", sealed_size, new_sealed, free_lane, lane_methods, NULL);
+    lane_types[0] = add_type(module, "covey._native.Ring", ring_size, new_ring, free_lane, lane_methods, lane_members);
+    lane_types[1] = add_type(module, "covey._native.Stream", stream_size, new_stream, free_lane, lane_methods, lane_members);
+    lane_types[2] = add_type(module, "covey._native.Sealed", sealed_size, new_sealed, free_lane, lane_methods, lane_members);
     plan_type = add_type(module, "covey._native.Plan", sizeof(struct plan), new_plan, free_plan, NULL, NULL);
     reduction_type = add_type(module, "covey._native.Reduction", sizeof(struct reduction), new_reduction, destroy,
                               reduction_methods, NULL);
@@ -642,7 +616,7 @@ PyMODINIT_FUNC PyInit__native(void)
     recorder_type =
         add_type(module, "covey._native.Recorder", recorder_size, new_recorder, free_recorder, recorder_methods, NULL);
     runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
-                                     runner_methods, runner_attributes);
+                                     runner_methods, runner_members);
     PyObject *shortcut_type =
         add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
     PyObject *message_end_type = add_type(module, "covey._native.MessageEnd", message_end_size, new_message_end,

@@ -47,6 +47,7 @@ struct outgoing {
     const uint8_t *data;
     int64_t nbytes;
     int64_t sent;  /* payload bytes sent; negative while the header is on its way */
+    bool is_stored; /* the receiver stores the payload as it is: it may be copied to its place at once */
 };
 
 struct incoming;
@@ -91,6 +92,7 @@ struct lane {
     Py_buffer memory;       /* of a ring: the shared memory; else empty */
     int64_t spin_bytes;     /* transfers up to this are worth spinning for */
     int64_t python_bytes;   /* transfers from this on call Python, which may let other threads run */
+    int64_t kernel_copies;  /* transfers that the kernel has copied out of the peer's memory */
     bool has_idle_core;     /* a helper thread may seal what goes out */
     char trouble[TROUBLE_BYTES];
 };
@@ -111,6 +113,12 @@ enum outcome lane_failed(struct lane *lane, int error);
 /* What a failed call on a socket means: IDLE if it may work later, else the lane has ended. */
 bool would_block(int error);
 enum outcome could_not(struct lane *lane, int error);
+
+static inline void put_word(uint8_t *at, uint64_t value)
+{
+    for (int index = 0; index < 8; index++)
+        at[index] = (uint8_t)(value >> (8 * index));
+}
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

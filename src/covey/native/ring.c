@@ -11,22 +11,18 @@
  *   - Before an end sleeps it stores its mark and then loads the other's position; after a move an end stores its
  *     position and then loads the other's mark. A sequentially consistent fence stands in between, so one of them sees
  *     the other: no wake-up is lost.
+ *
+ * kernel_copy.c has the other way for large transfers.
  */
 #include "ring.h"
 
 #include <errno.h>
+#include <string.h>
 
 enum {
     PIECE_BYTES = 1 << 17, /* published at once: the other end starts on it while the next one is copied */
 };
-
-struct ring_lane {
-    struct lane base;
-    struct ring_end out, in;
-    uint64_t capacity;
-    int doorbell;
-    bool peer_is_gone, parked_sending, parked_receiving;
-};
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "two processes share these words, and a lock of one is none for the other");
 
 const size_t ring_size = sizeof(struct ring_lane);
 
@@ -39,7 +35,7 @@ static uint64_t next_piece(uint64_t left, uint64_t there, uint64_t until_end)
     return step < left ? step - step % LINE_BYTES : step;
 }
 
-static enum outcome nothing_moved(struct ring_lane *ring)
+enum outcome ring_nothing_moved(struct ring_lane *ring)
 {
     return ring->peer_is_gone ? lane_ended(&ring->base, "the peer closed its doorbell") : IDLE;
 }
@@ -47,6 +43,16 @@ static enum outcome nothing_moved(struct ring_lane *ring)
 static enum outcome corrupt(struct ring_lane *ring)
 {
     return lane_ended(&ring->base, "the peer wrote an impossible position into the shared memory");
+}
+
+void ring_wake(int doorbell, word *asleep)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(asleep, memory_order_relaxed)) {
+        /* A full doorbell has rung already; a closed one is found when its owner is needed. */
+        ssize_t ignored = send(doorbell, "", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+        (void)ignored;
+    }
 }
 
 static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
@@ -57,16 +63,31 @@ static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
     uint64_t used = head - atomic_load_explicit(end->tail, memory_order_acquire);
     if (used > capacity || used % LINE_BYTES)
         return corrupt(ring);
+    if (ring->awaits_reader) {
+        if (used)
+            return ring_nothing_moved(ring);
+        ring->awaits_reader = false;
+        if (atomic_load_explicit(end->refused, memory_order_relaxed) != head) {
+            out->sent = out->nbytes;
+            return MOVED;
+        }
+    }
     uint64_t room = capacity - used;
     if (out->sent < 0) {
         if (room < HEADER_BYTES)
-            return nothing_moved(ring);
-        memcpy(end->bytes + head % capacity, out->header, HEADER_BYTES);
+            return ring_nothing_moved(ring);
+        uint8_t *header = end->bytes + head % capacity;
+        memcpy(header, out->header, HEADER_BYTES);
         head += HEADER_BYTES;
         room -= HEADER_BYTES;
         out->sent = 0;
+        int size = out->is_stored ? kernel_size_class(ring, out->nbytes) : -1;
+        if (size >= 0 && atomic_load_explicit(end->wanted, memory_order_relaxed) >> size & 1) {
+            put_word(header + ADDRESS_AT, (uintptr_t)out->data);
+            ring->awaits_reader = true;
+        }
     }
-    uint64_t left = (uint64_t)(out->nbytes - out->sent);
+    uint64_t left = ring->awaits_reader ? 0 : (uint64_t)(out->nbytes - out->sent);
     if (left) {
         uint64_t at = head % capacity;
         uint64_t step = next_piece(left, room, capacity - at);
@@ -75,10 +96,10 @@ static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
         head += whole_lines(step);
     }
     if (head == end->position)
-        return nothing_moved(ring);
+        return ring_nothing_moved(ring);
     end->position = head;
     atomic_store_explicit(end->head, head, memory_order_release);
-    ring_wake_if(ring->doorbell, end->reader_asleep);
+    ring_wake(ring->doorbell, end->reader_asleep);
     return MOVED;
 }
 
@@ -90,16 +111,25 @@ static enum outcome ring_receive(struct lane *lane, struct incoming *in)
     uint64_t available = atomic_load_explicit(end->head, memory_order_acquire) - tail;
     if (available > capacity || available % LINE_BYTES)
         return corrupt(ring);
+    bool is_large = in->dest != NULL && kernel_size_class(ring, in->nbytes) >= 0;
     if (in->got < 0) {
         if (available < HEADER_BYTES)
-            return nothing_moved(ring);
+            return ring_nothing_moved(ring);
         memcpy(in->header, end->bytes + tail % capacity, HEADER_BYTES); /* a copy that the peer cannot change */
-        if (!header_matches(in))
+        ring->address = is_large && ring->reach == READABLE ? kernel_take_address(in->header) : 0;
+        if (!header_matches(in)) /* also with an address that was not asked for */
             return OTHER_HEADER;
-        tail += HEADER_BYTES;
-        available -= HEADER_BYTES;
+        kernel_try(ring);
+        if (is_large)
+            ring->begun_ns = monotonic_ns();
         in->got = 0;
+        if (!ring->address) {
+            tail += HEADER_BYTES;
+            available -= HEADER_BYTES;
+        }
     }
+    if (ring->address)
+        return kernel_receive(ring, in);
     uint64_t left = (uint64_t)(in->nbytes - in->got);
     uint64_t at = tail % capacity;
     uint64_t step = next_piece(left, available, capacity - at);
@@ -110,12 +140,14 @@ static enum outcome ring_receive(struct lane *lane, struct incoming *in)
             in->absorb(in, in->got, end->bytes + at, (int64_t)step);
         in->got += (int64_t)step;
         tail += whole_lines(step);
+        if (in->got == in->nbytes && is_large)
+            kernel_choose(ring, in->nbytes, false);
     }
     if (tail == end->position)
-        return nothing_moved(ring);
+        return ring_nothing_moved(ring);
     end->position = tail;
     atomic_store_explicit(end->tail, tail, memory_order_release);
-    ring_wake_if(ring->doorbell, end->writer_asleep);
+    ring_wake(ring->doorbell, end->writer_asleep);
     return MOVED;
 }
 
@@ -129,11 +161,12 @@ static int ring_park(struct lane *lane, struct pollfd *polls, bool sending, bool
     if (receiving)
         atomic_store_explicit(ring->in.reader_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
-    if (receiving && atomic_load_explicit(ring->in.head, memory_order_acquire) != ring->in.position)
+    if (receiving && !kernel_is_withdrawn(ring) &&
+        atomic_load_explicit(ring->in.head, memory_order_acquire) != ring->in.position)
         return -1;
     if (sending) {
         uint64_t used = ring->out.position - atomic_load_explicit(ring->out.tail, memory_order_acquire);
-        if (used > ring->capacity || ring->capacity - used >= HEADER_BYTES)
+        if (used > ring->capacity || (ring->awaits_reader ? !used : ring->capacity - used >= HEADER_BYTES))
             return -1;
     }
     if (ring->peer_is_gone)
@@ -166,10 +199,17 @@ static bool ring_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
     if (available < HEADER_BYTES || available > ring->capacity)
         return false;
     memcpy(header, ring->in.bytes + ring->in.position % ring->capacity, HEADER_BYTES);
+    kernel_take_address(header);
     return true;
 }
 
-static void ring_cancel(struct lane *lane) { (void)lane; }
+/* The memory of the transfer may change when this returns. The lane sends nothing afterwards. */
+static void ring_cancel(struct lane *lane)
+{
+    struct ring_lane *ring = (struct ring_lane *)lane;
+    if (ring->awaits_reader)
+        kernel_withdraw(ring);
+}
 
 static void ring_close(struct lane *lane) { ((struct ring_lane *)lane)->doorbell = -1; }
 
@@ -179,24 +219,61 @@ static const struct lane_functions ring_functions = {
     ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_cancel, ring_close, ring_release,
 };
 
-/* Ring(memory, capacity, doorbell, first) */
+struct ring_end ring_end_of(uint8_t *memory, uint64_t capacity, int index)
+{
+    word *words = (word *)memory + index * WORDS_PER_RING;
+    word *kernel = (word *)memory + 2 * WORDS_PER_RING + index * 2 * WORDS_PER_LINE; /* a line of each end */
+    return (struct ring_end){
+        .token_address = kernel,
+        .withdrawn = kernel + 1,
+        .token = kernel + 2,
+        .wanted = kernel + WORDS_PER_LINE,
+        .refused = kernel + WORDS_PER_LINE + 1,
+        .head = words + HEAD,
+        .tail = words + TAIL,
+        .writer_asleep = words + WRITER_ASLEEP,
+        .reader_asleep = words + READER_ASLEEP,
+        .bytes = memory + CONTROL_BYTES + (uint64_t)index * capacity,
+    };
+}
+
+bool ring_fits(const Py_buffer *memory, long long capacity)
+{
+    if (capacity > 0 && capacity % LINE_BYTES == 0 && capacity <= (memory->len - CONTROL_BYTES) / 2 &&
+        (uintptr_t)memory->buf % sizeof(uint64_t) == 0)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "the memory is too small for two rings of this capacity, or not aligned");
+    return false;
+}
+
+/* Ring(memory, capacity, doorbell, first, token, kernel copies: 0 never, 1 by measurement, 2 always) */
 int ring_init(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
     struct ring_lane *ring = (struct ring_lane *)self;
     PyObject *memory;
     long long capacity;
-    int doorbell, first;
-    if (!PyArg_ParseTuple(args, "OLip", &memory, &capacity, &doorbell, &first))
+    const char *token;
+    Py_ssize_t token_bytes;
+    int doorbell, first, kernel_copy;
+    if (!PyArg_ParseTuple(args, "OLipy#i", &memory, &capacity, &doorbell, &first, &token, &token_bytes, &kernel_copy))
         return -1;
     if (PyObject_GetBuffer(memory, &lane->memory, PyBUF_WRITABLE) < 0)
         return -1;
     if (!ring_fits(&lane->memory, capacity))
         return -1;
+    if (token_bytes != TOKEN_BYTES || kernel_copy < NEVER || kernel_copy > ALWAYS) {
+        PyErr_SetString(PyExc_ValueError, "the token has 32 bytes, and there are three ways to use the kernel");
+        return -1;
+    }
     ring->capacity = (uint64_t)capacity;
     ring->out = ring_end_of(lane->memory.buf, ring->capacity, first ? 0 : 1);
     ring->in = ring_end_of(lane->memory.buf, ring->capacity, first ? 1 : 0);
     ring->doorbell = doorbell;
+    ring->kernel_copy = (enum kernel_copy)kernel_copy;
+    memcpy(ring->token, token, TOKEN_BYTES);
+    if (ring->kernel_copy != NEVER)
+        kernel_offer(ring);
     lane->functions = &ring_functions;
     lane->spin_bytes = INT64_MAX;
     lane->python_bytes = INT64_MAX;

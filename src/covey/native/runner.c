@@ -40,12 +40,6 @@ void relax(void)
 
 /* Headers */
 
-static void put_word(uint8_t *at, uint64_t value)
-{
-    for (int index = 0; index < 8; index++)
-        at[index] = (uint8_t)(value >> (8 * index));
-}
-
 static void make_header(const struct runner *runner, uint8_t *header, uint64_t move, int64_t nbytes)
 {
     memcpy(header, runner->prefix, PREFIX_BYTES);
@@ -145,6 +139,7 @@ static void begin_send(struct runner *runner, const struct send_move *send)
     runner->out.data = range_of(runner, send->buffer, send->start);
     runner->out.nbytes = nbytes;
     runner->out.sent = -HEADER_BYTES;
+    runner->out.is_stored = runner->reduction_object == NULL;
     runner->is_sending = true;
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from covey.base.text import printable
+from covey.net.cores import usable_cores
 from covey.wire.messages import Hardware
 
 MOST_ACCELERATORS: Final = 16
@@ -21,9 +22,10 @@ _AMD: Final = Path("/sys/class/kfd/kfd/topology/nodes")
 @cache
 def hardware() -> Hardware:
     """Return what this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Hardware(cores, _memory(), tuple(_accelerators()[:MOST_ACCELERATORS]), printable(name, NAME_CHARACTERS))
+    return Hardware(
+        usable_cores(), _memory(), tuple(_accelerators()[:MOST_ACCELERATORS]), printable(name, NAME_CHARACTERS)
+    )
 
 
 def _memory() -> int:

@@ -86,8 +86,11 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
-def read_private(path: Path) -> bytes:
+def read_private(path: Path, *, may_be_mounted: bool = False) -> bytes:
     """Return the content of a file that only this user can read.
+
+    With `may_be_mounted` it may also be a secret as container engines mount it: perhaps by way of a link, a file of
+    root that is read-only and closed to all users outside its group.
 
     Raises:
         FileNotFoundError: there is none.
@@ -95,18 +98,26 @@ def read_private(path: Path) -> bytes:
     """
     try:
         # O_NONBLOCK: opening a pipe without a writer would block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        links = 0 if may_be_mounted else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDONLY | links | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else explain(error)
         raise ConfigError(f"cannot read {path}: {reason}; put a file of yours with mode 0600 there") from error
     try:
-        check_private(path, os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        if not (may_be_mounted and _is_mounted_secret(status)):
+            check_private(path, status)
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def _is_mounted_secret(status: os.stat_result) -> bool:
+    is_closed = status.st_mode & (0o777 & ~(stat.S_IRUSR | stat.S_IRGRP)) == 0
+    return stat.S_ISREG(status.st_mode) and status.st_uid == 0 and is_closed and status.st_size <= _MAX_BYTES
 
 
 def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES) -> None:

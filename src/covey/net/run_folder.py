@@ -64,7 +64,7 @@ class RunFolder(LockHolder):
 
     def _make(self) -> str:
         problems: dict[str, str] = {}
-        for base in _places():
+        for base in base_folders():
             try:
                 for _ in range(_TRIES if _is_guarded(base) else 0):
                     folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
@@ -102,7 +102,7 @@ class RunFolder(LockHolder):
         return False
 
 
-def _places() -> Iterator[str]:
+def base_folders() -> Iterator[str]:
     """Yield folders in which a run may have its folder, best first; lazily."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield runtime
@@ -123,10 +123,27 @@ def sweep(base: str) -> None:
             _sweep_one(os.path.join(base, name))
 
 
+def is_of_this_user(status: os.stat_result) -> bool:
+    """Tell whether a file of this status is a folder that this user has made, and that no other may enter."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+
+
+def has_keeper(folder: str) -> bool:
+    """Tell whether the keeper of the run in this folder lives, on this machine; OSError if there is no lock."""
+    with contextlib.ExitStack() as held:
+        lock = _open(os.path.join(folder, LOCK), held)
+        if os.read(lock, 256) != _this_machine():
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _sweep_one(folder: str) -> None:
     status = os.lstat(folder)
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
-    if not is_ours or time.time() < status.st_mtime + AGE_SECONDS:
+    if not is_of_this_user(status) or time.time() < status.st_mtime + AGE_SECONDS:
         return
     with contextlib.ExitStack() as held:
         try:

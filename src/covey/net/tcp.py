@@ -11,15 +11,20 @@ STUCK_TIMEOUTS: Final = 3
 """Retransmission timeouts in a row, each twice as long as the one before, after which a path is taken to be dead..."""
 STUCK_SECONDS: Final = 2.0
 """... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
+SLOW_TIMEOUTS: Final = 2
+"""So many are enough if they alone took STUCK_SECONDS. Where round trips were long before, the kernel begins with a
+long timeout, and the third one would end after seven times that."""
 
 PATH_CHECK_SECONDS: Final = 0.5
 """How often an operation that makes no progress checks whether the path is dead."""
 
 _INFO_BYTES: Final = 104
 _TIMEOUTS: Final = struct.Struct("=2xB")
+_NEXT_TIMEOUT: Final = struct.Struct("=8xI")
 _UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK: Final = struct.Struct("=56xI")
-"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_ack_recv (milliseconds)."""
+"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_rto (microseconds), tcpi_unacked, tcpi_last_ack_recv
+(milliseconds)."""
 
 
 _LONG_INFO_BYTES: Final = 176
@@ -49,12 +54,21 @@ class Acknowledgements(NamedTuple):
     """Segments that were sent and not acknowledged."""
     timeouts: int
     """Retransmissions in a row without an acknowledgement."""
+    next_timeout: float
+    """Seconds of the timeout that runs now: twice the one before."""
 
     @property
     def is_stuck(self) -> bool:
         """Whether the path is dead. The kernel of a receiver that does not read still acknowledges."""
         is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
-        return self.unacknowledged > 0 and is_overdue
+        # `seconds_ago` cannot tell for how long bytes have been on the way: the connection may have been idle before.
+        is_slow = self.timeouts >= SLOW_TIMEOUTS and self.timed_out_seconds >= STUCK_SECONDS
+        return self.unacknowledged > 0 and (is_overdue or is_slow)
+
+    @property
+    def timed_out_seconds(self) -> float:
+        """How long the timeouts took that are over: with a first one of 1 s, two took 3 s, and the next takes 4 s."""
+        return self.next_timeout * (1 - 0.5**self.timeouts)
 
 
 def acknowledgements(sock: Connection) -> Acknowledgements | None:
@@ -63,10 +77,11 @@ def acknowledgements(sock: Connection) -> Acknowledgements | None:
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        last, unacked, timeouts = (form.unpack_from(info)[0] for form in (_LAST_ACK, _UNACKED, _TIMEOUTS))
+        forms = (_LAST_ACK, _UNACKED, _TIMEOUTS, _NEXT_TIMEOUT)
+        last, unacked, timeouts, next_timeout = (form.unpack_from(info)[0] for form in forms)
     except (OSError, struct.error):
         return None
-    return Acknowledgements(last / 1000, unacked, timeouts)
+    return Acknowledgements(last / 1e3, unacked, timeouts, next_timeout / 1e6)
 
 
 def is_stuck(sock: Connection) -> bool:

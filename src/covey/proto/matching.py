@@ -58,7 +58,9 @@ class Matcher:
         self.order: Iterator[int] = itertools.count(1)
         """Numbers receives and arrivals."""
         self.listened: set[int] = set()
-        """Tags whose messages need no receive: each ends a receive of its own when it has arrived."""
+        """Tags whose messages need no receive: they are collected in `heard`."""
+        self.heard: list[tuple[int, bytes]] = []
+        """Sources and payloads of messages with such tags, in the order of their arrival; the driver takes them out."""
 
     # Operations
 
@@ -81,6 +83,11 @@ class Matcher:
         else:
             self._link(peer).send(send)
         return send
+
+    def tell(self, data: bytes, peer: int, tag: int) -> None:
+        """Send a message for which the driver needs no operation. Raises what `send` does."""
+        if not 0 <= peer < self.size or peer == self.rank or not self._link(peer).tell(data, tag):
+            self.send(memoryview(data), peer, tag, dtype_code=0, shape=(), is_object=True)
 
     def receive(
         self,
@@ -165,9 +172,11 @@ class Matcher:
 
     # Bytes
 
-    def outgoing(self, peer: int) -> list[bytes | memoryview]:
-        """Return the bytes to send to `peer` next."""
-        return self._link(peer).outlet.buffers()
+    def outgoing(self, peer: int, *, has_short_pieces: bool = False) -> list[bytes | memoryview]:
+        """Return the bytes to send to `peer` next; those of a payload in short pieces if the driver wants that."""
+        outlet = self._link(peer).outlet
+        outlet.has_short_pieces = has_short_pieces
+        return outlet.buffers()
 
     def sent(self, peer: int, count: int) -> None:
         """Take note that the first `count` bytes of `outgoing(peer)` are sent."""
@@ -336,6 +345,9 @@ class Matcher:
         if receive.out is not None and store is not None:
             receive.out[:] = store.data
             store = None
+        if header.tag in self.listened and store is not None:
+            self.heard.append((arrival.source, store.tobytes()))
+            return
         shape, is_object = header.shape, header.is_object
         receive.result = Received(arrival.source, header.tag, header.dtype_code, shape, is_object, store)
         self.end(receive)

@@ -68,6 +68,11 @@ class MessageHost(Protocol):
     order: Iterator[int]
     """Numbers receives and arrivals."""
 
+    listened: set[int]
+    """Tags of messages that need no receive."""
+    heard: list[tuple[int, bytes]]
+    """Sources and payloads of such messages."""
+
     def arrived(self, arrival: Arrival) -> None:
         """Give an announced message to the first receive that fits, or queue it."""
 
@@ -85,7 +90,9 @@ class MessageLink:
         self._peer, self._host = peer, host
         self._sizes = host.sizes
         self.outlet = Outlet(self._payload_arrived)
-        self.inlet = Inlet(self._begin, self._landed, self._resumed, host.sizes.eager_bytes)
+        self.inlet = Inlet(
+            self._begin, self._landed, self._resumed, self._heard, host.sizes.eager_bytes, listened=host.listened
+        )
         self.is_over = False
         """Whether the peer has said that nothing follows."""
         self.is_failed = False
@@ -171,6 +178,16 @@ class MessageLink:
         self._waiting.append(send)
         self._announce()
 
+    def tell(self, data: bytes, tag: int) -> bool:
+        """Send a small message, if that needs no operation: there is credit, and the peer is not gone."""
+        size = len(data)
+        if self.is_failed or self._used >= self._sizes.credit_bytes or size > self._sizes.eager_bytes:
+            return False  # while sends wait, there is no credit, so it overtakes none of them
+        self._used += HEADER_COST + size
+        self._push(wire.encode(Header(wire.EAGER, self._next_id, size, tag, True)) + data)
+        self._next_id += 1
+        return True
+
     def withdraw(self, send: Send) -> bool:
         """Cancel a send; False if it was announced already."""
         if send not in self._waiting:
@@ -240,12 +257,25 @@ class MessageLink:
         self._unacknowledged = 0
         self.push(Header(wire.ACK, payload_bytes=self.inlet.received))
 
-    def _begin(self, header: Header) -> Landing | None:
+    def _note_frame(self, header: Header) -> None:
         if self.is_over:
             raise RemoteProtocolError(f"a frame after END: {header}")
         self._unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
         if self._unacknowledged >= ACK_BATCH:
             self._acknowledge()
+
+    def _heard(self, header: Header, data: bytes) -> None:
+        """Take a whole message that needs no receive."""
+        self._note_frame(header)
+        self._check_announcement(header)
+        cost = HEADER_COST + len(data)
+        self._held += cost
+        self._owed += cost
+        self._host.heard.append((self._peer, data))
+        self._give_credit()
+
+    def _begin(self, header: Header) -> Landing | None:
+        self._note_frame(header)
         match header.kind:
             case wire.EAGER | wire.RTS:
                 return self._received_announcement(header)
@@ -273,14 +303,18 @@ class MessageLink:
                 self._announce()
         return None
 
-    def _received_announcement(self, header: Header) -> Arrival | None:
+    def _check_announcement(self, header: Header) -> None:
         is_eager = header.kind == wire.EAGER
         if header.message_id != self._expected_id or is_eager != (header.payload_bytes <= self._sizes.eager_bytes):
             raise RemoteProtocolError(f"a message out of turn (expected {self._expected_id}): {header}")
         if self._held >= self._sizes.credit_bytes:
             raise RemoteProtocolError(f"a message without credit: {header}")
-        arrival = Arrival(self._peer, header, next(self._host.order))
         self._expected_id += 1
+
+    def _received_announcement(self, header: Header) -> Arrival | None:
+        self._check_announcement(header)
+        is_eager = header.kind == wire.EAGER
+        arrival = Arrival(self._peer, header, next(self._host.order))
         self._held += arrival.cost
         self._incomplete[header.message_id] = arrival
         self._host.arrived(arrival)

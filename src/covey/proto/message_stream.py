@@ -16,10 +16,12 @@ from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 PIECE_BYTES: Final = 1024 * 1024
 """Larger payloads are cut into pieces of this size; a small frame waits for one piece at most."""
+SHORT_PIECE_BYTES: Final = 128 * 1024
+"""The size of pieces while something more urgent moves elsewhere: to encrypt one holds up all threads."""
 
 _AHEAD_BYTES: Final = 4096
 """How much is read past the end of a piece: enough for the next headers, little enough to copy."""
@@ -42,7 +44,8 @@ class Inlet:
 
     `begin(header)` is called for each frame and says where its payload lands (None for frames without one);
     `landed(landing)` is called when that payload is complete; `resumed(position)` when a connection has begun, with the
-    number of bytes of the stream in the other direction that the peer has.
+    number of bytes of the stream in the other direction that the peer has. `heard(header, payload)` is called in place
+    of both for a small message with one of the tags `listened`, if all of it is here.
     """
 
     def __init__(
@@ -50,11 +53,14 @@ class Inlet:
         begin: Callable[[Header], Landing | None],
         landed: Callable[[Landing], None],
         resumed: Callable[[int], None],
+        heard: Callable[[Header, bytes], None],
         eager_bytes: int,
+        *,
+        listened: Collection[int] = (),
     ) -> None:
         """Messages of up to `eager_bytes` travel with their header."""
-        self._begin, self._landed, self._resumed = begin, landed, resumed
-        self._eager_bytes = eager_bytes
+        self._begin, self._landed, self._resumed, self._heard = begin, landed, resumed, heard
+        self._eager_bytes, self._listened = eager_bytes, listened
         self.received = 0
         """Bytes of the stream that have arrived."""
         self._resume_frame = memoryview(bytearray(wire.FIXED_BYTES))
@@ -112,6 +118,11 @@ class Inlet:
                     break
             elif (parsed := wire.decode(self._scratch, start, stop)) is not None:
                 header, start = parsed
+                end = start + header.payload_bytes
+                if end <= stop and header.kind == wire.EAGER and header.tag in self._listened:
+                    self._heard(header, self._scratch[start:end].tobytes())
+                    start = end
+                    continue
                 self._landing = self._begin(header)
                 self._left = header.payload_bytes
             else:
@@ -163,6 +174,8 @@ class Outlet:
     def __init__(self, arrived: Callable[[Payload], None]) -> None:
         """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload."""
         self._arrived = arrived
+        self.has_short_pieces = False
+        """Whether payloads are cut into pieces of SHORT_PIECE_BYTES from now on."""
         self._line: deque[_Item] = deque()
         """Items to send."""
         self._at = 0
@@ -308,7 +321,8 @@ class Outlet:
 
     def _cut_piece(self) -> None:
         payload = self._moving.popleft()
-        piece = payload.view[payload.moved : payload.moved + PIECE_BYTES]
+        most = min(PIECE_BYTES, SHORT_PIECE_BYTES) if self.has_short_pieces else PIECE_BYTES
+        piece = payload.view[payload.moved : payload.moved + most]
         payload.moved += len(piece)
         is_last = payload.moved == len(payload.view)
         self.push(wire.encode(Header(wire.DATA, payload.message_id, len(piece))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import stat
 import sys
@@ -26,6 +27,8 @@ CLUSTER_JOIN_SECONDS: Final[float] = SETTINGS["join_timeout"].default
 DEFAULT_MIN_SIZE: Final = int(SETTINGS["run_min_size"].default)
 PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
+SLURM_PORTS: Final = range(20_000, 30_000)
+"""Rank 0 of a step of Slurm listens above one of these, chosen by job and step, if MASTER_ADDR is not set."""
 _tokens: dict[int, bytes] = {}
 """By descriptor, what `covey run` wrote into the pipe there: it can be read once, but a program may join again."""
 
@@ -167,7 +170,7 @@ def _lineages(text: str) -> list[bytes]:
 
 def find_launched_rank(env: Mapping[str, str]) -> LaunchedRank:
     """Return the rank that a launcher's variables describe; rank 0 of 1 if there is no launcher."""
-    for launcher in (_covey_run, _torchrun, _mpirun, _slurm):
+    for launcher in (_covey_run, _torchrun, _mpirun, _slurm, _kubernetes):
         launched = launcher(env)
         if launched is not None:
             return launched
@@ -219,11 +222,10 @@ def _torchrun(env: Mapping[str, str]) -> LaunchedRank | None:
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     host, port = env.get("MASTER_ADDR", "127.0.0.1"), _master_port(env)
     local_size = _number(env, "LOCAL_WORLD_SIZE", 0)
-    words = [env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
-    if "COVEY_TORCHRUN" in env:  # agents restart their workers for different reasons, and count differently
-        words = [env["COVEY_TORCHRUN"]]
+    # Agents that met through covey name the run: they restart workers for different reasons, and count differently.
+    words = ["torchrun", env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
     return _launched(
-        "torchrun-" + "-".join(word for word in words if word),
+        env.get("COVEY_LAUNCHED") or "-".join(word for word in words if word),
         rank=rank,
         size=size,
         local_rank=_number(env, "LOCAL_RANK", rank if is_loopback(host) else 0),
@@ -252,18 +254,54 @@ def _mpirun(env: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchedRank | None:
-    # sbatch and salloc set these too, for the one shell they start; only a step of several tasks is a run.
-    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env or _number(env, "SLURM_STEP_NUM_TASKS", 1) < 2:
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
-    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
-    one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
+    size, is_mixed = _number(env, "SLURM_STEP_NUM_TASKS", 1), _number(env, "SLURM_HET_SIZE", 1) > 1
+    if is_mixed:  # SLURM_PROCID counts through all components of the step, and SLURM_STEP_NUM_TASKS only this one's
+        size = _number(env, "WORLD_SIZE", max(size, _number(env, "SLURM_NTASKS", 1)))
+    if size < 2:  # sbatch and salloc set the variables too, for the one shell they start: only a step is a run
+        return None
+    rank, job, step = _number(env, "SLURM_PROCID"), _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
+    one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1 and not is_mixed
+    nodes = env.get("SLURM_JOB_NODELIST_HET_GROUP_0" if is_mixed else "SLURM_STEP_NODELIST", "")
+    first = (_first_host(nodes), SLURM_PORTS.start + (job + step) % len(SLURM_PORTS)) if nodes else None
     return _launched(
-        f"slurm-{_required(env, 'SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
+        f"slurm-{job}.{step}",
         rank=rank,
         size=size,
         local_rank=_number(env, "SLURM_LOCALID", rank),
         local_size=size if one_host else 1,
-        master=_master(env),
+        master=_master(env) or first,
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first name of a list in Slurm's notation, where n[01-03,7],m is n01, n02, n03, n7 and m."""
+    name, bracket, rest = nodes.partition("[")
+    if not bracket or "," in name:  # a comma before the bracket ends the first name
+        return name.partition(",")[0]
+    number, suffix = re.split(r"[-,\]]", rest, maxsplit=1)[0], rest.partition("]")[2]
+    return name + number + suffix.partition(",")[0]
+
+
+def _kubernetes(env: Mapping[str, str]) -> LaunchedRank | None:
+    """Return the rank of a pod of an indexed Job, whose manifest says how many there are and where the first one is."""
+    if "JOB_COMPLETION_INDEX" not in env:
+        return None
+    if "WORLD_SIZE" not in env:
+        raise ConfigError(
+            "this pod is one of an indexed Job of Kubernetes: set WORLD_SIZE to the Job's completions, and MASTER_ADDR "
+            "to the name of its first pod, such as train-0.train; or WORLD_SIZE=1 for a group of one"
+        )
+    master = _master(env)
+    name = "kubernetes" if master is None else f"kubernetes-{master[0]}-{master[1]}"
+    return _launched(
+        name,
+        rank=_number(env, "JOB_COMPLETION_INDEX"),
+        size=_number(env, "WORLD_SIZE"),
+        local_rank=0,
+        local_size=1,
+        master=master,
     )
 
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
@@ -17,7 +17,7 @@ from covey.net.descriptors import explain
 from covey.runtime.counters import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
 logger = logging.getLogger("covey.events")
 
@@ -27,11 +27,24 @@ KEPT: Final = 1000
 """Events that are kept in memory; older ones are in the log."""
 CODEC: Final = "codec"
 """The event that another codec was chosen."""
+CHECKPOINT: Final = "checkpoint"
+"""The event that a checkpoint of the run has begun or is over."""
 FOUNDED: Final = ("joined", "generation", "restored")
 """Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
-KINDS: Final = (*VIEWS, *FOUNDED, "suspected", "recovered", "discovered", "refused", "leader", "lane", CODEC)
+KINDS: Final = (
+    *VIEWS,
+    *FOUNDED,
+    "suspected",
+    "recovered",
+    "discovered",
+    "refused",
+    "leader",
+    "lane",
+    CODEC,
+    CHECKPOINT,
+)
 """All kinds of events."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
 """The phases of a recovery, in this order; an idle group has no redo."""
@@ -46,7 +59,8 @@ class Event:
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
     again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
-    another member leads; `lane`: a lane was opened; `codec`: `compress="auto"` chose another codec."""
+    another member leads; `lane`: a lane was opened; `codec`: `compress="auto"` chose another codec; `checkpoint`: a
+    checkpoint has begun or is over."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -57,7 +71,10 @@ class Event:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
     text: str = ""
-    """In words: the kind of a lane, the codec and why it was chosen."""
+    """In words: the kind of a lane, the codec and why it was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a
+    checkpoint."""
+    is_earlier: bool = False
+    """Whether it happened before this process was in the run. Another member has told it, with times of its clock."""
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
@@ -102,6 +119,12 @@ class Events:
         """Return the events in memory, oldest first."""
         with self._lock:
             return list(self._events)
+
+    def put_before(self, earlier: Iterable[Event]) -> None:
+        """Keep what happened before this process was in the run. Listeners and the log are not told: it is no news."""
+        with self._lock:
+            room = KEPT - len(self._events)
+            self._events.extendleft(reversed([replace(event, is_earlier=True) for event in earlier][-room:]))
 
     def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread for listeners.

@@ -134,3 +134,14 @@ def _is_in_torch(traceback: TracebackType) -> bool:
 def _is_in_library(traceback: TracebackType) -> bool:
     name = traceback.tb_frame.f_code.co_filename
     return name.startswith("<") or (name.startswith(_LIBRARY) and not name.startswith(_INSTALLED))
+
+
+def stacks() -> str:
+    """Return where each thread of this process is, except the calling one."""
+    import traceback  # most processes never need it
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = [each for each in sorted(sys._current_frames().items()) if each[0] != threading.get_ident()]
+    return "\n".join(
+        f"{names.get(ident, 'unknown')} ({ident}):\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+    )

@@ -55,6 +55,10 @@ class Work(Generic[T]):
         """Tell whether the operation has ended, with or without an error."""
         return self._done.is_set()
 
+    def wait_until_done(self, timeout: float | None) -> bool:
+        """Wait for another thread to end the operation; return whether it has within `timeout` seconds."""
+        return self._done.wait(timeout)
+
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the end of the operation, and return the result.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from covey.runtime.calls.transport import CallListener
+    from covey.runtime.work import Work
 
 
 class _MemoryTransport:
@@ -35,6 +37,9 @@ class _MemoryTransport:
     def flush(self) -> None:
         """Do nothing: messages are delivered at once."""
 
+    def note_small_call(self) -> None:
+        """Do nothing: parts take no time."""
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Keep copies of parts for the receiver."""
         copies = [np.frombuffer(part, np.uint8).copy() for part in parts]
@@ -47,6 +52,20 @@ class _MemoryTransport:
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
         """Drop the parts that the sender has left."""
         self._network.parts[peer, self.seat, tag].popleft()
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call; other threads deliver its answer."""
+        work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def work_ended(self) -> None:
+        """Do nothing: the thread that waits for a call is woken by its work."""
+
+    def attend(self) -> None:
+        """Do nothing: messages are delivered at once."""
+
+    def run_soon(self, job: Callable[[], None]) -> bool:
+        """Run no job: this thread belongs to another node."""
+        return False
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost node."""

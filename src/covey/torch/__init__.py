@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from covey.torch.training.hooks import compress_hook, rescale_hook, weighted_hook
     from covey.torch.training.local_sgd import LocalSGD
     from covey.torch.training.sampler import ElasticSampler
+    from covey.torch.training.strategy import ProcessGroupStrategy
 
 __all__ = [
     "DiLoCo",
@@ -26,6 +27,7 @@ __all__ = [
     "ElasticSampler",
     "LocalSGD",
     "ProcessGroupCovey",
+    "ProcessGroupStrategy",
     "compress_hook",
     "load",
     "register",
@@ -41,6 +43,7 @@ _HOMES = {
     "ElasticSampler": "covey.torch.training.sampler",
     "LocalSGD": "covey.torch.training.local_sgd",
     "ProcessGroupCovey": "covey.torch.backend.backend",
+    "ProcessGroupStrategy": "covey.torch.training.strategy",
     "compress_hook": "covey.torch.training.hooks",
     "load": "covey.torch.training.checkpoint",
     "rescale_hook": "covey.torch.training.hooks",

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 NAME: Final = "covey"
 
-TORCHRUN: Final = "COVEY_TORCHRUN"
-"""The variable with which torchrun agents that met through covey tell their workers to do so, and under which name."""
+LAUNCHED: Final = "COVEY_LAUNCHED"
+"""Names the run in which the workers of torchrun agents that met through covey, or of an engine, meet in turn."""
 exported: Final[dict[str, str]] = {}
 """The variables that covey wrote into the environment, for scripts that read them."""
 
@@ -61,7 +61,7 @@ def _meet_as_launched(torchs: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
     def handler(url: str, **options: Any) -> Iterator[Any]:
         is_told = os.environ.get("RANK") != exported.get("RANK")
-        is_ours = TORCHRUN in os.environ or (not is_told and (is_launched() or _has_joined()))
+        is_ours = LAUNCHED in os.environ or (not is_told and (is_launched() or _has_joined()))
         return (_meet if is_ours else torchs)(url, **options)
 
     return handler

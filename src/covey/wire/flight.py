@@ -1,7 +1,7 @@
-"""What a process tells about itself: the last operations of its groups, and samples of its metrics.
+"""What a process tells about itself: the last operations of its groups, samples of its metrics, and its checks.
 
-Both travel in `messages.Inspected`. The operations are also what a process writes to a file when a group fails;
-`covey trace` reads both.
+All travel in `messages.Inspected`. The operations are also what a process writes to a file when a group fails;
+`covey trace` reads these.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ GROUPS_LIMIT: Final = 64
 """Groups of one process."""
 SAMPLES_LIMIT: Final = 10_000
 LABELS_LIMIT: Final = 8
+CHECKS_LIMIT: Final = 64
+"""Checks of one process."""
 
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -98,8 +100,24 @@ class Samples(msgspec.Struct, frozen=True, array_like=True):
     samples: Annotated[tuple[Sample, ...], msgspec.Meta(max_length=SAMPLES_LIMIT)]
 
 
+class CheckResult(Worded, frozen=True, array_like=True):
+    """The result of one check of a process."""
+
+    name: Name
+    is_ok: bool
+    reason: Text
+    """Why it has failed; empty if it has not."""
+
+
+class CheckResults(msgspec.Struct, frozen=True, array_like=True):
+    """The results of all checks of a process that say whether it is ready."""
+
+    results: Annotated[tuple[CheckResult, ...], msgspec.Meta(max_length=CHECKS_LIMIT)]
+
+
 _flights: msgspec.msgpack.Decoder[Flight] = msgspec.msgpack.Decoder(Flight)
 _samples: msgspec.msgpack.Decoder[Samples] = msgspec.msgpack.Decoder(Samples)
+_checks: msgspec.msgpack.Decoder[CheckResults] = msgspec.msgpack.Decoder(CheckResults)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -117,3 +135,11 @@ def decode_samples(data: bytes) -> Samples:
         return _samples.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not samples of metrics: {error}") from error
+
+
+def decode_checks(data: bytes) -> CheckResults:
+    """Decode the results of checks; raise RemoteProtocolError for anything else."""
+    try:
+        return _checks.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not the results of checks: {error}") from error

@@ -21,7 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
-VERSION: Final = 2
+VERSION: Final = 3
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""
@@ -550,7 +550,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
 
     what: Name
-    """`metrics`, or `operations`: the last ones of its groups."""
+    """`metrics`; `operations`: the last ones of its groups; or `events`: the last ones of its run."""
     page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
 
@@ -562,7 +562,22 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.flight`."""
+    """An encoded message of `wire.flight` or `wire.past`."""
+
+
+class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Carries an encoded message of `wire.checkpoint`: members of a view agree on a checkpoint of the run."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """The number of the generation, and in the lower 32 bits that of the view."""
+    body: bytes
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
+
+    body: bytes
+    """Encoded `wire.past.PastEvents`."""
 
 
 HandshakeMessage = Hello | Welcome | Refusal
@@ -599,6 +614,8 @@ Control = (
     | Failing
     | Inspect
     | Inspected
+    | CheckpointNews
+    | Past
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -47,7 +47,8 @@ def train(steps: int, sizes: list[int | None], count: int, leaver: int = -1) -> 
             if not (state["total"] == expected * (1 + np.arange(count) % 251)).all():
                 say("wrong", what="state", generation=group.generation, step=state["step"])
             say("generation", number=group.generation, rank=group.rank, size=group.size, step=state["step"],
-                receivers=report.receivers, restart=os.environ.get("COVEY_RESTART", "0"))  # fmt: skip
+                receivers=report.receivers, restart=os.environ.get("COVEY_RESTART", "0"),
+                earlier=[each.kind for each in group.events() if each.is_earlier and each.kind != "lane"])  # fmt: skip
             while state["step"] < steps and not group.change_pending:
                 step = state["step"]
                 x = (step % 5 + 1) * values(group.rank, count, dtype=np.float64)
@@ -114,9 +115,13 @@ def test_killed_ranks_come_back_with_the_state_and_sigterm_takes_one_or_all_out(
         assert lines[1]["at"] - killed_at < 15.0  # with starting Python, while the others keep both cores busy
         assert lines[1]["step"] > 0
         assert lines[0]["receivers"] == [lines[1]["rank"]]
+        assert lines[0]["earlier"] == []
+        assert lines[1]["earlier"][0] == "generation"
+        assert "lost" in lines[1]["earlier"], "a newcomer knows of the loss that made room for it"
         os.kill(pid(run, 0), signal.SIGKILL)  # was the first of all
         third, lines = await_generation(run, {0: "1", 1: "1", 2: "0"}, second)
         assert lines[0]["step"] > lines[1]["step"] or lines[0]["step"] == lines[2]["step"]
+        assert [kind for kind in lines[0]["earlier"] if kind in ("lost", "restored")] == ["lost", "restored", "lost"]
         os.kill(pid(run, 2), signal.SIGTERM)  # a planned leave: it ends well, and is not started again
         await_generation(run, {0: "1", 1: "1"}, third)
         assert run.await_said("returned", 2)["result"]["step"] > 0

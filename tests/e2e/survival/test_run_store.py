@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from tests.support.survivors import Members, attempt, say
 
 import covey
 from covey.testing.threads import run_threads
@@ -81,14 +84,20 @@ def test_a_process_alone_has_a_store() -> None:
 
 
 def survive(group: Group) -> dict[str, Any]:
-    """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice."""
-    store = group.node.store
+    """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice.
+
+    A split group of one has the store of the run, and its operations go on.
+    """
+    alone = group.split(group.rank)
+    store = alone.node.store
     sums = []
     for step in range(60):
         if group.rank == step // 20 - 1 and step % 20 == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         sums.append(store.add("count", timeout=60))
         store.set(f"mark {group.rank}", str(sums[-1]))
+        assert alone.all_reduce(step) == step
+        group.barrier()  # the last sum of a rank counts the steps of all
     return {"sums": sums, "own": store.get(f"mark {group.rank}"), "first": store.get("mark 0")}
 
 
@@ -98,8 +107,55 @@ def test_the_store_survives_the_members_that_ordered_its_changes() -> None:
     found: list[dict[str, Any]] = [each for each in results[2:] if each is not None]
     sums = [number for each in found for number in each["sums"]]
     assert len(set(sums)) == len(sums) == 120
-    # Rank 0 counted 30 times and rank 1 50 times; what each asked last may have had its effect before it was lost.
-    assert max(sums) in range(120 + 30 + 50, 120 + 30 + 50 + 3)
+    assert max(sums) == 120 + 30 + 50  # rank 0 counted 30 times and rank 1 50 times
     assert all(each["own"] == str(each["sums"][-1]).encode() for each in found)
     assert len({each["first"] for each in found}) == 1
     assert found[0]["first"] is not None
+
+
+def lose_the_first() -> Any:
+    """Rank 0, which orders the changes, is killed; the others shrink and go on with the entries."""
+    with covey.join() as group:
+        group.node.store.set(f"host of {group.rank}", str(group.rank))
+        group.barrier()
+        say("ready")
+        lost = attempt(lambda: group.recv(src=0))
+        smaller, _ = group.shrink()
+        with smaller:
+            store = smaller.node.store
+            found = store.wait("host of 0", "host of 1", "host of 2", timeout=20)
+            sums = [store.add("count", timeout=20) for _ in range(5)]
+            smaller.barrier()
+        return {"lost": lost["error"], "found": [value.decode() for value in found], "sums": sums}
+
+
+def test_in_a_run_that_ends_with_a_loss_the_store_is_that_of_the_shrunken_group() -> None:
+    with Members(3, lose_the_first) as ranks:
+        ranks.hear("ready")
+        ranks.kill(0)
+        reports = ranks.results((1, 2))
+        assert [(report["lost"], report["found"]) for report in reports] == [("PeerLostError", ["0", "1", "2"])] * 2
+        assert sorted(number for report in reports for number in report["sums"]) == list(range(1, 11))
+        ranks.await_exit((1, 2))
+
+
+def test_a_split_group_of_one_is_still_in_the_run() -> None:
+    def body(group: Group) -> int:
+        with group.split(group.rank) as alone:
+            assert (alone.size, alone.to_run(0), alone.to_parent(0)) == (1, group.rank, group.rank)
+            assert alone.node.members[0] == replace(group.members[group.rank], rank=0)
+            assert alone.events()[0] == group.events()[0]
+            assert alone.node.leader == (0 if group.node.leader == group.rank else None)
+            group.node.register("double", lambda number: 2 * number)
+            assert alone.call(0, "double", 4) == 8
+            x = np.arange(5.0) + group.rank
+            assert (alone.all_reduce(x.copy()) == x).all()
+            assert (alone.all_gather(x)[0] == x).all()
+            alone.barrier()
+            number = alone.node.store.add("count")
+            group.barrier()
+            assert group.node.store.add("count", 0) == 3
+        group.barrier()  # before a rank leaves
+        return number
+
+    assert sorted(run_threads(3, body)) == [1, 2, 3]

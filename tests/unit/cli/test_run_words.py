@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from covey.base.errors import ConfigError
-from covey.cli.run import app, command_line, is_run_name, share_of_run
+from covey.cli.run import app, check_compress, command_line, is_run_name, share_of_run
 from covey.net.keys import secret_sources
 
 if TYPE_CHECKING:
@@ -139,3 +139,22 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(monkeypatc
     monkeypatch.setenv("COVEY_SECRET", "cd" * 32)
     with pytest.raises(ConfigError, match=complaint):
         share_of_run(3, {"COVEY_RUN": "mine", **variables})
+
+
+@pytest.mark.parametrize(
+    ("compress", "error"),
+    [
+        (
+            "int9",
+            r"^--compress int9: there is no codec 'int9' \(did you mean int8\?\).*script registers",
+        ),
+        (
+            "*=int8, head=topk(ratoi=0.1)",
+            r"no parameter 'ratoi' \(did you mean ratio\?\); its parameters: ratio$",
+        ),
+    ],
+)
+def test_a_mistyped_codec_is_an_error_before_anything_is_started(compress: str, error: str) -> None:
+    assert check_compress("embed.*=topk(0.01), *=int8") == "embed.*=topk(0.01), *=int8"
+    with pytest.raises(ConfigError, match=error):
+        typer.main.get_command(app).main(["-n", "2", "--compress", compress, "train.py"], standalone_mode=False)

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
-from covey.cli.status.picture import Picture, as_json, picture
-from covey.cli.status.view import duration, milliseconds, view
+from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
+from covey.cli.status.view import MOST_EVENTS, duration, milliseconds, view
+from covey.runtime.events import Event
 from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
 
 
@@ -243,3 +244,20 @@ def test_joiners_that_do_not_fit_are_shown_with_the_reason_and_not_counted(width
     assert lines[:2] == ["run mine in lab: joining for 3 s, 2 nodes, 1 more refused", "  waits: wren-0001: 1 more node"]
     assert any(names[2] in line and line.endswith("refused") for line in lines)
     assert all(len(line) <= width for line in lines)
+
+
+def test_the_last_events_of_a_run_are_shown_below_it_as_its_first_member_tells_them() -> None:
+    answers: list[Answer | CoveyError] = [*tells(2)]
+    seen = [state(number) for number in (1, 2)]
+    assert tellers(seen, answers) == {"mine": seen[0].card}
+    assert tellers(seen, [DeadlineError("silent"), answers[1]]) == {"mine": seen[1].card}
+    assert shown(with_events(draw(answers), {})) == shown(draw(answers))
+    lost = Event("lost", 86400.0, 0, 1, (1,), ("rank 1 (otter)",), {"detect": 0.0, "agree": 31.6})
+    events = [Event("leader", 0.0, 0, 0, (0,))] * 20 + [Event("refused", 0.0, 0, 0, (), ("lynx",), text="denied"), lost]
+    drawn = with_events(draw(answers), {"mine": events, "other": [lost]})
+    *_, before, refused, last = (line.split(maxsplit=2)[1:] for line in shown(drawn))
+    assert before == ["leader", "rank 0"]
+    assert refused == ["refused", "lynx: denied"]
+    assert last == ["lost", "rank 1 (otter): recovered in 32 ms"]
+    assert len(shown(drawn)) == len(shown(draw(answers))) + 2 + MOST_EVENTS
+    assert json.loads(json.dumps(as_json(drawn)))["runs"][0]["events"][-1]["ranks"] == [1]

@@ -13,7 +13,7 @@ import pytest
 from covey.base.dtypes import dtype_code
 from covey.base.errors import PeerLostError, RemoteProtocolError
 from covey.proto import message_link, message_stream
-from covey.proto.matching import ANY, Matcher
+from covey.proto.matching import ANY, RESERVED_TAGS, Matcher
 from covey.proto.message import HEADER_COST
 from covey.proto.message_link import MessageLink, MessageSizes
 from covey.proto.message_stream import Inlet, Outlet
@@ -33,6 +33,8 @@ CREDIT = 8 * (EAGER + HEADER_COST)
 ACK_BATCH = 4 * (EAGER + HEADER_COST)
 SIZES = [0, 1, 20, EAGER - 1, EAGER, EAGER + 1, PIECE, 2 * PIECE + 77, 5 * PIECE]
 TAGS = 3
+LISTENED = RESERVED_TAGS + 1
+"""A tag whose messages need no receive."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,10 @@ class Story:
         """By rank: the connection that it uses, and the last one that it used."""
         self.messages: list[list[Message]] = [[], []]
         """By sender."""
+        self.told: list[list[bytes]] = [[], []]
+        """By sender: messages that need no receive."""
+        for matcher in self.matchers:
+            matcher.listened.add(LISTENED)
         self.receives: list[list[Receive]] = [[], []]
         self.over: set[Operation] = set()
         self.breaks = 0
@@ -79,7 +85,8 @@ class Story:
 
     def play(self) -> None:
         acts = [self.send, self.send, self.receive, self.receive, self.part, self.notice, self.connect, self.adopt]
-        weights = [3, 3, 3, 3, 1, 4, 4, 4]
+        acts.append(self.tell)
+        weights = [3, 3, 3, 3, 1, 4, 4, 4, 4]
         for _ in range(TURNS):
             self.rng.choices(acts, weights)[0]()
             for _ in range(self.rng.randrange(4)):
@@ -107,6 +114,14 @@ class Story:
             view, 1 - rank, message.tag, dtype_code=UINT8, shape=(len(data),), is_object=False
         )
         self.messages[rank].append(message)
+        self.collect()
+
+    def tell(self) -> None:
+        rank = self.rng.randrange(2)
+        number = len(self.told[rank])
+        size = self.rng.choice([0, 1, 20, EAGER])
+        self.told[rank].append(bytes((rank * 37 + number * 11 + at * 5) % 251 for at in range(size)))
+        self.matchers[rank].tell(self.told[rank][-1], 1 - rank, LISTENED)
         self.collect()
 
     def receive(self) -> None:
@@ -214,6 +229,7 @@ class Story:
                 assert receive.result is not None
                 assert receive.result.data is not None
                 assert receive.result.data.tobytes() == expected[receive.result.tag].popleft(), "order, or bytes"
+            assert self.matchers[1 - rank].heard == [(rank, data) for data in self.told[rank]], "told once, in order"
             assert not self.matchers[rank].undelivered()
 
 
@@ -369,6 +385,29 @@ def counts_what_has_not_come(advance: Any) -> Any:
     return mutant
 
 
+def tells_without_credit(tell: Any) -> Any:
+    def mutant(self: MessageLink, data: bytes, tag: int) -> bool:
+        used, self._used = self._used, 0
+        try:
+            return bool(tell(self, data, tag))
+        finally:
+            self._used += used
+
+    return mutant
+
+
+def gives_no_credit_back_for_what_it_heard(heard: Any) -> Any:
+    def mutant(self: MessageLink, header: Header, data: bytes) -> None:
+        give_credit, self._give_credit = self._give_credit, lambda: None  # type: ignore[method-assign]
+        try:
+            heard(self, header, data)
+        finally:
+            self._give_credit = give_credit  # type: ignore[method-assign]
+            self._owed -= HEADER_COST + len(data)
+
+    return mutant
+
+
 MUTANTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (Outlet, "advance", forgets_what_it_sent),
     (Outlet, "buffers", forgets_what_may_be_sent),
@@ -381,6 +420,8 @@ MUTANTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (MessageLink, "_begin", acknowledges_nothing_small),
     (MessageLink, "_landed", acknowledges_nothing_large),
     (Inlet, "advance", counts_what_has_not_come),
+    (MessageLink, "tell", tells_without_credit),
+    (MessageLink, "_heard", gives_no_credit_back_for_what_it_heard),
 ]
 
 

@@ -197,6 +197,42 @@ def test_steps_and_jobs_of_slurm_meet_in_folders_of_their_own() -> None:
     assert len({find_launched_rank({**SLURM, **change}).folder for change in variants}) == 3
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("north", "north"),
+        ("north,south", "north"),
+        ("n[007-012,20],m3", "n007"),
+        ("n[3,5-8]", "n3"),
+        ("rack2-n[1-2].lab,x", "rack2-n1.lab"),
+        ("north,n[1-3]", "north"),
+    ],
+)
+def test_ranks_of_slurm_on_several_hosts_meet_at_the_first_of_them(nodes: str, first: str) -> None:
+    spread = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes}
+    launched = find_launched_rank(spread)
+    assert launched.master == (first, 20_079)
+    assert find_launched_rank({**spread, "SLURM_STEP_ID": "3"}).master == (first, 20_080)
+    assert find_launched_rank({**spread, **MASTER}).master == ("10.1.2.3", 4000)
+
+
+def test_components_of_a_heterogeneous_slurm_step_are_one_run() -> None:
+    mixed = {**SLURM, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "big1", "SLURM_STEP_NODELIST": "small7"}
+    launched = find_launched_rank({**mixed, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "6"})
+    assert (launched.rank, launched.size, launched.master) == (4, 6, ("big1", 20_079))
+    assert find_launched_rank({**mixed, "WORLD_SIZE": "9"}).size == 9
+
+
+def test_a_pod_of_an_indexed_job_has_the_rank_of_its_index() -> None:
+    env = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "train-0.train"}
+    launched = find_launched_rank(env)
+    assert (launched.rank, launched.size, launched.local_rank, launched.local_size) == (2, 3, 0, 1)
+    assert launched.addresses == (("train-0.train", 29501),)
+    assert find_launched_rank({**env, "JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "1"}).size == 1
+    with pytest.raises(ConfigError, match="WORLD_SIZE to the Job's completions"):
+        find_launched_rank({"JOB_COMPLETION_INDEX": "2"})
+
+
 def test_a_slurm_step_on_several_hosts_needs_a_master() -> None:
     spread = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
     with pytest.raises(ConfigError, match="several hosts"):

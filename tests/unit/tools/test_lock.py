@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import itertools
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from tools import lock
+from tools import install, lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,15 +66,26 @@ def test_every_line_of_the_lock_is_exact_and_hashed_and_none_names_an_index() ->
     assert not any(lock.OF_TORCH.fullmatch(name) for name in lock.locked())
 
 
-def test_what_make_installs_is_checked_against_the_lock() -> None:
+def test_what_make_installs_is_checked_against_the_lock(tmp_path: Path) -> None:
     """The recipe of the environment that tests run in installs nothing unchecked but torch, and builds offline."""
     ended = subprocess.run(["make", "-n", "-B", ".venv/.built"], cwd=ROOT, capture_output=True, text=True, check=True)
-    installs = [line.partition(" install ")[2] for line in ended.stdout.splitlines() if " -m pip install " in line]
-    assert [line.removeprefix("--quiet --disable-pip-version-check --no-compile ") for line in installs] == [
-        "--require-hashes --no-deps -r requirements-dev.lock",
-        "-r requirements-torch.txt",
-        "--no-deps --no-build-isolation --editable .",
-    ]
+    installs = [line for line in ended.stdout.splitlines() if "install" in line]
+    editable = "--quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable ."
+    assert installs == [".venv/bin/python tools/install.py", f".venv/bin/python -m pip install {editable}"]
+    torch, *parts = install.at_once(tmp_path)
+    assert torch == ["--no-deps", "-r", str(lock.TORCH)]
+    assert {tuple(arguments[:-1]) for arguments in parts} == {("--require-hashes", "--no-deps", "-r")}
+
+
+def test_the_parts_of_the_lock_are_all_of_it_and_none_is_twice(tmp_path: Path) -> None:
+    texts = [Path(arguments[-1]).read_text() for arguments in install.at_once(tmp_path)[1:]]
+    assert len(texts) > 1
+    locked = [line for line in lock.LOCK.read_text().splitlines() if not line.startswith("#")]
+    assert sorted(line for text in texts for line in text.splitlines()) == sorted(locked)
+    for text in texts:
+        assert not any(line.startswith(" ") for line in text.splitlines()[:1]), "hashes without their package"
+        for line, after in itertools.pairwise(text.splitlines()):
+            assert line.endswith("\\") == after.startswith(" "), line
 
 
 def test_torch_is_pinned_in_a_file_of_its_own() -> None:

@@ -1,10 +1,13 @@
 """`covey bench calls`: measures calls between two processes: their latency, their rate, and large payloads.
 
-In each round, the payload is also broadcast over a lane of collectives, which is the fastest way to move it.
+In each round, the payload is also broadcast over a lane of collectives, which is the fastest way to move it; then small
+calls are made while payloads fill the connection; then others make the same small calls (`grpc_calls`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import statistics
 import threading
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.errors import ConfigError
+from covey.cli.bench.grpc_calls import GrpcClient, GrpcServer, grpc_aio
 from covey.cli.bench.sweep import LANES, format_bytes
 from covey.cli.layout import Column
 from covey.cli.terminal import Fitted
@@ -28,6 +32,9 @@ ONE_BY_ONE: Final = 1000
 """Small calls of a round, one after the other."""
 AT_ONCE: Final = 4000
 """Small calls of a round that are made while others are under way."""
+BESIDE: Final = 500
+"""Small calls of a round that are made while payloads are under way."""
+AGAINST: Final = ("grpc",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,18 @@ class CallTrial:
     in_flight: int = 32
     nbytes: int = 64 << 20
     rounds: int = 5
+    against: tuple[str, ...] = ()
+    """Libraries that make the same small calls."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
             raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(LANES)}")
+        if unknown := set(self.against) - set(AGAINST):
+            raise ConfigError(
+                f"cannot compare calls with {', '.join(sorted(unknown))}; choose from {', '.join(AGAINST)}"
+            )
+        if "grpc" in self.against:
+            grpc_aio()
         if self.in_flight < 1 or self.rounds < 1 or self.nbytes < 1:
             raise ConfigError("at least one call in flight, one round and one byte are needed")
 
@@ -57,6 +72,11 @@ class CallFigures:
     """Of a payload as the argument of a call."""
     lane_bytes_per_second: list[float]
     """Of the same payload in a broadcast."""
+    beside_p50_us: list[float]
+    beside_p99_us: list[float]
+    """Of small calls while calls with the payload are under way to the same node."""
+    others: dict[str, dict[str, list[float]]]
+    """By library: its `p50_us`, `p99_us` and `calls_per_second`."""
 
     @property
     def share_of_lane(self) -> float:
@@ -71,8 +91,9 @@ def measure(trial: CallTrial) -> CallFigures:
     return CallFigures(**launch(_rank, 2, trial, timeout=120 + 30 * trial.rounds)[0])
 
 
-def _rank(group: Group, trial: CallTrial) -> dict[str, list[float]]:
-    figures: dict[str, list[float]] = {name: [] for name in CallFigures.__dataclass_fields__}
+def _rank(group: Group, trial: CallTrial) -> dict[str, Any]:
+    figures: dict[str, list[float]] = {name: [] for name in CallFigures.__dataclass_fields__ if name != "others"}
+    others: dict[str, dict[str, list[float]]] = {}
     payload = np.arange(trial.nbytes, dtype=np.uint8)
     node = group.node
 
@@ -84,22 +105,81 @@ def _rank(group: Group, trial: CallTrial) -> dict[str, list[float]]:
     def check(data: np.ndarray[Any, Any]) -> bool:
         return data.nbytes == trial.nbytes and bool((data[:: 1 << 16] == payload[:: 1 << 16]).all())
 
-    for turn in range(trial.rounds + 1):  # the first one warms up
-        found = dict[str, float]()
-        group.barrier()
-        if group.rank == 0:
-            taken = sorted(_timed(lambda: _expect(node.call(1, "add", 1, 2), 3)) for _ in range(ONE_BY_ONE))
-            found["p50_us"], found["p99_us"] = 1e6 * taken[ONE_BY_ONE // 2], 1e6 * taken[ONE_BY_ONE * 99 // 100]
-            found["calls_per_second"] = AT_ONCE / _timed(lambda: _call_at_once(group, trial.in_flight))
-            took = _timed(lambda: _expect(node.call(1, "check", payload), True))
-            found["call_bytes_per_second"] = trial.nbytes / took
-        group.barrier()
-        found["lane_bytes_per_second"] = trial.nbytes / _timed(lambda: group.broadcast(payload, root=0))
-        group.barrier()
-        if group.rank == 0 and turn:
-            for name, value in found.items():
-                figures[name].append(value)
-    return figures
+    with contextlib.ExitStack() as stack:
+        rivals = _rivals(group, trial, stack)
+        for turn in range(trial.rounds + 1):  # the first one warms up
+            found = dict[str, float]()
+            group.barrier()
+            if group.rank == 0:
+                found["p50_us"], found["p99_us"] = _percentiles(_one_by_one(group, ONE_BY_ONE))
+                found["calls_per_second"] = AT_ONCE / _timed(lambda: _call_at_once(group, trial.in_flight))
+                took = _timed(lambda: _expect(node.call(1, "check", payload), True))
+                found["call_bytes_per_second"] = trial.nbytes / took
+                found["beside_p50_us"], found["beside_p99_us"] = _percentiles(_beside_payloads(group, payload))
+            group.barrier()
+            found["lane_bytes_per_second"] = trial.nbytes / _timed(lambda: group.broadcast(payload, root=0))
+            group.barrier()
+            if group.rank == 0 and turn:
+                for name, value in found.items():
+                    figures[name].append(value)
+            for name, client in rivals.items():
+                p50, p99 = _percentiles(client.one_by_one(ONE_BY_ONE))
+                rate = AT_ONCE / _timed(functools.partial(client.at_once, AT_ONCE, trial.in_flight))
+                if turn:
+                    kept = others.setdefault(name, {"p50_us": [], "p99_us": [], "calls_per_second": []})
+                    for figure, value in zip(kept.values(), (p50, p99, rate), strict=True):
+                        figure.append(value)
+        group.barrier()  # the server is needed until here
+    return {**figures, "others": others}
+
+
+def _rivals(group: Group, trial: CallTrial, stack: contextlib.ExitStack) -> dict[str, GrpcClient]:
+    """Start the servers of other libraries on rank 1; return the clients on rank 0, by name."""
+    if "grpc" not in trial.against:
+        return {}
+    if group.rank == 1:
+        server = stack.enter_context(contextlib.closing(GrpcServer()))
+        group.send_object([*server.ports, server.certificate.decode()], 0)
+        return {}
+    plain, secured, certificate = group.recv_object(1)
+    return {
+        "grpc.aio": stack.enter_context(contextlib.closing(GrpcClient(plain, None))),
+        "grpc.aio, TLS": stack.enter_context(contextlib.closing(GrpcClient(secured, certificate.encode()))),
+    }
+
+
+def _one_by_one(group: Group, count: int) -> list[float]:
+    """Return how long each of so many small calls took, one after the other."""
+    return [_timed(lambda: _expect(group.node.call(1, "add", 1, 2), 3)) for _ in range(count)]
+
+
+def _percentiles(seconds: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile, in microseconds."""
+    seconds.sort()
+    return 1e6 * seconds[len(seconds) // 2], 1e6 * seconds[len(seconds) * 99 // 100]
+
+
+def _beside_payloads(group: Group, payload: np.ndarray[Any, Any]) -> list[float]:
+    """Return how long small calls took while another thread made calls with the payload, all the time."""
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def fill() -> None:
+        try:
+            while not is_over.is_set():
+                _expect(group.node.call(1, "check", payload), True)
+        except BaseException as error:
+            errors.append(error)
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        taken = _one_by_one(group, BESIDE)
+    finally:
+        is_over.set()
+        filler.join()
+    _expect(errors, [])
+    return taken
 
 
 def _timed(function: Any) -> float:
@@ -143,7 +223,15 @@ def table(trial: CallTrial, figures: CallFigures) -> Fitted:
         (f"call with {size}", mebibytes[0]),
         (f"broadcast of {size}", mebibytes[1]),
         ("call against broadcast", f"{figures.share_of_lane:.2f}x"),
+        (f"small call beside {size}, p50", f"{statistics.median(figures.beside_p50_us):.0f} us"),
+        (f"small call beside {size}, p99", f"{statistics.median(figures.beside_p99_us):.0f} us"),
     ]
+    for name, other in figures.others.items():
+        rows += [
+            (f"{name}: small call, p50", f"{statistics.median(other['p50_us']):.0f} us"),
+            (f"{name}: small call, p99", f"{statistics.median(other['p99_us']):.0f} us"),
+            (f"{name}: {trial.in_flight} in flight", f"{statistics.median(other['calls_per_second']):.0f} /s"),
+        ]
     titles, cells = (f"calls, {trial.lanes}", "median"), zip(*rows, strict=True)
     return Fitted([Column(*each, is_right=each[0] == "median") for each in zip(titles, cells, strict=True)])
 

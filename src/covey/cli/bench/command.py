@@ -180,12 +180,14 @@ def calls(
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "secure",
     size: Annotated[str, typer.Option(help="Bytes of the large payload; K, M and G are binary.")] = "64M",
     rounds: Annotated[int, typer.Option(help="Rounds of everything.")] = 5,
+    against: Annotated[str, typer.Option(help="Another library for the same small calls, in turns: grpc.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure calls between two processes: latency, calls a second, and a large payload beside its broadcast."""
     from covey.cli.bench import calls as trials
 
-    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds)
+    rivals = tuple(parse_names(against)) if against else ()
+    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds, against=rivals)
     console, facts = Console(stderr=as_json), machine_facts()
     with working("calling", console=console):
         figures = trials.measure(trial)

@@ -77,7 +77,7 @@ class RankProcesses:
     def __enter__(self) -> Self:
         """Start the processes; `await_hello` waits for them."""
         with ExitStack() as stack:
-            run = stack.enter_context(LocalRun(1 if self.contender.engine == "mpi" else self.size))
+            run = stack.enter_context(LocalRun(1 if self.contender.engine == "mpi" else self.size, name="bench"))
             self._folder = Path(run.folder) / "bench"
             self._folder.mkdir()
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -114,7 +114,7 @@ class JobProcesses:
         self, size: int, argv: Sequence[str], listener: Listener, *, env: Mapping[str, str], slots: int | None = None
     ) -> None:
         """Start nothing yet. There will be at most `slots` ranks: those of newcomers may be above `size`."""
-        self.run = LocalRun(size)
+        self.run = LocalRun(size, name="chaos")
         self.size = size
         self._slots = size if slots is None else slots
         self._argv, self._listener = argv, listener

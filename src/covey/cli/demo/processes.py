@@ -68,7 +68,7 @@ def reports(plan: Plan) -> Generator[tuple[int, Report], None, None]:
         RankFailedError: a node ended early and is not restarted; the message ends with its last output.
         DeadlineError: no node reported anything for SILENCE seconds.
     """
-    with LocalRun(plan.nodes) as run, selectors.DefaultSelector() as selector:
+    with LocalRun(plan.nodes, name="demo") as run, selectors.DefaultSelector() as selector:
         yield from _Nodes(plan, run, selector).reports()
 
 

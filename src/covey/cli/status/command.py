@@ -14,18 +14,22 @@ from rich.console import Console
 from rich.live import Live
 
 from covey.base.config import check_timeout, group_config
+from covey.base.errors import RemoteProtocolError
 from covey.cli.layout import room
 from covey.cli.status.picture import as_json as to_json
-from covey.cli.status.picture import picture
+from covey.cli.status.picture import picture, tellers, with_events
 from covey.cli.status.view import nothing_found, view
 from covey.cli.terminal import is_lively, say, working
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.visit import visiting
+from covey.runtime.metrics.inspection import EVENTS
+from covey.runtime.past_events import decode_last
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.cli.status.picture import Picture
+    from covey.runtime.events import Event
     from covey.runtime.mesh.visit import Visit
 
 SEARCH_SECONDS: Final = 1.5
@@ -43,7 +47,9 @@ def status(
         str | None, typer.Argument(metavar="CLUSTER", help="Which one, if this machine is in several.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one object a line.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C; with events.")
+    ] = False,
     wait: Annotated[
         float | None,
         typer.Option(
@@ -66,7 +72,7 @@ def status(
             look_around(visit, wait)
         if watch:
             return _watch(visit, console, as_json=as_json)
-        seen = take(visit)
+        seen = take(visit, has_events=as_json)
     if as_json:
         typer.echo(json.dumps(to_json(seen)))
     else:
@@ -84,12 +90,24 @@ def look_around(visit: Visit, seconds: float | None = None) -> None:
         visit.look(PATIENCE_SECONDS - SEARCH_SECONDS, until=lambda visit: bool(visit.members()))
 
 
-def take(visit: Visit) -> Picture:
-    """Ask every node for its state, and combine the answers."""
+def take(visit: Visit, *, has_events: bool) -> Picture:
+    """Ask every node for its state, and one of each run for its last events; combine the answers."""
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     mesh = visit.mesh
-    return picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
+    drawn = picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
+    return with_events(drawn, last_events(visit, tellers(seen, answers))) if has_events else drawn
+
+
+def last_events(visit: Visit, to_ask: dict[str, messages.Card]) -> dict[str, list[Event]]:
+    """Return the last events of each run, by name; none of a run whose node does not answer."""
+    answers = visit.ask_all(list(to_ask.values()), messages.Inspect(EVENTS), ANSWER_SECONDS)
+    told: dict[str, list[Event]] = {}
+    for run, answer in zip(to_ask, answers, strict=True):
+        if isinstance(answer, messages.Inspected) and answer.what == EVENTS and answer.pages:
+            with contextlib.suppress(RemoteProtocolError):
+                told[run] = decode_last(answer.body)
+    return told
 
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:
@@ -97,7 +115,7 @@ def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:
     live = Live(console=console, screen=False, auto_refresh=False) if is_lively(console) and not as_json else None
     with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         while True:
-            seen = take(visit)
+            seen = take(visit, has_events=True)
             shown = nothing_found(seen.cluster) if seen.is_empty else view(seen, room())
             if as_json:
                 print(json.dumps(to_json(seen)), flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import DeadlineError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from covey.base.errors import CoveyError
+    from covey.runtime.events import Event
     from covey.wire.messages import Answer, Card, PeerReport, Wait
 
 
@@ -67,6 +68,8 @@ class Run:
     nodes: tuple[Node, ...]
     waits: tuple[str, ...] = ()
     """What its nodes wait for, and the problems that they report."""
+    events: tuple[Event, ...] = ()
+    """The last events of the run, as one of its nodes knows them."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,22 @@ def picture(
         elif isinstance(answer, DeadlineError):
             silent.append(str(answer))
     return Picture(cluster, tuple(_run(name, told[name]) for name in sorted(told)), tuple(silent), dict(refused))
+
+
+def tellers(seen: Sequence[PeerReport], answers: Sequence[Answer | CoveyError]) -> dict[str, Card]:
+    """Return, by run, the card of the member to ask for its events: the one with the lowest rank that answered."""
+    members = [
+        (answer.rank, state.card, answer.run)
+        for state, answer in zip(seen, answers, strict=True)
+        if isinstance(answer, Tell) and answer.rank >= 0
+    ]
+    return {run: card for _, card, run in sorted(members, key=lambda each: -each[0])}
+
+
+def with_events(drawn: Picture, events: Mapping[str, Sequence[Event]]) -> Picture:
+    """Return the picture with the last events of each run, given by its name."""
+    runs = (replace(run, events=tuple(events.get(run.name, ()))) for run in drawn.runs)
+    return replace(drawn, runs=tuple(runs))
 
 
 def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from covey.cli.status.picture import Node, Picture, Run, Way
+    from covey.runtime.events import Event
 
 MOST_IN_TABLE: Final = 6
 """Up to this many nodes, every link is shown; beyond, a summary."""
 MOST_REASONS: Final = 8
 """How many reasons for a wait are shown; `covey doctor` shows all."""
+MOST_EVENTS: Final = 8
+"""How many of a run's last events are shown."""
 CLOCK_SECONDS: Final = 1.0
 """A clock that differs by more than this is noted."""
 
@@ -27,7 +31,13 @@ CLOCK_SECONDS: Final = 1.0
 def view(picture: Picture, width: int | None) -> Text:
     """Return the whole picture, in lines of at most `width` letters; None does not limit them."""
     blocks = [
-        [*_headline(picture.cluster, run, width), *_waits(run, width), *_nodes(run, width), *_links(run, width)]
+        [
+            *_headline(picture.cluster, run, width),
+            *_waits(run, width),
+            *_nodes(run, width),
+            *_links(run, width),
+            *_events(run, width),
+        ]
         for run in picture.runs
     ]
     problems = [*picture.silent, *(f"{name} was refused: {why}" for name, why in sorted(picture.refused.items()))]
@@ -146,6 +156,28 @@ def _summary(told: list[Node]) -> list[str]:
             line += f", round trip {milliseconds(middle)} (median), at most {milliseconds(longest)}{between}"
         lines.append(line)
     return lines
+
+
+def _events(run: Run, width: int | None) -> list[Text]:
+    """Return the last events of a run, one a line, oldest first."""
+    shown = run.events[-MOST_EVENTS:]
+    if not shown:
+        return []
+    columns = [
+        Column("at", [time.strftime("%H:%M:%S", time.localtime(event.time)) for event in shown]),
+        Column("event", [event.kind for event in shown]),
+        Column("", [_what(event) for event in shown], wraps=True),
+    ]
+    return [Text(), *_texts(lay_out(columns, width, "dim"))]
+
+
+def _what(event: Event) -> str:
+    """Return what an event is about: its members, what it says, and how long a recovery took."""
+    about = ", ".join(event.names) or ", ".join(f"rank {rank}" for rank in event.ranks)
+    parts = [about or f"generation {event.generation}", event.text]
+    if event.phases:
+        parts.append(f"recovered in {max(event.phases.values()):.0f} ms")
+    return ": ".join(filter(None, parts))
 
 
 def _label(node: Node) -> str:

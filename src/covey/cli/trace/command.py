@@ -16,6 +16,9 @@ from covey.base.text import listed, printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say, working
 from covey.cli.trace.merge import chrome_trace, merge
+from covey.net.local_runs import find_local_run, local_runs
+from covey.net.settings_files import effective_environment
+from covey.runtime.environment import ClusterOptions
 from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.cli.trace.merge import Timeline
+    from covey.net.keys.clusters import Cluster
+    from covey.net.local_runs import LocalRunFound
 
 ANSWER_SECONDS: Final = 5.0
 FILE_LIMIT_BYTES: Final = 1 << 26
@@ -42,7 +47,7 @@ def trace(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | FILE...]",
-            help="A run of the cluster, or files that its ranks have written.",
+            help="A run on this machine or of the cluster, or files that ranks have written.",
             show_default="the latest files here",
         ),
     ] = None,
@@ -57,21 +62,23 @@ def trace(
 ) -> None:
     """Show the last operations of all ranks of a run on one time line, and which rank waited for which.
 
+    The ranks of a run that goes on are asked: covey trace train shows what covey run -n 4 train.py does.
+
     The trace is for ui.perfetto.dev, or for chrome://tracing.
 
     A rank writes its last operations to a file when its group fails, and when it gets SIGUSR1; so does covey run for
     all its ranks when it gets SIGUSR1.
     """
     words = what or []
-    measured: dict[str, float] | None = None
+    run, measured = "", None
     if not words:
         flights = read_latest(folder())
     elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
-        flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
+        run, flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
     else:
         flights = [read(Path(word)) for word in words]
     timeline = merge(flights, measured)
-    target = out or Path(f"{_file_name(flights[0].run)}.trace.json")
+    target = out or Path(f"{_file_name(run or flights[0].run)}.trace.json")
     try:
         target.write_text(json.dumps(chrome_trace(timeline)))
     except OSError as error:
@@ -105,7 +112,7 @@ def read_latest(place: Path) -> list[Flight]:
     """Return what the processes of the run whose file is the newest have written around that time."""
     files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not files:
-        raise ConfigError(f"there are no files of ranks in {place}; name a run of the cluster, or the files")
+        raise ConfigError(f"there are no files of ranks in {place}; name a run that goes on{_here()}, or the files")
     newest, at = read(files[0]), files[0].stat().st_mtime
     flights = [newest]
     for path in files[1:]:
@@ -114,21 +121,62 @@ def read_latest(place: Path) -> list[Flight]:
     return sorted(flights, key=lambda flight: flight.seat)
 
 
-# The nodes of a cluster
+# Runs that go on
 
 
-def ask_run(run: str, cluster: str | None, wait: float) -> tuple[list[Flight], dict[str, float]]:
-    """Ask the members of a run for their operations; return those, and by host how far its clock is ahead of ours.
+def ask_run(name: str, cluster: str | None, wait: float) -> tuple[str, list[Flight], dict[str, float] | None]:
+    """Ask the ranks of a run on this machine, or else the members of a run of the cluster.
+
+    Return its name, their operations, and by host how far its clock is ahead of ours; None if all are on one host.
 
     Raises:
         ConfigError: there is no such run.
         DeadlineError: no member has answered.
     """
-    from covey.runtime.environment import ClusterOptions
+    run = find_local_run(name) if cluster is None else None
+    if run is not None:
+        return run.name, ask_local_run(run), None
+    try:
+        found = ClusterOptions(cluster).find(effective_environment())
+    except ConfigError as error:
+        if cluster is not None:
+            raise
+        raise ConfigError(f"no run {name!r} goes on here{_here()}, and no cluster can be asked: {error}") from None
+    return name, *ask_cluster(name, found, wait)
+
+
+def _here() -> str:
+    """Return the names of the runs on this machine, to be put behind what a message says of them."""
+    names = listed(dict.fromkeys(run.name for run in local_runs()))
+    return f" (here: {names})" if names else ""
+
+
+def ask_local_run(run: LocalRunFound) -> list[Flight]:
+    """Ask the ranks of a run on this machine for their operations; DeadlineError if none has told them."""
+    from covey.runtime.mesh.local_visit import visiting_ranks
+
+    with visiting_ranks(run) as visit:
+        flights = collect(visit.ask)
+    return _checked(run.name, flights, run.size, "rank")
+
+
+def _checked(run: str, flights: list[Flight], size: int, noun: str) -> list[Flight]:
+    """Return what was told in the order of seats, and say how many did not answer; DeadlineError if all did not."""
+    if not flights:
+        raise DeadlineError(
+            f"no {noun} of the run {run!r} has told its operations within the timeout of {ANSWER_SECONDS:g} s: they "
+            "may not have joined yet"
+        )
+    if missing := size - len(flights):
+        say(f"{plural(missing, noun)} did not answer", err=True)
+    return sorted(flights, key=lambda flight: flight.seat)
+
+
+def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], dict[str, float]]:
+    """Ask the members of a run of a cluster; see `ask_run`."""
     from covey.runtime.mesh.visit import visiting
 
-    found = ClusterOptions(cluster).find(os.environ)
-    with visiting(found, group_config(os.environ), announce=False) as visit:
+    with visiting(found, group_config(effective_environment()), announce=False) as visit:
         with working(f"looking for nodes of {found.name} ..."):
             visit.look(wait)
         seen = visit.members()
@@ -149,14 +197,8 @@ def ask_run(run: str, cluster: str | None, wait: float) -> tuple[list[Flight], d
             return {index: answer if isinstance(answer, messages.Inspected) else None for index, answer in answers}
 
         flights = collect(ask)
-    if not flights:
-        raise DeadlineError(
-            f"no member of the run {run!r} has told its operations within the timeout of {ANSWER_SECONDS:g} s"
-        )
-    if missing := len(members) - len(flights):
-        say(f"{plural(missing, 'member')} did not answer", err=True)
     ahead = {state.card.contact.host: state.clock_offset for state in members}
-    return sorted(flights, key=lambda flight: flight.seat), ahead
+    return _checked(run, flights, len(members), "member"), ahead
 
 
 # The table

@@ -201,6 +201,16 @@ def own_machine() -> bytes:
     return _slot_key(private_folder(home() / "identities"), 0).public_key().public_bytes_raw()
 
 
+def machine_secret(purpose: str) -> bytes:
+    """Return 32 bytes for one purpose that only this user on this machine can compute; the same ones each time."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    first = _slot_key(private_folder(home() / "identities"), 0).private_bytes_raw()
+    info = f"covey/1/machine/{purpose}".encode()
+    return HKDF(algorithm=SHA256(), length=32, salt=b"covey/1", info=info).derive(first)
+
+
 def _slots_of(folder: Path, node_id: bytes) -> list[int]:
     """Return the slot of the stored identity with this id, if there is one."""
     found = []

@@ -97,7 +97,7 @@ def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
 
 def _read_secret_file(path: str) -> str:
     try:
-        return read_private(Path(path)).decode()
+        return read_private(Path(path), may_be_mounted=True).decode()
     except FileNotFoundError:
         raise ConfigError(f"COVEY_SECRET_FILE: there is no file {path}") from None
     except UnicodeDecodeError:

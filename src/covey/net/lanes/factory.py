@@ -6,6 +6,7 @@ from socket import SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.native import native
+from covey.net.lanes import shm
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.ring_socket import RingSocket
@@ -25,16 +26,23 @@ SO_MAX_PACING_RATE: Final = 47
 class LaneFactory:
     """Makes lanes for one of the two executors. Takes ownership of the sockets."""
 
-    def __init__(self, *, may_seal: bool) -> None:
-        """`may_seal` tells whether lanes may be sealed, for which the compiled executor needs libcrypto."""
+    def __init__(self, *, may_seal: bool, kernel_copy: str = "auto") -> None:
+        """`may_seal` tells whether lanes may be sealed, for which the compiled executor needs libcrypto.
+
+        `kernel_copy` is the setting of this name.
+        """
+        self._kernel_copy = kernel_copy
         self.is_native = native().module is not None and not (may_seal and native_crypto())
+        self.ring_obstacle = shm.obstacle_here(is_native=self.is_native)
+        """Why no lane of this process goes through shared memory; empty if it may."""
         self.bytes_per_second = 0
         """How fast lanes made from now on send over TCP; 0: as fast as they can. Only Linux knows how."""
 
     def ring(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str) -> RingLane:
         """Make one end of a lane through shared memory."""
         if self.is_native:
-            return NativeRingLane(memory, capacity, doorbell, first=first, kind=kind)
+            how = self._kernel_copy
+            return NativeRingLane(memory, capacity, doorbell, first=first, kind=kind, kernel_copy=how)
         return RingLane(memory, capacity, doorbell, first=first, kind=kind)
 
     def ring_socket(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool) -> RingSocket:

@@ -6,6 +6,7 @@ in Python, so the other end may be either.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from functools import cache
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.native import native
+from covey.base.settings import KERNEL_COPY
 from covey.net.descriptors import track
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
@@ -21,16 +23,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+TOKEN_BYTES: Final = 32
+"""That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
 PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
 
 
 class NativeRingLane(RingLane):
-    """One end of a pair of rings."""
+    """One end of a pair of rings; the kernel may copy large transfers instead, if both ends are compiled."""
 
-    def __init__(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str) -> None:
+    def __init__(
+        self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str, kernel_copy: str = "auto"
+    ) -> None:
+        """`kernel_copy` is the setting of this name."""
         super().__init__(memory, capacity, doorbell, first=first, kind=kind)
-        self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first)
+        token, how = os.urandom(TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
+        self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first, token, how)
 
     def peek(self) -> bytes:
         return bytes(self.native.peek())

@@ -3,7 +3,7 @@
 There are no locks, so a killed peer leaves none locked. Each control word has one writer: the writer of a ring moves
 `head`, its reader moves `tail`, and each end marks itself asleep in a word of its own. x86-64 makes stores visible in
 order, so once `head` has moved, the bytes before it are visible; machines with a weaker order must not use this lane
-(see `shm.usable`).
+between processes (see `shm.obstacle`), only the compiled one.
 
 An end that has nothing to do marks itself asleep, checks once more, and polls the doorbell socket. The other end checks
 the mark after every move, and rings. Both store a word of their own and then load one of the other end; even x86 may

@@ -205,8 +205,9 @@ class IncomingCalls:
         if served.is_answered:
             self._forget(served)
         else:
-            stopped = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
-            self._answer(served, answer or stopped, parts)
+            if answer is None:
+                answer = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
+            self._answer(served, answer, parts)
         self._proceed()
 
     def tick(self, now: float) -> None:

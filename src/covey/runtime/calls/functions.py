@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
@@ -16,6 +16,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+SHORT_SECONDS: Final = 0.0002
+"""A function that takes less time on average is short. Waking a thread takes about half as long."""
+_FIRST_RUNS: Final = 8
+"""How often a function runs before it may count as short."""
+
+
+class HandlerPace:
+    """How long a function takes, by its last runs. Threads may lose a run of another one; that does no harm."""
+
+    __slots__ = ("_average", "_runs")
+
+    def __init__(self) -> None:
+        self._average, self._runs = 0.0, 0
+
+    def took(self, seconds: float) -> None:
+        """Note a run."""
+        self._average += (seconds - self._average) / 8  # so one run of a second takes 50 short ones to be forgotten
+        self._runs += 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the function usually ends before another thread could have been woken to run it."""
+        return self._runs >= _FIRST_RUNS and self._average < SHORT_SECONDS
+
+
 class CallableFunction(NamedTuple):
     """A function that other nodes may call."""
 
@@ -24,6 +49,7 @@ class CallableFunction(NamedTuple):
     signature: Signature
     is_async: bool
     is_stream: bool
+    pace: HandlerPace
 
 
 def callable_function(name: str, function: Any) -> CallableFunction:
@@ -34,7 +60,8 @@ def callable_function(name: str, function: Any) -> CallableFunction:
     is_stream = Signature.is_stream(function)
     plain = function if inspect.isroutine(function) else type(function).__call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(plain)
-    return CallableFunction(name, function, signature, is_async or inspect.isasyncgenfunction(plain), is_stream)
+    is_async = is_async or inspect.isasyncgenfunction(plain)
+    return CallableFunction(name, function, signature, is_async, is_stream, HandlerPace())
 
 
 class FunctionRegistry:

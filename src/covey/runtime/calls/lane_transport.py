@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.base.numbers import Seat
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.calls.lanes import CallLanes
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.proto.message import Received
+    from covey.base.numbers import Seat
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
+
+WAY_SECONDS: Final = 0.05
+"""For how long the parts of payloads give way after a small call. It is longer than one takes beside them."""
 
 
 class LaneTransport:
@@ -28,8 +31,9 @@ class LaneTransport:
     def __init__(self, node: Node, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
-        self._small = CallLanes(node, "calls", self)
-        self._large = CallLanes(node, "parts of calls", self)
+        self._small = CallLanes(node, "calls", self, spins=True)
+        self._large = CallLanes(node, "parts of calls", self, gives_way=self._has_small_calls)
+        self._small_call_at = 0.0
 
     @property
     def seat(self) -> Seat:
@@ -38,8 +42,17 @@ class LaneTransport:
 
     def send(self, peer: Seat, data: bytes) -> None:
         """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
-        with contextlib.suppress(ClosedError):
-            self._small.messenger(peer).push(memoryview(data), peer, CALL_TAG)
+        try:
+            self._small.messenger(peer).tell(data, peer, CALL_TAG)
+        except ClosedError:
+            return
+
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment."""
+        self._small_call_at = time.monotonic()
+
+    def _has_small_calls(self) -> bool:
+        return time.monotonic() - self._small_call_at < WAY_SECONDS
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
@@ -51,8 +64,8 @@ class LaneTransport:
 
     def flush(self) -> None:
         """Give the kernel the messages that were queued."""
-        with contextlib.suppress(ClosedError):
-            self._small.messenger(self.seat).flush()
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.flush()
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
         """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
@@ -85,6 +98,30 @@ class LaneTransport:
             for _ in range(count):
                 messenger.pull(peer, tag, memoryview(bytearray()))
 
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call, and receive messages meanwhile."""
+        try:
+            messenger = self._small.messenger(self.seat)
+        except ClosedError:
+            work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        else:
+            messenger.drive(work, deadline)
+
+    def work_ended(self) -> None:
+        """Wake the thread that waits for a call, if it receives messages meanwhile."""
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.work_ended()
+
+    def attend(self) -> None:
+        """Expect messages that no thread waits for."""
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.attend()
+
+    def run_soon(self, job: Callable[[], None]) -> bool:
+        """Run a short job on this thread, once what has arrived is handled; return False if this thread cannot."""
+        messenger = self._small.used_messenger
+        return messenger is not None and messenger.run_soon(job)
+
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
         other = self._node.peers.get(peer)
@@ -106,9 +143,9 @@ class LaneTransport:
 
     # What the lanes report
 
-    def received(self, messages: list[Received]) -> None:
+    def received(self, messages: list[tuple[int, bytes]]) -> None:
         """Pass on messages."""
-        self.listener.heard([(Seat(each.source), each.data.tobytes()) for each in messages if each.data is not None])
+        self.listener.heard(cast("list[tuple[Seat, bytes]]", messages))
 
     def parted(self, peer: Seat) -> None:
         """Pass on that a peer is gone."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
+from covey.net.hardware import hardware
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.base.errors import CoveyError
-    from covey.proto.message import Received
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.group_registry import GroupMessage
@@ -64,7 +64,7 @@ class _Seats:
 class LaneListener(Protocol):
     """What the lanes of calls report; on any thread."""
 
-    def received(self, messages: list[Received]) -> None: ...
+    def received(self, messages: list[tuple[int, bytes]]) -> None: ...
 
     def parted(self, peer: Seat) -> None: ...
 
@@ -78,12 +78,14 @@ class _CallRouting(MessageRouting):
 
     def __init__(self, owner: CallLanes, bell: Bell) -> None:
         super().__init__(cast("Any", owner), bell)
-        self._listener = owner.listener
+        self._listener, self._gives_way = owner.listener, owner.gives_way
 
     def _kind(self) -> Callable[..., Messenger]:
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
 
-        return functools.partial(ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received)
+        return functools.partial(
+            ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received, gives_way=self._gives_way
+        )
 
     def _give_up(self, rank: int) -> None:
         super()._give_up(rank)
@@ -94,12 +96,26 @@ class CallLanes:
     """One messenger of the run, as its node and its routing see it: a group whose ranks are all seats of the run."""
 
     is_closed = False
+    has_rings = False
+    """Its threads sleep between messages, and a socket wakes them with fewer system calls."""
     generation: Generation | None = None
     survives = True
-    may_spin = False
     has_happened = False
 
-    def __init__(self, node: Node, name: str, listener: LaneListener) -> None:
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        listener: LaneListener,
+        *,
+        spins: bool = False,
+        gives_way: Callable[[], bool] | None = None,
+    ) -> None:
+        """`spins` says whether fast answers are worth some processor time.
+
+        `gives_way` tells whether something more urgent moves elsewhere.
+        """
+        self._spins, self.gives_way = spins, gives_way
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: Node | None = node
@@ -107,15 +123,22 @@ class CallLanes:
         self.members = self.roster = _Seats(node)
         self._descriptors: list[int] = []
         self.routing = _CallRouting(self, Bell(self._descriptors))
-        self._has_messenger = False
+        self._messenger: ListeningMessenger | None = None
         node.groups.register(self.id, cast("Any", self))
 
     def messenger(self, peer: Seat) -> ListeningMessenger:
         """Return the messenger, which takes messages with `peer`; ClosedError once it is closed."""
-        messenger = cast("ListeningMessenger", self.routing.messenger())
-        self._has_messenger = True
-        messenger.grow(peer + 1)
+        messenger = self._messenger
+        if messenger is None or self.is_closed:
+            messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
+        if peer >= messenger.size:
+            messenger.grow(peer + 1)
         return messenger
+
+    @property
+    def used_messenger(self) -> ListeningMessenger | None:
+        """The messenger, if it is used already."""
+        return self._messenger
 
     def shut(self) -> None:
         """Deliver what was sent, and close all connections."""
@@ -129,6 +152,15 @@ class CallLanes:
             self._descriptors.clear()
 
     # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
+
+    @property
+    def may_spin(self) -> bool:
+        """Whether threads may poll for a moment before they sleep: each process of this host can have a core."""
+        if not self._spins or self.node is None:
+            return False
+        contacts = [peer.contact for peer in self.node.peers.values()]
+        here = 1 + sum(contact is not None and contact.host == self.node.host for contact in contacts)
+        return here <= hardware().cores
 
     @property
     def size(self) -> int:
@@ -168,7 +200,7 @@ class CallLanes:
 
     def peer_gone(self, peer: Seat, *, left: bool) -> None:
         """Report a lost node, once all that has arrived from it is read."""
-        if self._has_messenger:
+        if self._messenger is not None:
             self.routing.peer_lost(Rank(peer))
         else:
             self.listener.parted(peer)

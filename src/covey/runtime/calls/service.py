@@ -37,6 +37,7 @@ from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.values import ValueConverter
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
 from covey.runtime.counters import process
+from covey.runtime.held_signals import HeldSignals
 from covey.wire import calls as wire
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
 
@@ -46,8 +47,14 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.runtime.calls.transport import CallListener, CallTransport
+    from covey.runtime.work import Work
 
 logger = logging.getLogger("covey")
+
+
+@functools.lru_cache(maxsize=1024)
+def _description(kind: str, name: str, rank: int) -> str:
+    return f"{kind} of {printable(name, 100)!r} on rank {rank}"
 
 
 class CallService:
@@ -79,6 +86,7 @@ class CallService:
             self.functions,
             self.exported,
             self._converter,
+            run_soon=self._transport.run_soon,
             name=f"{name} calls",
             message_bytes=config.call_bytes,
         )
@@ -96,13 +104,19 @@ class CallService:
         timeout: float | None = None,
         target: int = 0,
         decoder: ValueDecoder = ANYTHING,
+        is_awaited: bool = False,
     ) -> CallWork[Any]:
-        """Start a call; see `Node.call_async`. `rank` is what errors call the peer."""
-        what = f"call of {printable(name, 100)!r} on rank {rank}"
+        """Start a call; see `Node.call_async`. `rank` is what errors call the peer.
+
+        `is_awaited` says that the calling thread waits for it at once.
+        """
+        what = _description("call", name, rank)
         work: CallWork[Any] = CallWork(what, self)
         made = MadeCall(what, rank, self._seconds(timeout), decoder)
         made.work = work
         self._start(peer, name, args, named, made, target=target, credit=0)
+        if not is_awaited:
+            self._transport.attend()
         return work
 
     def stream(
@@ -117,9 +131,10 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
-        made = MadeCall(f"stream of {printable(name, 100)!r} on rank {rank}", rank, self._seconds(timeout), decoder)
+        made = MadeCall(_description("stream", name, rank), rank, self._seconds(timeout), decoder)
         state = made.state = StreamState()
         number = self._start(peer, name, args, named, made, target=0, credit=STREAM_CREDIT)
+        self._transport.attend()
         return CallStream(self, peer, number, state)
 
     def _seconds(self, timeout: float | None) -> float:
@@ -146,17 +161,20 @@ class CallService:
             raise CallRefusedError(f"{made.description}: a name has 1 to {wire.NAME_LIMIT} characters")
         payload, now = wire.payload_of(parts), time.monotonic()
         apart = parts if payload.sizes else None
-        with self._lock:
-            if self._is_closed:
-                raise ClosedError(f"{made.description}: this node has left its run; join again")
-            number = self._core.outgoing.call(
-                peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
-            )
-            self.made.add(peer, number, made)
-            if made.work is not None:
-                made.work.began(peer, number)
-            at = self._take_effects()
-        self._go_on(at)
+        if apart is None:
+            self._transport.note_small_call()
+        with HeldSignals():  # Ctrl-C must not leave a message half sent
+            with self._lock:
+                if self._is_closed:
+                    raise ClosedError(f"{made.description}: this node has left its run; join again")
+                number = self._core.outgoing.call(
+                    peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
+                )
+                self.made.add(peer, number, made)
+                if made.work is not None:
+                    made.work.began(peer, number)
+                at = self._take_effects()
+            self._go_on(at)
         return number
 
     def cancel(self, peer: Seat, number: int) -> bool:
@@ -170,6 +188,14 @@ class CallService:
     def taken(self, peer: Seat, number: int, items: int) -> None:
         """Ask for more items of a stream."""
         self._tell(self._core.outgoing.give_credit, peer, number, items)
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call, and receive messages meanwhile."""
+        self._transport.drive(work, deadline)
+
+    def work_ended(self) -> None:
+        """Wake the thread that waits for a call which has ended."""
+        self._transport.work_ended()
 
     # Exported objects
 
@@ -191,22 +217,27 @@ class CallService:
             self.exported.drop(target, owner)
         else:
             self._transport.send(owner, wire.encode_call_message(wire.ReferenceRelease(target, 1)))
+            self._transport.flush()
 
     # What the transport reports
 
     def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Take messages of other nodes."""
         broken: dict[Seat, CoveyError] = {}
-        now = time.monotonic()
+        now, are_answers = time.monotonic(), True
         with self._lock:
             for peer, data in messages:
                 try:
                     if peer not in broken:
-                        self._core.received(peer, wire.decode_call_message(data), now)
+                        message = wire.decode_call_message(data)
+                        are_answers = are_answers and isinstance(message, wire.CallResult | wire.CallFailure)
+                        self._core.received(peer, message, now)
                 except CoveyError as error:
                     broken[peer] = error
             at = self._take_effects()
         self._go_on(at)
+        if not are_answers:
+            self._transport.attend()
         for peer, reason in broken.items():
             self.broke_protocol(peer, reason)
 
@@ -310,6 +341,8 @@ class CallService:
                 self.made.deliver(effect)
             case done.RunHandler():
                 process.calls_served += 1
+                if effect.parts is None:
+                    self._transport.note_small_call()
                 self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)

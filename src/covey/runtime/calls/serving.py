@@ -1,7 +1,8 @@
 """Serves the calls of other nodes: finds the function, decodes its arguments, runs it, and reports its end to the core.
 
-Each call under way is a `_Serving`. Functions run on handler threads or on the loop of asynchronous functions; a stream
-is advanced one item at a time, so that it holds no thread between two items.
+Each call under way is a `_Serving`. Functions run on handler threads or on the loop of asynchronous functions. Those
+that were short so far run on the thread that has received the call (`functions.HandlerPace`). A stream is advanced one
+item at a time, so that it holds no thread between two items.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
@@ -74,9 +76,12 @@ class Serving:
         exported: ExportedObjects,
         converter_for: Callable[[Seat], ValueConverter],
         *,
+        run_soon: Callable[[Callable[[], None]], bool],
         name: str,
         message_bytes: int,
     ) -> None:
+        """`run_soon` runs a short job on the calling thread after it has handled messages; False if it cannot."""
+        self._run_soon = run_soon
         self._calls, self._functions, self._exported = calls, functions, exported
         self._converter_for, self._message_bytes = converter_for, message_bytes
         self._threads, self._loop = HandlerThreads(name), HandlerLoop(name)
@@ -108,7 +113,9 @@ class Serving:
         elif function.is_async:
             self._loop.run(serving.key, self._run_async(serving, parts))
         else:
-            self._on_thread(serving, lambda: self._run(serving, parts))
+            is_short = function.pace.is_short and not request.payload.sizes
+            if not is_short or function.is_stream or not self._run_soon(lambda: self._run(serving, parts)):
+                self._on_thread(serving, lambda: self._run(serving, parts))
 
     def step(self, peer: Seat, number: int) -> None:
         """Make the next item of a stream."""
@@ -148,7 +155,7 @@ class Serving:
         except RuntimeError as error:
             self._refuse(serving, wire.NO_RESULT, f"no thread could be started for the function: {error}")
 
-    # On handler threads
+    # On handler threads; short functions on the thread that receives messages
 
     def _find(self, serving: _Serving, request: wire.CallRequest) -> CallableFunction:
         if request.target:
@@ -177,11 +184,14 @@ class Serving:
         assert serving.function is not None
         args, named = found
         del found, parts
+        began = time.monotonic()
         try:
             result = serving.context.run(serving.function.function, *args, **named)
         except BaseException as error:  # SystemExit, too: it must not end the thread
             self._raised(serving, error)
             return
+        finally:
+            serving.function.pace.took(time.monotonic() - began)
         if serving.function.is_stream:
             serving.generator = result
             self._step(serving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
+    from covey.runtime.work import Work
 
 
 class CallListener(Protocol):
@@ -48,6 +50,9 @@ class CallTransport(Protocol):
     def flush(self) -> None:
         """Send the messages that were queued."""
 
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment, because a call without parts begins."""
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
 
@@ -56,6 +61,18 @@ class CallTransport(Protocol):
 
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
         """Let the peer know that the parts of a payload are not wanted."""
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait until a call has ended or the deadline has passed, and receive messages meanwhile."""
+
+    def work_ended(self) -> None:
+        """Wake the thread that waits for a call which has ended, if it receives messages meanwhile."""
+
+    def attend(self) -> None:
+        """Expect messages that no thread waits for."""
+
+    def run_soon(self, job: Callable[[], None]) -> bool:
+        """Run a short job on this thread, once what has arrived is handled; return False if this thread cannot."""
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
@@ -93,6 +110,11 @@ class Loopback:
             self._has_queued = False
             self._others.flush()
 
+    def note_small_call(self) -> None:
+        """Let parts of payloads give way for a moment."""
+        if self._others is not None:
+            self._others.note_small_call()
+
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload; before the message that they belong to."""
         if peer == self.seat:
@@ -120,6 +142,27 @@ class Loopback:
         if not waiting:
             del self._parts[tag]
         return parts
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call, and receive messages meanwhile."""
+        if self._others is not None:
+            self._others.drive(work, deadline)
+        else:
+            work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def work_ended(self) -> None:
+        """Wake the thread that waits for a call."""
+        if self._others is not None:
+            self._others.work_ended()
+
+    def attend(self) -> None:
+        """Expect messages that no thread waits for."""
+        if self._others is not None:
+            self._others.attend()
+
+    def run_soon(self, job: Callable[[], None]) -> bool:
+        """Run a short job on this thread; False if there are no other nodes."""
+        return self._others is not None and self._others.run_soon(job)
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""

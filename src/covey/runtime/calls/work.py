@@ -30,6 +30,12 @@ class CallMaker(Protocol):
     def taken(self, peer: Seat, number: int, items: int) -> None:
         """Ask for more items of a stream. On any thread."""
 
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call, and receive messages meanwhile."""
+
+    def work_ended(self) -> None:
+        """Wake the thread that waits for a call which has ended. On any thread."""
+
 
 class CallWork(Work[T]):
     """A call that was started with `call_async`: wait for it, await it, or cancel it.
@@ -38,7 +44,7 @@ class CallWork(Work[T]):
     """
 
     def __init__(self, description: str, maker: CallMaker) -> None:
-        super().__init__(description)
+        super().__init__(description, drive=maker.drive)
         self._maker = maker
         self._key: tuple[Seat, int] | None = None
         self._decode: Callable[[], T] | None = None
@@ -52,6 +58,11 @@ class CallWork(Work[T]):
         """Cancel the call, and its function on the other node; return whether it had not ended yet."""
         return self._key is not None and self._maker.cancel(*self._key)
 
+    def conclude(self, result: Any, error: BaseException | None) -> None:
+        """End the call, and wake the thread that waits for it."""
+        super().conclude(result, error)
+        self._maker.work_ended()
+
     def answered(self, decode: Callable[[], T]) -> None:
         """End with a result, which `decode` computes on the thread that first asks for it."""
         self._decode = decode
@@ -59,7 +70,7 @@ class CallWork(Work[T]):
 
     def forked(self, error: BaseException) -> None:
         """End the call in a forked process; other threads of the parent may have held the locks."""
-        self._decoding = threading.Lock()
+        self._decoding, self._drive = threading.Lock(), None
         super().forked(error)
 
     def wait(self, timeout: float | None = None) -> T:

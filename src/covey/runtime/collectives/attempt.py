@@ -227,8 +227,8 @@ class Attempt(EnginePart):
     @functools.cached_property
     def lane_family(self) -> str:
         """ "ring" if all ranks of the attempt are on one host and share memory, else "stream". Equal on all ranks."""
-        kinds = {self.engine.roster.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
-        return "ring" if kinds <= {"shm", "memory"} else "stream"
+        others = (rank for rank in self.ranks if rank != self.engine.rank)
+        return "ring" if all(map(self.engine.roster.shares_memory, others)) else "stream"
 
     def open_lane(self, rank: Rank) -> Lane | None:
         """Return the open lane to a rank, if there is one."""

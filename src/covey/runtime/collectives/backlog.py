@@ -32,6 +32,8 @@ class Backlog:
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Operations for the worker thread, each with its engine: an idle thread keeps none alive. None ends it."""
         self.unfinished = 0
+        self.issued = 0
+        """The number of the operation that was queued last; 0 if none was."""
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._works: dict[Work[Any], None] = {}
@@ -58,6 +60,8 @@ class Backlog:
                 raise BusyError(
                     f"{QUEUE_LIMIT} operations of group {self._group!r} are queued already; wait for some of them"
                 )
+            # While none is unfinished, the last operation that began is the last that was issued.
+            self.issued = 1 + (self.issued if self.unfinished else engine.operation.sequence)
             self.unfinished += 1
             self._works[work] = None
         self.queue.put((self, engine, work, call, body, then, limit, root))

@@ -8,10 +8,8 @@ touches a lane in use, so that each lane is used by one thread at a time.
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,23 +20,22 @@ from covey.base.numbers import NO_RANK, Seat
 from covey.base.operations import OPERATIONS
 from covey.net.descriptors import explained
 from covey.plan.choose import PlanSizes
-from covey.runtime import loop as control
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import Attempt, DisagreedError
 from covey.runtime.collectives.backlog import Backlog
+from covey.runtime.collectives.closing import Closing
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
-from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS, LaneTrouble
+from covey.runtime.collectives.lane_kinds import LaneKinds
+from covey.runtime.collectives.lane_trouble import LaneTrouble
 from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.counters import GroupCounters, process
-from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:
-    import queue
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
@@ -50,25 +47,12 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
-FLUSH_SECONDS: Final = 5.0
-"""How long closing a group may take to deliver messages that were sent before."""
-END_SECONDS: Final = 5.0
-"""How long closing a group waits for a running operation to end."""
-CLOSE_SECONDS: Final = 30.0
-"""How long a second call of `close` waits for the thread that closes the group: longer than that can take."""
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))
 """Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
 
 
-class LaneKinds(dict[int, str]):
-    """The kind of lane to each other rank, by rank."""
-
-    executor = "Python"
-    """What moves the data: "compiled", or "Python". `covey --version` says why."""
-
-
 class Engine:
-    """The order and state of a group's operations on this rank. A group of one has no node and sends nothing.
+    """The order and state of a group's operations on this rank. A run of one has no node and sends nothing.
 
     Its parts have one concern each and are used by one another: `roster`, `operation`, `stalls`, `suspicion`,
     `failure`, `lane_trouble`, `routing`, and `atomic` in a group that survives losses.
@@ -122,9 +106,6 @@ class Engine:
         self._issuing, self._is_issuing = threading.RLock(), False
         self.is_closed = False
         """Whether `close` was called."""
-        self._freed = threading.Event()
-        self._closer = 0
-        """The thread that closes the group."""
         self._backlog = Backlog(name)
         self._descriptors: list[int] = []
         self.bell = Bell(self._descriptors)
@@ -135,9 +116,7 @@ class Engine:
         """Runs repeated small sums. In a group that survives losses, each attempt has its own."""
         self.atomic: AtomicOperations | None = None
         """None in a group that ends with its first loss."""
-        self._dropped = weakref.finalize(
-            self, _drop, node, generation, group_id, members, self._descriptors, self._backlog.queue, self.counters
-        )
+        self._closing = Closing(self, self._backlog, self._descriptors)
         if generation is not None and config.on_loss == "continue":
             from covey.runtime.collectives.atomic import AtomicOperations  # other groups do not need it
 
@@ -162,19 +141,12 @@ class Engine:
         import hashlib  # slow to load: it loads OpenSSL
 
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        node = self.node if len(members) > 1 else None
-        return Engine(
-            node,
-            int.from_bytes(digest, "little"),
-            members if node is not None else (Seat(0),),
-            name,
-            self.config if config is None else config,
-            generation=self.generation if node is not None else None,
-        )
+        number, used = int.from_bytes(digest, "little"), self.config if config is None else config
+        return Engine(self.node, number, members, name, used, generation=self.generation)
 
     @property
     def node(self) -> Node | None:
-        """The node of this process; None in a group of one, and in a process that was forked from a member."""
+        """The node of this process; None in a run of one, and in a process that was forked from a member."""
         return self.roster.node
 
     @property
@@ -209,6 +181,11 @@ class Engine:
         return self.operation.returned if self.atomic is None else self.atomic.returned
 
     @property
+    def issued(self) -> int:
+        """The number of operations that the program has issued, those included that have not begun."""
+        return max(self.operation.sequence, self._backlog.issued)
+
+    @property
     def is_over(self) -> bool:
         """Whether the group was closed or has failed."""
         return self.is_closed or self.failure.fault is not None
@@ -216,7 +193,7 @@ class Engine:
     @property
     def is_freed(self) -> bool:
         """Whether `close` has finished."""
-        return self._freed.is_set()
+        return self._closing.is_done
 
     @property
     def is_issuing(self) -> bool:
@@ -343,47 +320,12 @@ class Engine:
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. A second call waits for the first, unless the first waits for it."""
-        with self.routing.lock:  # no messenger is made after this
-            is_first, self.is_closed = not self.is_closed, True
-            if is_first:
-                self._closer = threading.get_ident()
-        if is_first:
-            try:
-                self._close()
-            finally:
-                self._freed.set()
-        elif not (
-            self._closer == threading.get_ident() or self._backlog.is_on_this_thread or self.routing.is_driven_here
-        ):  # the closing thread waits for callbacks on these threads
-            self._freed.wait(CLOSE_SECONDS)
+        self._closing.close()
 
-    def _close(self) -> None:
-        self.routing.close(time.monotonic() + FLUSH_SECONDS)
-        if self._backlog.unfinished or self._is_issuing:
-            text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
-            fault = Fault("ClosedError", text, (self.rank,))
-            if self.atomic is not None:
-                self.failure.end_here(fault)
-            else:
-                self.failure.declare(fault)
-        self._backlog.end(END_SECONDS)
-        if self._issuing.acquire(timeout=END_SECONDS):  # an operation on another thread ends before its lanes do
+    def await_idle(self, seconds: float) -> None:
+        """Wait until no thread is in `run`, for so many seconds at most."""
+        if self._issuing.acquire(timeout=seconds):
             self._issuing.release()
-        if self.atomic is not None:
-            self.atomic.close()
-        self.attempt.close()
-        self._dropped.detach()
-        self.counters.is_over = True
-        process.sweep()
-        if self.node is not None:
-            if self.atomic is None:
-                self.stalls.part()
-            sequence = self.operation.sequence
-            if self.failure.fault is not None or sequence:
-                _flush_control()
-            self.node.groups.forget(self.id, sequence)
-        self.bell.close()
-        _close_all(self._descriptors)
 
     def forked(self) -> None:
         """End the group in a forked child: locks of other threads are replaced, pending works raise ClosedError."""
@@ -393,45 +335,10 @@ class Engine:
         self.bell.forked()
         if self.atomic is not None:
             self.atomic.forked()
-        self._dropped.detach()
+        self._closing.forked()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self.failure.forked(text)
         self.roster.node = None
-        self._freed = threading.Event()
-        if self.is_closed:  # the closing thread exists only in the parent
-            self._freed.set()
         for work in self._backlog.forked() + self.routing.forked():
             if not work.done():
                 work.forked(ClosedError(text))
-
-
-def _flush_control() -> None:
-    """Wait until the control loop has sent what it was given: other ranks must read why lanes end before they do."""
-    is_sent = threading.Event()
-    control.soon(is_sent.set)
-    is_sent.wait(CAUSE_SECONDS)
-
-
-def _drop(
-    node: Node | None,
-    generation: Generation | None,
-    group_id: int,
-    members: tuple[Seat, ...],
-    descriptors: list[int],
-    work_queue: queue.SimpleQueue[Any],
-    counters: GroupCounters,
-) -> None:
-    """Free what a group held that was not closed. The garbage collector calls this on any thread: it takes no lock."""
-    work_queue.put(None)
-    counters.is_over = True
-    if node is not None:
-        control.soon(node.groups.forget, group_id, 0)
-    if generation is not None:
-        control.soon(generation.drop, group_id, generation.ranks_of(members))
-    _close_all(descriptors)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-    descriptors.clear()

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
+from covey.net.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,9 @@ class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
     def __init__(self, node: Node | None, seats: tuple[Seat, ...]) -> None:
-        """`seats` are positions in the run, in the order of the group's ranks. A group of one has no node."""
+        """`seats` are positions in the run, in the order of the group's ranks. A run of one has no node."""
         self.node = node
-        """None in a group of one, and in a process that was forked from a member."""
+        """None in a run of one, and in a process that was forked from a member."""
         self.seats = seats
         self.size = len(seats)
         self.ranks = cast("Sequence[Rank]", range(self.size))
@@ -73,9 +74,14 @@ class GroupRoster:
         return os.getpid() if peer is None else peer.pid
 
     def lane_kind(self, rank: Rank) -> str:
-        """Return the kind of lane to a rank. Both ends compute the same, from facts that both know."""
+        """Return the kind of lane that this end offers to a rank."""
         assert self.node is not None
         return self.node.lanes.kind(self.seats[rank])
+
+    def shares_memory(self, rank: Rank) -> bool:
+        """Tell whether a rank shares memory with this one; equal on all ranks, as plans need it."""
+        assert self.node is not None
+        return self.node.lanes.shares_memory(self.seats[rank])
 
     def has_cores(self, each: int) -> bool:
         """Tell whether every rank on this host can have so many cores for itself.
@@ -84,5 +90,4 @@ class GroupRoster:
         """
         host = self.node.host if self.node is not None else ""
         here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return here * each <= cores
+        return here * each <= usable_cores()

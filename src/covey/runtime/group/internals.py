@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
+
+LOOK_SECONDS: Final = 5.0
+"""How long the control loop may take to answer."""
 
 
 def engine_of(group: Issuer) -> Engine:
@@ -42,6 +45,22 @@ def seat_of(group: Issuer, rank: Rank) -> Seat:
 def restored_state(group: Group) -> MutableMapping[str, Any] | None:
     """Return the state that `Group.restore` was given last, if it was called."""
     return group._state
+
+
+def checkpoint_state(group: Group, checkpoint_id: str) -> tuple[str, str]:
+    """Return whether a checkpoint is `requested`, `pending` or `over`, or "" if unknown; and why it failed, if it did.
+
+    On any thread but that of the control loop.
+    """
+    from covey.runtime import loop as control
+
+    checkpoints = group._checkpoints()
+
+    async def look() -> tuple[str, str]:
+        state, failed = checkpoints.state_of(checkpoint_id)
+        return state, "; ".join(f"rank {each.seat}: {each.error}" for each in failed)
+
+    return control.run(look(), LOOK_SECONDS)
 
 
 def is_newcomer(group: Group) -> bool:

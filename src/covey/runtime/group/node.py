@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from covey.base.errors import ConfigError
+from covey.runtime import checks
 from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.events import KINDS
 from covey.runtime.group import observing
@@ -114,6 +115,22 @@ class Node:
             async for event in follow(self._engine.node.events, frozenset(kinds)):
                 yield event
 
+    def add_check(self, name: str, function: Callable[[], Any]) -> None:
+        """Let this process be ready only while a function says so: it returns None or True, or the reason why not.
+
+        Also False and an exception mean that the process is not ready. The checks are those of the whole process, and
+        are run when `/readyz` is asked for (`covey.serve_http`, `covey run --http`), each on a thread of its own; one
+        that takes more than two seconds has failed. A check of the same name is replaced.
+
+        Raises:
+            ConfigError: the name cannot be used, or there are 32 checks already.
+        """
+        checks.add(name, function)
+
+    def remove_check(self, name: str) -> None:
+        """Take a check away; one that does not exist is fine."""
+        checks.remove(name)
+
     @functools.cached_property
     def store(self) -> RunStore:
         """The key-value store of the run."""
@@ -182,15 +199,29 @@ class Node:
         `function` is a name, or a function that is registered here under the same name as there. The result is decoded
         by the annotation of the function that is registered here under this name, if there is one.
         """
-        return self.call_async(peer, function, *args, timeout=timeout, **named).wait_or_cancel()
+        return self._call(peer, function, args, named, timeout, is_awaited=True).wait_or_cancel()
 
     def call_async(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
+        return self._call(peer, function, args, named, timeout, is_awaited=False)
+
+    def _call(
+        self,
+        peer: Peer,
+        function: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        timeout: float | None,
+        *,
+        is_awaited: bool,
+    ) -> CallWork[Any]:
         rank, name, decoder = self._rank(peer), *self._name(function)
         seat = self._engine.members[rank]
-        return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+        return self._service.call(
+            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, is_awaited=is_awaited
+        )
 
     def stream(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any

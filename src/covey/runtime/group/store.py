@@ -55,7 +55,8 @@ class RunStore:
 
     Calls may raise:
         DeadlineError: there was no answer in time. A change may still have been made.
-        PeerLostError: with `on_loss="raise"`, the member that is longest in the run is lost.
+        PeerLostError: with `on_loss="raise"`, the member that is longest in the run is lost, and the others have not
+            agreed yet to go on without it.
         ConfigError: the store is full, or a key or value is too long.
         ClosedError: this process has left the run.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
+from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
@@ -22,7 +23,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
-from covey.runtime.metrics.usr1 import write_on_signal
+from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.off_loop import off_loop
 from covey.wire.messages import MAX_MEMBERS
 
@@ -164,7 +165,7 @@ async def join_async(run: str | None = None, **arguments: Any) -> Group:
 def join_with(request: JoinRequest) -> Group:
     """Return the group that a request asks for; the open one, if it came of an equal request."""
     tracebacks.install()
-    write_on_signal()
+    handle_user_signals()
     _take_secret()
     target = request.resolve(effective_environment())
     global _joined
@@ -235,7 +236,7 @@ def join_at(
 ) -> Group:
     """Return the group of a launched rank."""
     tracebacks.install()
-    write_on_signal()
+    handle_user_signals()
     env = effective_environment()
     target = JoinTarget(
         config=config if config is not None else group_config(env),
@@ -248,8 +249,8 @@ def join_at(
 
 def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     config = target.config
-    if config.lanes == "shm" and not shm.usable():
-        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
     if config.on_loss == "continue" and launched.size > MAX_MEMBERS:
         raise ConfigError(
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"
@@ -341,6 +342,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
+    node.checkpoints.follow(engine)
     await_calls(node)
 
     def leave(is_finished: bool) -> None:

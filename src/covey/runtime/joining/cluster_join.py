@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
+from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.net.lanes import shm
 from covey.net.settings_files import effective_environment
@@ -41,8 +42,8 @@ def join_run(target: JoinTarget) -> Group:
     """
     wanted, config = target.run, target.config
     assert wanted is not None
-    if config.lanes == "shm" and not shm.usable():
-        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), local_rank=0), None)
     env = effective_environment()

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Final, Self
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.text import printable
+from covey.net import local_runs
 from covey.net.run_folder import RunFolder
 from covey.runtime.joining.torch_env import free_port, torch_variables
 from covey.runtime.keeper.service import KeeperService
@@ -226,8 +227,11 @@ class LocalRun(HostRun):
 
     service: KeeperService
 
-    def __init__(self, size: int, *, torch_env: bool = False) -> None:
-        """Prepare a run of `size` ranks; with `torch_env`, they also get the variables of torch."""
+    def __init__(self, size: int, *, name: str = "run", torch_env: bool = False) -> None:
+        """Prepare a run of `size` ranks, which commands find by its name.
+
+        With `torch_env`, the ranks also get the variables of torch.
+        """
         super().__init__(size)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._torch_port = free_port() if torch_env else 0
@@ -236,6 +240,8 @@ class LocalRun(HostRun):
         self.service = KeeperService(self.folder, self.token)
         try:
             self.service.start()
+            with contextlib.suppress(OSError):  # a full disk: the run goes on, and no command finds it
+                local_runs.describe(self.folder, name, size, self.token)
         except BaseException:
             self._own_folder.remove()
             raise

@@ -1,6 +1,6 @@
 """`launch`: call a function as every rank of a local run, and get the results back.
 
-Each rank is a fresh interpreter (multiprocessing's spawn). It reports over a pipe: a length, then a pickled `_Report`.
+Each rank is a fresh interpreter (multiprocessing's spawn) and reports by a pipe: a length, a pickled `CallReport`.
 Pickle is safe here: both ends are one program, started by the same user.
 """
 
@@ -13,14 +13,13 @@ import os
 import pickle
 import struct
 import time
-import traceback
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
-from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
+from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.runtime import tracebacks
 from covey.runtime.keeper.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
+from covey.runtime.keeper.reports import CallReport, most_telling, report_of
 from covey.runtime.processes import describe_end, die_with, signal_group, terminate
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 EXIT_GRACE: Final = 10.0
 """Seconds that a rank has to end after its result."""
-SYMPTOMS: Final = (PeerLostError, ClosedError, ConnectError)
-"""Errors that ranks raise because another rank failed; any other error explains more."""
-
 LENGTH: Final = struct.Struct("<Q")
 ResultT = TypeVar("ResultT")
 
@@ -80,16 +76,14 @@ def launch(
     call = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
-    with LocalRun(nprocs) as run:
+    with LocalRun(nprocs, name=getattr(fn, "__name__", "launch")) as run:
         try:
             for rank in range(nprocs):
                 children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always stopped
                 children[-1].start()
             failures, lost = _collect(children, deadline, tolerate_losses=on_loss == "continue")
             if failures:
-                raise min(
-                    failures, key=lambda error: isinstance(error, SYMPTOMS)
-                )  # the earliest that is no symptom, else the earliest
+                raise most_telling(failures)
             if late := tuple(child.rank for child in children if child.report is None and child.rank not in lost):
                 names = ", ".join(map(str, late))
                 raise DeadlineError(
@@ -103,23 +97,12 @@ def launch(
             _stop(children)
 
 
-@dataclass(frozen=True)
-class _Report:
-    """The result of a rank's call."""
-
-    ok: bool
-    body: bytes
-    """The pickled result or exception; empty when the exception cannot be pickled."""
-    text: str = ""
-    """The traceback."""
-
-
 class _Child:
     """One launched rank, in the parent process."""
 
     def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
         self.rank, self.size = rank, run.size
-        self.report: _Report | None = None
+        self.report: CallReport | None = None
         self._heard = bytearray()
         spawn = multiprocessing.get_context("spawn")
         self.reader, self._writer = spawn.Pipe(duplex=False)
@@ -151,16 +134,7 @@ class _Child:
 
     def failure(self) -> BaseException | None:
         """Return the error of a rank that has reported or died; None if it succeeded."""
-        if self.report is None:
-            return self._death()
-        if self.report.ok:
-            return None
-        try:
-            error = _unpack(self.report.body)
-        except Exception:
-            return RankFailedError(f"rank {self.rank} of {self.size} failed:\n{self.report.text}", rank=self.rank)
-        error.add_note(f"raised in rank {self.rank} of {self.size}\n\n{self.report.text}")
-        return error
+        return self._death() if self.report is None else self.report.failure(self.rank, self.size)
 
     def _death(self) -> RankFailedError:
         self.process.join(FAILURE_GRACE)  # its pipe closes a little before it ends
@@ -263,39 +237,14 @@ def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: byt
         pipe.write(LENGTH.pack(len(body)) + body)
 
 
-def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
-    try:
+def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> CallReport:
+    def join_and_call() -> bytes:
         from covey.runtime.environment import LaunchedRank
         from covey.runtime.joining.bootstrap import join_as  # imported here: the parent does not need it
 
         fn, args = _unpickle_call(call)
         with join_as(LaunchedRank(**launched), on_loss=on_loss) as group:
             # Pickled while the group is open, because the result may be a view of the group's memory.
-            return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
-    except BaseException as error:
-        body = _pack(error)
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
-        if not tracebacks.is_debugging():
-            tracebacks.shorten(error)
-        return _Report(ok=False, body=body, text="".join(traceback.format_exception(error)).rstrip())
+            return pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL)
 
-
-def _pack(error: BaseException) -> bytes:
-    """Return `error` pickled in a form that `_unpack` can read, or b"" if there is none."""
-    if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt would end the parent
-        for form in (error, (type(error), error.args, error.__dict__)):
-            with contextlib.suppress(Exception):
-                body = pickle.dumps(form)
-                _unpack(body)
-                return body
-    return b""
-
-
-def _unpack(body: bytes) -> BaseException:
-    form = pickle.loads(body)
-    if isinstance(form, BaseException):
-        return form
-    kind, args, state = form  # an exception whose __init__ takes more than its args, which pickle cannot repeat
-    error: BaseException = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+    return report_of(join_and_call)

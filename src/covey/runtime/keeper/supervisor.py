@@ -40,14 +40,14 @@ def keep(
     *,
     env: Mapping[str, str] | None = None,
     restarts: int = 0,
-    metrics: tuple[str, int] | None = None,
+    http: tuple[str, int] | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
     In a run that survives losses, a failed process is restarted up to `restarts` times, and the code is 0 if any
     process succeeded. The code of a signal is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
     ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
-    this process; SIGCONT continues them. The metrics of all ranks are served at the host and port of `metrics`.
+    this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
@@ -55,12 +55,12 @@ def keep(
     arrived: list[int] = []
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
         supervisor = _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived)
-        if metrics is None:
+        if http is None:
             return supervisor.run_to_end()
-        from covey.runtime.keeper.metrics_page import serve_ranks  # takes a while to load
+        from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
 
-        with serve_ranks(run.service.inspect, *metrics) as server:
-            supervisor.note(f"metrics at {server.url}")
+        with serve_ranks(run.service.inspect, *http) as server:
+            supervisor.note(f"{server.url} serves /healthz, /readyz and /metrics")
             return supervisor.run_to_end()
 
 

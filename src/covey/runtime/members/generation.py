@@ -251,7 +251,9 @@ class Generation:
                 self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self.node.losses.exclude(self.seats[rank])
         self._tell_of(view, lost)
-        self.node.stores.view(self.number, view.number, [self.seats[rank] for rank in view.ranks])
+        remaining = [self.seats[rank] for rank in view.ranks]
+        self.node.stores.view(self.number, view.number, remaining)
+        self.node.checkpoints.view(self.number, view.number, remaining)
         for operations in groups:
             operations.install(view)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.proto.changes import Quorum
 from covey.runtime.early_messages import EarlyMessages
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.members.view_driver import ViewDriver
     from covey.wire.membership import Bound, Record
+
+logger = logging.getLogger("covey")
 
 KEEPER_SECONDS: Final = 3.0
 """How long a process waits until its keeper knows it; after a while the keeper takes unknown processes for lost."""
@@ -44,6 +48,8 @@ class GenerationTable:
         """By seat: messages about generations that this node has not founded yet."""
         self._last_leader = (-1, -1)
         """The generation and rank of the last leader that was told of."""
+        self._lacks_past = False
+        """Whether this process came to a run in progress, and no member has told it yet what happened before."""
 
     @property
     def is_durable(self) -> bool:
@@ -73,6 +79,25 @@ class GenerationTable:
             name = generation.founded.members[leader].card.name
             event = Event("leader", time.time(), generation.number, generation.view.number, (leader,), (name,))
             self._node.events.add(event)
+
+    def _past(self) -> messages.Past:
+        from covey.runtime.past_events import encode_last  # most runs have no newcomers
+
+        return messages.Past(encode_last(self._node.events))
+
+    def told_past(self, seat: Seat, body: bytes) -> None:
+        """Take from a member what happened before this process was in the run. All members tell it; once is enough."""
+        if not self._lacks_past:
+            return
+        from covey.runtime.past_events import decode_last
+
+        try:
+            earlier = decode_last(body)
+        except RemoteProtocolError as error:
+            logger.warning("what %s told of the run's past cannot be read: %s", self.name_of(seat), error)
+            return
+        self._lacks_past = False
+        self._node.events.put_before(earlier)
 
     def tell_of_newcomer(self, card: messages.Card) -> None:
         """Add an event about a process that waits for the next generation. On the control loop."""
@@ -123,6 +148,8 @@ class GenerationTable:
         newcomers = []
         seated = []
         is_first = self.current is None
+        self._lacks_past |= is_first and founded.generation > 0
+        past: messages.Past | None = None
         for member in founded.members:
             if member.seat != node.seat and member.seat not in node.peers:
                 peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
@@ -134,6 +161,8 @@ class GenerationTable:
                     newcomer = node.find_newcomer(member.card)
                 if newcomer is not None:
                     newcomer.take_seat(peer)
+                    past = past or self._past()
+                    newcomer.send(past)  # first: it is delivered when the newcomer has its seat
                     newcomer.send(founded)
                     seated.append((newcomer, peer))
         generation = self.current = self._generations[founded.generation] = Generation(
@@ -154,6 +183,7 @@ class GenerationTable:
         node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
         generation.open()
         node.stores.view(generation.number, generation.view.number, generation.seats)
+        node.checkpoints.view(generation.number, generation.view.number, generation.seats)
         if node.on_founded is not None:
             node.on_founded(founded)
         for newcomer, peer in seated:
@@ -285,10 +315,10 @@ class GenerationTable:
                 pass
 
     def _answer(self, question: messages.Inspect) -> None:
-        from covey.runtime.metrics.inspection import answer  # most keepers do not ask
+        from covey.runtime.metrics.inspection import answer_keeper  # most keepers do not ask
 
         if self.keeper is not None:
-            self.keeper.send(answer(question))
+            answer_keeper(question, self.keeper.send)
 
     def tell_keeper_of_survival(self) -> None:
         """Tell the keeper not to stop the other ranks after a loss: the program goes on although its groups end."""

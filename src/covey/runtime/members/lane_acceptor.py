@@ -17,10 +17,11 @@ from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.runtime.members.lane_dialler import LANE_BYTES, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.members.lane_dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
 from covey.runtime.members.lane_kinds import (
     acceptable_capacities,
     acceptable_kinds,
+    is_refused_ring,
     kind_to,
     lane_of_memory,
     lane_of_sockets,
@@ -72,10 +73,12 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
-        if offer.capacity not in acceptable_capacities(self._node, offer.kind):
+        if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
         name = self._node.generation_table.name_of(seat)
-        if offer.kind not in acceptable_kinds(self._node, seat):
+        if is_refused_ring(self._node, seat, offer.kind, offer.purpose):
+            return NO_RINGS
+        if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
             return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
         if self._node.peers[seat].is_excluded:

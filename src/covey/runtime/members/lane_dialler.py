@@ -23,9 +23,9 @@ from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.lane_kinds import (
     is_ring,
-    kind_to,
     lane_of_memory,
     lane_of_sockets,
+    offered_kind,
     ring_capacity,
     stream_count,
 )
@@ -53,6 +53,8 @@ MOST_PAUSE_SECONDS: Final = 0.5
 """Longest pause between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
+NO_RINGS: Final = "this end has no rings in shared memory"
+"""The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
 
 
 class LaneDialler:
@@ -106,7 +108,9 @@ class LaneDialler:
         seat = key.peer
         peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
         try:
-            kind = kind_to(self._node, seat)
+            kind = offered_kind(self._node, seat, key.purpose)
+            if kind == "shm" and not self._has_rings(key):
+                kind = "unix"
             pause = FIRST_PAUSE_SECONDS
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
@@ -123,6 +127,10 @@ class LaneDialler:
                         self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
                     await asyncio.sleep(pause)  # a full backlog, or out of descriptors
                     pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
+                except RefusedError as error:
+                    if kind != "shm" or str(error) != NO_RINGS or self._node.config.lanes == "shm":
+                        raise
+                    kind = "unix"
         except CoveyError as error:
             self._table.failed(key, error)
         except (RefusedError, OSError) as error:
@@ -134,7 +142,7 @@ class LaneDialler:
         purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
-        if is_ring(kind):
+        if is_ring(kind) and self._has_rings(key):
             capacity = ring_capacity(self._node, self._table.ring_bytes())
             try:
                 if kind == "shm":
@@ -175,6 +183,9 @@ class LaneDialler:
             memory.take(name)  # if the peer has not taken it
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _has_rings(self, key: LaneKey) -> bool:
+        return key.purpose == "collectives" or self._node.groups.has_rings(key.group)
 
     # Offers
 

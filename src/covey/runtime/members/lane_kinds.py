@@ -1,6 +1,7 @@
 """The kinds of lanes: which kind a pair of ranks uses, how large it is, and how connected sockets become a lane.
 
-Both ends choose the kind from facts that both know, so that no peer can choose one that third parties can read.
+Both ends choose the kind from facts that both know, so that no peer can choose one that third parties can read. One
+fact is known to one end only: whether its executor can use shared memory. If it cannot, the lane is a unix socket.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.net.cores import usable_cores
 from covey.net.lanes import shm
 
 if TYPE_CHECKING:
@@ -27,10 +29,14 @@ fast."""
 STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 """Connections of a lane, by round trip in seconds: on each the kernel sends a few megabytes without acknowledgement."""
 STREAMS_FAR: Final = 8
+HELPED_STREAMS: Final = 2
+"""Connections of a near lane whose ranks have HELPED_CORES each: a thread of the lane seals while the other one opens.
+It can go on with one connection while the kernel is busy with the other."""
+HELPED_CORES: Final = 2
 
 
 def kind_to(node: Node, peer: Seat) -> str:
-    """Return the kind of lane that this node and a peer use.
+    """Return the kind of lane that this node and a peer use, if both can; equal on all ranks.
 
     Raises:
         ConfigError: the settings demand a kind that this pair cannot have.
@@ -47,14 +53,32 @@ def kind_to(node: Node, peer: Seat) -> str:
     if forced == "tcp":
         raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
     if here:
-        return "shm" if shm.usable() else "unix"
+        return "shm" if shm.has_memory() else "unix"
     return "tcp" if in_clear else "secure"
 
 
-def acceptable_kinds(node: Node, peer: Seat) -> set[str]:
-    """Return the kinds that a lane that a peer offers may have."""
+def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
+    """Return the kind of lane to offer to a peer for this purpose; ConfigError as `kind_to`."""
     kind = kind_to(node, peer)
+    if kind != "shm":
+        return kind
+    obstacle = node.lanes.factory.ring_obstacle
+    if obstacle and node.config.lanes == "shm":
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+    if purpose == "messages" and not shm.keeps_order():  # Python moves some of their bytes
+        return "unix"
+    return "unix" if obstacle else "shm"
+
+
+def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
+    """Return the kinds that a lane that a peer offers may have."""
+    kind = offered_kind(node, peer, purpose)
     return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
+
+
+def is_refused_ring(node: Node, peer: Seat, kind: str, purpose: str) -> bool:
+    """Tell whether an offer is refused only because the executor of this end cannot use shared memory."""
+    return kind == "shm" == kind_to(node, peer) and offered_kind(node, peer, purpose) == "unix"
 
 
 def is_ring(kind: str) -> bool:
@@ -68,9 +92,11 @@ def ring_capacity(node: Node, in_use: int) -> int:
     return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
 
 
-def acceptable_capacities(node: Node, kind: str) -> tuple[int, ...]:
+def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
     """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
-    return _ring_sizes(node) if is_ring(kind) else (0,)
+    if not is_ring(kind):
+        return (0,)
+    return (*_ring_sizes(node), 0) if purpose == "messages" else _ring_sizes(node)  # those of calls have none
 
 
 def _ring_sizes(node: Node) -> tuple[int, int]:
@@ -78,13 +104,25 @@ def _ring_sizes(node: Node) -> tuple[int, int]:
 
 
 def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
-    """Return how many connections a lane gets: more where one would spend its time waiting for acknowledgements."""
+    """Return how many connections a lane gets."""
     if purpose != "collectives" or kind != "secure":
         return 1
     wanted = node.config.streams
     if wanted != "auto":
         return int(wanted)
-    return next((count for limit, count in STREAMS_BY_ROUND_TRIP if peer.round_trip < limit), STREAMS_FAR)
+    contacts = (each.contact for each in node.peers.values())
+    ranks_here = 1 + sum(1 for contact in contacts if contact is not None and contact.host == node.host)
+    cores = usable_cores() if node.lanes.factory.is_native else 0
+    return streams_for(peer.round_trip, cores, ranks_here)
+
+
+def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
+    """Return the connections of a secure lane: more if one would wait for acknowledgements, or if cores are idle.
+
+    `cores` are those of this host that the compiled executor may use, and `ranks_here` the ranks on it.
+    """
+    near = HELPED_STREAMS if cores >= HELPED_CORES * ranks_here else 1
+    return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
 
 
 def lane_of_memory(

@@ -15,7 +15,7 @@ from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.members.lane_acceptor import LaneAcceptor
 from covey.runtime.members.lane_dialler import LaneDialler
-from covey.runtime.members.lane_kinds import kind_to
+from covey.runtime.members.lane_kinds import kind_to, offered_kind
 from covey.runtime.members.lane_table import LaneKey, LaneTable
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Lanes:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.factory = LaneFactory(may_seal=node.credentials.tls is not None or node.config.lanes == "secure")
+        may_seal = node.credentials.tls is not None or node.config.lanes == "secure"
+        self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)
@@ -43,8 +44,12 @@ class Lanes:
     # For groups, on any thread
 
     def kind(self, peer: Seat) -> str:
-        """Return the kind of lane that this pair uses; ConfigError if the settings demand one that it cannot have."""
-        return kind_to(self._node, peer)
+        """Return the kind of lane that this end offers; ConfigError if the settings demand one that it cannot have."""
+        return offered_kind(self._node, peer, "collectives")
+
+    def shares_memory(self, peer: Seat) -> bool:
+        """Tell whether ranks like these share memory, whatever their executors can do: equal on all ranks."""
+        return kind_to(self._node, peer) in ("shm", "memory")
 
     def open(self, group: int, peer: Seat, purpose: str, timeout: float, attempt: int = 0) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -21,11 +23,10 @@ from covey.runtime import loop as control
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.address_race import dial_any
 from covey.runtime.links.handshake import HungUpError, RefusedError, admit
+from covey.runtime.members.rank_visitors import RankVisitors
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    import socket
-
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
     from covey.runtime.members.node import Node
@@ -52,6 +53,7 @@ class LauncherMesh:
         self._refusal = ""
         self._tells_roster = node.seat == 0 and any(peer.contact is None for peer in node.peers.values())
         """Ranks of one host know each other's sockets from the start."""
+        self._visitors = RankVisitors()
 
     def form(self, timeout: float) -> None:
         """Return once every rank is linked with every other and knows it.
@@ -223,16 +225,25 @@ class LauncherMesh:
         self._node.linked(peer, link, welcome.card)
 
     async def accept(self, sock: socket.socket, said: bytes) -> None:
-        """Take a connection that has passed the door: another rank, or a newcomer."""
-        admitted = await admit(sock, self._node.credentials, said, self._judge)
+        """Take a connection that has passed the door: another rank, a newcomer, or a command of this user."""
+        is_local = sock.family == socket.AF_UNIX
+        admitted = await admit(sock, self._node.credentials, said, functools.partial(self._judge, is_local=is_local))
         if admitted is not None:
             link, hello, _ = admitted
-            if hello.purpose == "newcomer":
+            if hello.purpose == "visitor":
+                self._visitors.add(link)
+            elif hello.purpose == "newcomer":
                 self._node.newcomers.add(Latecomer(self._node, link, hello.card))
             else:
                 self._node.linked(self._node.peers[Seat(hello.rank)], link, hello.card)
 
-    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+    async def close(self) -> None:
+        """End the links with commands; the node ends those with other ranks."""
+        self._visitors.close()
+
+    def _judge(
+        self, hello: messages.Hello, _id: bytes, *, is_local: bool = True
+    ) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
             self._node.audit.refused("", f"version: {reason}", hello.card)
@@ -242,6 +253,8 @@ class LauncherMesh:
             return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)
+        if hello.purpose == "visitor" and is_local:
+            return messages.Welcome(self._node.seat, self._node.card)
         if hello.purpose != "rank":
             return messages.Refusal(
                 f"{self._node.run} was started by a launcher, which gives out the ranks", retry=False

@@ -350,9 +350,9 @@ class Joiner(MeshListener):
         met = self.mesh.met.values()
         if member is not None:
             ranks = member.node.generation_table
-            peers = [self.mesh.peer_report(each, member.lane_kind(each), ranks.rank_of(each.seat)) for each in met]
+            peers = [each.report(member.lane_kind(each), ranks.rank_of(each.seat)) for each in met]
         else:
-            peers = [self.mesh.peer_report(each) for each in met]
+            peers = [each.report() for each in met]
         return messages.Tell(
             run=self.run,
             state="running" if member is not None else "joining",

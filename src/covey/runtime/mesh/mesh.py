@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
-from covey.base.numbers import NO_RANK
 from covey.base.text import printable
-from covey.net.discovery.interfaces import advertised, describe, usable_interfaces
+from covey.net.discovery.interfaces import advertised, usable_interfaces
 from covey.net.keys import clusters
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.dial_limits import DialLimits
-from covey.runtime.links.handshake import admit, spell
+from covey.runtime.links.handshake import admit
 from covey.runtime.loop import aside
 from covey.runtime.mesh.admission import Admission
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
@@ -39,7 +38,7 @@ from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
 from covey.runtime.mesh.secret_changes import SecretChanges, secrets_of
 from covey.runtime.mesh.visitors import Visitors
-from covey.runtime.metrics.inspection import PacedAnswers, answer
+from covey.runtime.metrics.inspection import PacedAnswers, answer_keeper
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     import socket
 
     from covey.base.config import GroupConfig
-    from covey.base.numbers import Rank
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
@@ -319,8 +317,10 @@ class Mesh:
                 self._reach_answers.asked(remote, message, self._linked_from(remote.card.id))
             case messages.Inspect():
                 self.visitors.asked(remote)
-                is_keeper = self._is_named_keeper(remote)
-                remote.send(answer(message) if is_keeper else self._inspections.answer(message, remote.card.id))
+                if self._is_named_keeper(remote):
+                    answer_keeper(message, remote.send)
+                else:
+                    remote.send(self._inspections.answer(message, remote.card.id))
             case messages.NewSecret():
                 self._secret_changes.receive(remote, message)
             case messages.Tell() | messages.Reached() | messages.SecretKept() | messages.Inspected():
@@ -334,26 +334,11 @@ class Mesh:
         """Return how this node sees its run, what its acceptor has counted, and which charter it follows."""
         tell = self.listener.describe()
         if tell is None:
-            tell = messages.Tell(self.run, self.purpose, b"", b"", 0.0, tuple(map(self.peer_report, self.met.values())))
+            peers = tuple(remote.report() for remote in self.met.values())
+            tell = messages.Tell(self.run, self.purpose, b"", b"", 0.0, peers)
         acceptor = self.endpoint.acceptor
         serial = self.rules.charter.serial if self.rules.charter is not None else 0
         return messages.counted(tell, acceptor.turned_away, acceptor.arrivals.refused, serial, self.rules.waiting())
-
-    def peer_report(self, remote: RemoteNode, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
-        """Return how a node is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""
-        link = remote.link
-        assert link is not None
-        there = spell(remote.way) if remote.way is not None else link.address
-        return messages.PeerReport(
-            card=remote.card,
-            rank=rank,
-            lane=lane,
-            local=link.local_ip,
-            remote=there,
-            interface=describe(link.local_ip),
-            round_trip=remote.round_trip,
-            clock_offset=remote.clock_offset,
-        )
 
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""

@@ -8,11 +8,14 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.numbers import NO_SEAT
+from covey.base.numbers import NO_RANK, NO_SEAT
+from covey.net.discovery.interfaces import describe
 from covey.runtime.early_messages import EarlyMessages
+from covey.runtime.links.handshake import spell
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Rank
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
 
@@ -79,6 +82,21 @@ class RemoteNode:
     def listens_anywhere(self, host: str) -> set[tuple[str, int]]:
         """Return its addresses and ports, those on the loopback interface of `host` included."""
         return self.listens_at() | self.listens_on_loopback(host)
+
+    def report(self, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
+        """Return how it is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""
+        link = self.link
+        assert link is not None
+        return messages.PeerReport(
+            card=self.card,
+            rank=rank,
+            lane=lane,
+            local=link.local_ip,
+            remote=spell(self.way) if self.way is not None else link.address,
+            interface=describe(link.local_ip),
+            round_trip=self.round_trip,
+            clock_offset=self.clock_offset,
+        )
 
     def send(self, message: messages.Control) -> None:
         """Send a message on the link in use, if there is one."""

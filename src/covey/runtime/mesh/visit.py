@@ -85,7 +85,7 @@ class Visit:
 
         async def look() -> list[messages.PeerReport]:
             members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
-            return [self.mesh.peer_report(each) for each in members]
+            return [each.report() for each in members]
 
         return control.run(look(), LOOP_SECONDS)
 

@@ -37,6 +37,9 @@ class DrivenMessages(Protocol):
     def has_more(self) -> bool:
         """Tell whether a thread has to drive even if none waits."""
 
+    def flush(self) -> None:
+        """Give the kernel what it takes of what was sent; without the lock."""
+
     def fail_all(self, error: BaseException) -> None:
         """Fail all messages; without the lock."""
 
@@ -87,7 +90,7 @@ class DrivingThread:
                 try:
                     while not self._may_drive(this_thread) and not work.done():
                         self.ring()  # so that the background thread steps aside
-                        if not self._freed.wait(_left(deadline)):
+                        if not self._freed.wait(left(deadline)):
                             break
                 finally:
                     self._waiters -= 1
@@ -98,14 +101,14 @@ class DrivingThread:
             try:
                 while may_drive and not work.done() and not self.is_stopping:
                     messages.turn(deadline, spins=self._may_spin)
-                    if _left(deadline) == 0:
+                    if left(deadline) == 0:
                         break
             finally:
                 with self._lock:
                     if may_drive and not was_driving:
                         self._driver = None
                     self.hand_over(messages)
-            if _left(deadline) == 0:
+            if left(deadline) == 0:
                 return
 
     def _may_drive(self, thread: int) -> bool:
@@ -219,6 +222,6 @@ def _close_sockets(*sockets: socket.socket) -> None:
         sock.close()
 
 
-def _left(deadline: float | None) -> float | None:
+def left(deadline: float | None) -> float | None:
     """Return the seconds until the deadline, not below 0; None if there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())

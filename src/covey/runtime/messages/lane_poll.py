@@ -7,6 +7,7 @@ messenger takes the ended lanes from here and has them replaced. Callers hold th
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from collections import defaultdict
@@ -20,12 +21,15 @@ from covey.runtime.messages.message_lane import MessageLane
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from covey.proto.matching import Matcher
     from covey.runtime.messages.driving_thread import DrivingThread
 
-SPIN_SECONDS: Final = 100e-6
-"""How long a thread that waits for a message polls without sleeping."""
+SPIN_SECONDS: Final = 200e-6
+"""How long a thread that waits for a message polls without sleeping: a short call takes about as long."""
+VAIN_SPINS_LIMIT: Final = 6
+"""The most doublings of the number of waits without a spin."""
 FIRST_PAUSE_SECONDS: Final = 0.01
 MOST_PAUSE_SECONDS: Final = 2.0
 """The longest pause before asking for a lane, when lanes break one after the other and carry nothing."""
@@ -37,6 +41,8 @@ class LanePoll:
     def __init__(self, matcher: Matcher, driving: DrivingThread, wake_fd: int, *, spins: bool) -> None:
         """`wake_fd` is readable once the group has failed; it is polled and never read."""
         self._matcher, self._driving, self._wake_fd, self._spins = matcher, driving, wake_fd, spins
+        self.gives_way: Callable[[], bool] | None = None
+        """Tells whether something more urgent moves elsewhere; for lanes that are added from now on."""
         self.by_rank: dict[int, MessageLane] = {}
         """The last lane to each rank."""
         self._by_fd: dict[int, MessageLane] = {}
@@ -47,6 +53,8 @@ class LanePoll:
         self._strikes: defaultdict[int, int] = defaultdict(int)
         self._trouble: defaultdict[int, str] = defaultdict(str)
         """By rank: how many lanes in a row broke without carrying anything, and how the last one broke."""
+        self._vain_spins = self._sleeps = 0
+        """How many spins in a row saw nothing, and how many waits sleep at once before the next spin."""
         self._poll = select.poll()
         for descriptor in (driving.bell_fd, wake_fd):
             self._poll.register(descriptor, select.POLLIN)
@@ -54,7 +62,7 @@ class LanePoll:
     def add(self, peer: int, sock: socket.socket) -> None:
         """Use `sock` as the lane to a rank; an earlier lane has ended."""
         self._matcher.lane_opened(peer)
-        lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
+        lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher, self.gives_way)
         self._poll.register(sock, select.POLLIN)
         if isinstance(sock, RingSocket):
             self._rings[lane] = sock
@@ -105,23 +113,35 @@ class LanePoll:
         lanes = (lane for lane in self.by_rank.values() if not lane.is_ended)
         return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
 
+    def close(self, deadline: float) -> None:
+        """Close all lanes, without discarding what their peers have not read yet; see `MessageLane.close`."""
+        for lane in list(self.by_rank.values()):
+            if not lane.is_ended:
+                lane.close(deadline)
+
     # Moving bytes
 
     def poll(self, seconds: float, *, spins: bool) -> list[tuple[int, int]]:
         """Wait for events for at most `seconds`, without the lock, and return them for `handle`.
 
-        With `spins`, poll for a moment before sleeping: waking from a sleep takes as long as a short message does.
+        With `spins`, poll for a moment before sleeping: waking from a sleep takes as long as a short message does. If
+        nothing comes in that moment, the next waits sleep at once: twice as many each time.
         """
-        if spins:
+        if spins and self._sleeps:
+            self._sleeps -= 1
+        elif spins:
             until = time.perf_counter() + min(seconds, SPIN_SECONDS)
             while True:
                 if events := self._with_rings(self._poll.poll(0)):
+                    self._vain_spins = 0
                     return events
                 if time.perf_counter() >= until:
                     break
+                os.sched_yield()  # the process that sends may need this core
+            self._vain_spins = min(self._vain_spins + 1, VAIN_SPINS_LIMIT)
+            self._sleeps = 2**self._vain_spins - 1
         milliseconds = math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS))
-        rings = list(self._rings.items())  # another thread may add one, or end one
-        for lane, ring in rings:
+        for lane, ring in list(self._rings.items()):  # another thread may add one, or end one
             if not ring.park(sending=lane.is_blocked):
                 milliseconds = 0
         return self._with_rings(self._poll.poll(milliseconds))

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from covey.net.lanes.ring_socket import RingSocket
     from covey.net.lanes.sealed_socket import SealedSocket
     from covey.proto.matching import Matcher
 
 _CALLS_PER_TURN: Final = 4
 """Send or receive calls before other lanes get their turn."""
+_PAUSE_SECONDS: Final = 50e-6
+"""How long a lane gives way: a thread that only waits for a system call gets the GIL back before others can take it."""
 _LINGER_MS: Final = 5
 """Milliseconds between checks of the kernel's send queue. No event tells when it is empty."""
 
@@ -27,7 +31,15 @@ _LINGER_MS: Final = 5
 class MessageLane:
     """The connection to one peer. Callers hold the messenger's lock."""
 
-    def __init__(self, peer: int, sock: socket.socket | SealedSocket | RingSocket, matcher: Matcher) -> None:
+    def __init__(
+        self,
+        peer: int,
+        sock: socket.socket | SealedSocket | RingSocket,
+        matcher: Matcher,
+        gives_way: Callable[[], bool] | None = None,
+    ) -> None:
+        """`gives_way` tells whether something more urgent moves elsewhere."""
+        self._gives_way = gives_way
         self.peer, self.sock = peer, sock
         self.descriptor = sock.fileno()
         self._matcher = matcher
@@ -54,7 +66,7 @@ class MessageLane:
             if self.peer not in self._matcher.ready:
                 self.is_blocked = False
                 return
-            buffers = self._matcher.outgoing(self.peer)
+            buffers = self._matcher.outgoing(self.peer, has_short_pieces=self._give_way())
             try:
                 count = self.sock.sendmsg(buffers) if len(buffers) > 1 else self.sock.send(buffers[0])
             except BlockingIOError:
@@ -72,6 +84,7 @@ class MessageLane:
         calls = 0
         while calls < _CALLS_PER_TURN or self._has_more():
             calls += 1
+            self._give_way()
             buffers = self._matcher.incoming(self.peer)
             try:
                 count = self.sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else self.sock.recv_into(buffers[0])
@@ -83,6 +96,13 @@ class MessageLane:
             if count < sum(map(len, buffers)):
                 return True  # the kernel had no more
         return True
+
+    def _give_way(self) -> bool:
+        """Let other threads of this process run, if something more urgent moves elsewhere; return whether it does."""
+        is_needed = self._gives_way is not None and self._gives_way()
+        if is_needed:
+            time.sleep(_PAUSE_SECONDS)
+        return is_needed
 
     def _has_more(self) -> bool:
         """Tell whether decrypted bytes are buffered, which `poll` does not report."""

@@ -3,29 +3,29 @@
 One thread at a time drives (`driving_thread`): it polls all lanes (`lane_poll`) and moves the messages of all threads.
 One lock guards all state. It is held during socket calls, none of which blocks, but not while polling.
 
-A lane that ends is replaced until its peer is lost, and the matcher sends again what did not arrive. Meanwhile the
-messages with that peer wait, each until its own deadline.
+A lane that ends is replaced until its peer is lost (`lane_renewal`), and the matcher sends again what did not arrive.
+Meanwhile the messages with that peer wait, each until its own deadline.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import CancelledError, ClosedError, DeadlineError, PeerLostError
+from covey.base.errors import CancelledError, ClosedError
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Receive, Send, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
-from covey.runtime.messages.expiring_works import ExpiringWorks
 from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
+from covey.runtime.messages.lane_renewal import LaneRenewal
 from covey.runtime.messages.lending import MessengerLock
+from covey.runtime.messages.pending_works import PendingWorks, end, late_error
 from covey.runtime.work import Work
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from covey.proto.message import Received
@@ -38,6 +38,8 @@ LOOK_SECONDS: Final = 0.003
 
 class Messenger:
     """Sends and receives the messages of one group on this rank. Any thread may call any method."""
+
+    _driving_kind: type[DrivingThread] = DrivingThread
 
     def __init__(
         self,
@@ -72,20 +74,17 @@ class Messenger:
             may_spin: whether there are enough cores for waiting threads to poll without sleeping.
         """
         self._rank, self._size, self._name = rank, size, name
-        self._renew_lane, self._give_up = renew_lane, give_up
-        self._fault, self._lost, self._told = fault, lost, told
+        self._fault, self._told = fault, told
         self._matcher = Matcher(rank, size, sizes)
         self._lock = MessengerLock(self._matcher)
-        self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
+        self._driving = self._driving_kind(self._lock, name, may_spin=may_spin)
         self._lock.wake = self._driving.alarm()
         self._lanes = LanePoll(self._matcher, self._driving, wake_fd, spins=may_spin)
         self._opening = LaneOpening(self._lock, self._matcher, self._lanes, open_lane=open_lane)
-        self._pending: dict[Operation, Work[Any]] = {}
-        self._expiring = ExpiringWorks()
-        self._departed: list[int] = []
-        """Lost ranks without a lane that are not handled yet."""
-        self._lost_ranks: set[int] = set()
-        """Ranks whose lanes are no longer replaced."""
+        self._renewal = LaneRenewal(
+            self._lock, self._matcher, self._lanes, name, renew_lane=renew_lane, give_up=give_up, fault=fault, lost=lost
+        )
+        self._pending = PendingWorks(self._matcher)
         self.short = self._lock.short
         """By rank: what sends and receives short messages, while nothing else is under way with it."""
         self._is_closed = False
@@ -165,10 +164,10 @@ class Messenger:
     def cancel(self, work: Work[Any]) -> bool:
         """End a work with CancelledError, if nothing of it was sent; return whether it was."""
         with self._lock:
-            operation = self._operation_of(work)
+            operation = self._pending.operation_of(work)
             if operation is None or not self._matcher.withdraw(operation):
                 return False
-            del self._pending[operation]
+            self._pending.remove(operation)
             self._lanes.flush_ready()
         work.fail(CancelledError(f"{work.description} was cancelled"))
         self._settle()
@@ -205,7 +204,8 @@ class Messenger:
         result = work.wait()
         if peer is not None and self._lanes.short_ring(peer) is not None:
             with self._lock:
-                if self._driving.is_idle and not (self.has_more() or self._expiring or self._departed):
+                is_busy = self.has_more() or self._pending.next_deadline() < math.inf or self._renewal.is_needed
+                if self._driving.is_idle and not is_busy:
                     self._lock.lend(peer, self._lanes.short_ring)
             if self._fault() is not None:
                 self.stop_short()  # which may have been called a moment ago
@@ -220,7 +220,7 @@ class Messenger:
         """Have the background thread move messages that no thread waits for; `work` fails at `deadline`."""
         with self._lock:
             if work is not None and not work.done() and deadline < math.inf:
-                self._expiring.add(work, deadline)
+                self._pending.expire(work, deadline)
                 self._driving.ring()
             self._driving.call_background(self)
 
@@ -237,23 +237,16 @@ class Messenger:
     def unreachable(self, peer: int) -> None:
         """Fail the messages with a rank to which no lane can be opened any more."""
         with self._lock:
-            self._depart(peer)
+            self._renewal.depart(peer)
+            self._driving.ring()
+            self._driving.call_background(self)
 
     def peer_lost(self, peer: int) -> None:
         """Fail the messages with a lost rank, after delivering what it sent. The group continues."""
         with self._lock:
-            lane = self._lanes.by_rank.get(peer)
-            self._lost_ranks.add(peer)
-            if lane is None or lane.is_ended:
-                self._depart(peer)
-            else:
-                with contextlib.suppress(OSError):  # the driving thread reads to the end, and then handles the loss
-                    lane.sock.shutdown(socket.SHUT_RDWR)
-
-    def _depart(self, peer: int) -> None:
-        self._departed.append(peer)
-        self._driving.ring()
-        self._driving.call_background(self)
+            if self._renewal.peer_lost(peer):
+                self._driving.ring()
+                self._driving.call_background(self)
 
     @property
     def is_driven_here(self) -> bool:
@@ -262,7 +255,7 @@ class Messenger:
 
     def pending(self) -> list[Work[Any]]:
         """Return the works that have not ended."""
-        return list(self._pending.values())
+        return self._pending.all()
 
     def close(self, flush_deadline: float) -> None:
         """Deliver what was sent, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
@@ -284,9 +277,7 @@ class Messenger:
             self._matcher.fail_all(self._fault() or closed)
         self._settle()
         self._driving.join_background()
-        for lane in list(self._lanes.by_rank.values()):
-            if not lane.is_ended:
-                lane.close(flush_deadline)
+        self._lanes.close(flush_deadline)
         with self._lock:
             self._lanes.take_ended()
             self._driving.close()
@@ -302,7 +293,7 @@ class Messenger:
 
     def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
         work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, cancel=self.cancel, then=then)
-        self._pending[operation] = work
+        self._pending.add(operation, work)
         self._lanes.flush_ready()
         return work
 
@@ -314,84 +305,34 @@ class Messenger:
 
     def _settle(self) -> None:
         """End the works of completed operations, and handle lanes that ended. Without the lock: callbacks may run."""
-        while self._lanes.ended:
-            with self._lock:
-                ended = self._lanes.take_ended()
-            for lane, cause in ended:
-                peer = lane.peer
-                if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
-                    self.part_with(peer, cause)
-                elif self._lanes.by_rank[peer] is lane and self._fault() is None:  # else it was replaced already
-                    self._renew_lane(peer, lane.sock, self._lanes.pause_after(lane))
-        while self._departed:
-            with self._lock:
-                departed, self._departed = self._departed, []
-            for peer in departed:
-                self.part_with(peer, None)
+        self._renewal.settle()
         if not self._matcher.completed:
             return
         with self._lock:
-            over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
-            self._matcher.completed.clear()
-            self.traffic.ended(operation for operation, _ in over if isinstance(operation, Receive))
-            self._take_heard(over)
-        works = []
-        for operation, work in over:
-            if work is not None:
-                if operation.error is not None:
-                    self._told(operation.error)
-                work.conclude(None if isinstance(operation, Send) else operation.result, operation.error)
-                works.append(work)
-        for work in works:  # after all have ended: a callback may wait for another of them
-            work.notify()
-        if works:
+            ended = self._pending.take_ended()
+            self.traffic.ended(operation for operation, _ in ended if isinstance(operation, Receive))
+        if end(ended, self._told):
             self._driving.works_ended()
-
-    def _operation_of(self, work: Work[Any]) -> Operation | None:
-        """Return the operation of a work that is not over."""
-        found = next((operation for operation, pending in self._pending.items() if pending is work), None)
-        return None if found in self._matcher.completed else found
-
-    def _take_heard(self, over: list[tuple[Operation, Work[Any] | None]]) -> None:
-        """Take the operations without a work, with the lock; see `messages.listening`."""
 
     def part_with(self, peer: int, cause: BaseException | None) -> None:
         """Fail all messages with a rank for good, with `cause` or the rank's loss."""
-        if self._matcher.has_failed(peer):
-            return
-        self._give_up(peer)
-        text = f"{self._name}: rank {peer} closed its connection for messages"
-        error = cause or self._fault() or self._lost(peer) or PeerLostError(text, rank=peer, operation="send/recv")
-        with self._lock:
-            self._lost_ranks.add(peer)
-            if (lane := self._lanes.by_rank.get(peer)) is not None:  # it was added just now
-                self._lanes.end(lane, None)
-                self._lanes.take_ended()
-            self._matcher.fail(peer, error)
+        self._renewal.part_with(peer, cause)
 
     def abandon(self, work: Work[Any], reason: BaseException | None) -> None:
         """Fail a work that is not done with `reason` or a DeadlineError; its memory is not touched afterwards."""
         with self._lock:
-            operation = self._operation_of(work)
+            operation = self._pending.operation_of(work)
             if operation is not None:
                 peer = operation.peer if isinstance(operation, Send) else operation.source
-                del self._pending[operation]
+                self._pending.remove(operation)
                 late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
-                named = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-                trouble = self._lanes.trouble_with(late)
-                error = reason or DeadlineError(
-                    f"{work.description} was not done before its timeout ended; it waited for {named}{trouble}",
-                    late=tuple(late),
-                )
+                error = reason or late_error(work, late, self._lanes.trouble_with(late))
                 if not self._matcher.withdraw(operation):
                     closed = ClosedError(
-                        f"{self._name}: the lane to {named} is closed, because an earlier send to it was abandoned"
+                        f"{self._name}: the lane to rank {peer} is closed, because an earlier send to it was abandoned"
                     )
                     closed.__cause__ = error
-                    self._lanes.end(self._lanes.by_rank[peer], None)
-                    self._lost_ranks.add(peer)
-                    self._matcher.fail(peer, closed)
-                    self._give_up(peer)
+                    self._renewal.end_for_good(peer, closed)
                 self._lanes.flush_ready()
             else:
                 error = None
@@ -422,12 +363,16 @@ class Messenger:
 
     def turn(self, deadline: float | None, *, spins: bool = False) -> None:
         """Wait for events until the deadline, and handle them; with `spins`, poll for a moment before sleeping."""
+        self._handle(self._poll(deadline, spins=spins))
+
+    def _poll(self, deadline: float | None, *, spins: bool = False) -> list[tuple[int, int]]:
         until = math.inf if deadline is None else deadline
-        if self._expiring:
+        if self._pending.has_deadlines:
             with self._lock:
-                until = min(until, self._expiring.next_deadline())
-        left = max(0.0, until - time.monotonic())
-        events = self._lanes.poll(left, spins=spins)
+                until = min(until, self._pending.next_deadline())
+        return self._lanes.poll(max(0.0, until - time.monotonic()), spins=spins)
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
         with self._lock:
             has_fault = self._lanes.handle(events)
         if has_fault and (fault := self._fault()) is not None:
@@ -436,9 +381,9 @@ class Messenger:
         elif has_fault:
             time.sleep(0.001)  # the thread that made the descriptor readable is about to record the fault
         self._settle()
-        while self._expiring:
+        while self._pending.has_deadlines:
             with self._lock:
-                work = self._expiring.take_due()
+                work = self._pending.take_due()
             if work is None:
                 return
             self.abandon(work, None)
@@ -446,6 +391,16 @@ class Messenger:
     def has_more(self) -> bool:
         """Tell whether a thread has to drive even if none waits."""
         return bool(self._pending or self._matcher.ready or self._matcher.resuming)
+
+    def flush(self) -> None:
+        """Give the kernel what it takes of what was sent; the rest follows when it has room."""
+        with self._lock:
+            if not self._driving.is_stopping:
+                self._flush_with_lock()
+        self._settle()
+
+    def _flush_with_lock(self) -> None:
+        self._lanes.flush_ready()
 
     def fail_all(self, error: BaseException) -> None:
         """Fail all messages."""

@@ -1,20 +1,28 @@
-"""Answers to `messages.Inspect`: the metrics and the last operations of this process.
+"""Answers to `messages.Inspect`: the metrics, the last operations and the last events of this process.
 
 A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
-to encode, on the control loop, so a process answers such nodes a few times a second.
+to encode, on the control loop, so a process answers such nodes a few times a second. Its checks and stacks
+are told to its keeper only.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.pace import Bucket, Buckets
+from covey.runtime import loop as control
+from covey.runtime.checks import are_ready
 from covey.runtime.counters import process
 from covey.runtime.metrics.flight import flight
 from covey.runtime.metrics.samples import samples
+from covey.runtime.tracebacks import stacks
 from covey.wire import flight as wire
 from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RATE, BURST = 10.0, 64.0
 """Answers a second to one key, and at once: `covey trace` asks once for each group."""
@@ -22,6 +30,27 @@ TOTAL_RATE, TOTAL_BURST = 20.0, 128.0
 """The same for all keys together: a holder of the secret can make any number of keys."""
 METRICS: Final = "metrics"
 OPERATIONS: Final = "operations"
+EVENTS: Final = "events"
+CHECKS: Final = "checks"
+STACKS: Final = "stacks"
+STACKS_LIMIT_BYTES: Final = 200_000
+"""Of the stacks of one process: they fit into a frame."""
+
+
+def answer_keeper(question: messages.Inspect, send: Callable[[messages.Inspected], None]) -> None:
+    """Send the answer to the keeper of this process, which may also ask for its checks and stacks."""
+
+    def run_checks() -> None:  # functions of the program, which may take a while
+        results = wire.CheckResults(tuple(are_ready()[: wire.CHECKS_LIMIT]))
+        control.soon(send, messages.Inspected(CHECKS, 0, 1, wire.encode(results)))
+
+    if question.what == CHECKS:
+        threading.Thread(target=run_checks, name="covey-check", daemon=True).start()
+    elif question.what == STACKS:
+        body = stacks().encode(errors="replace")[:STACKS_LIMIT_BYTES]
+        send(messages.Inspected(STACKS, 0, 1, body))
+    else:
+        send(answer(question))
 
 
 class PacedAnswers:
@@ -47,4 +76,9 @@ def answer(question: messages.Inspect) -> messages.Inspected:
         groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
         page = groups[question.page : question.page + 1]
         return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+    node: Any = next(iter(list(process.nodes)), None)
+    if question.what == EVENTS and node is not None:
+        from covey.runtime.past_events import encode_last  # few commands ask
+
+        return messages.Inspected(EVENTS, 0, 1, encode_last(node.events))
     return messages.Inspected(question.what, question.page, 0, b"")

@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 TABLE: Final = tuple(
     Metric(*row)
     for row in (
-        ("covey_up", "gauge", "1 if the rank has answered its keeper. Only on the page of `covey run --metrics`."),
+        ("covey_up", "gauge", "1 if the rank has answered its keeper. Only on the page of `covey run --http`."),
         ("covey_operations_total", "counter", "Collective operations that have ended.", ("op",)),
         ("covey_operation_failures_total", "counter", "Collective operations that have raised.", ("op",)),
         ("covey_operation_seconds", "histogram", "How long collective operations took.", ("op",)),

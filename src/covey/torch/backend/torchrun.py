@@ -26,7 +26,7 @@ from covey.runtime.group.internals import engine_of, node_of
 from covey.runtime.joining.generations import generations
 from covey.runtime.joining.torch_env import address_of_first, free_port, gloo_variables
 from covey.torch.backend.store import open_store
-from covey.torch.entry import NAME, TORCHRUN
+from covey.torch.entry import LAUNCHED, NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,8 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
                 ended.close()
         self._round, self._all = _side_group(group, "round"), _side_group(group, "all")
         store = open_store(group, timedelta(seconds=self._timeout))
-        os.environ |= {TORCHRUN: f"{self._run}-{store.new_nonce()}"} | gloo_variables(group)  # workers inherit them
+        name = f"torchrun-{self._run}-{store.new_nonce()}"
+        os.environ |= {LAUNCHED: name} | gloo_variables(group)  # workers inherit them
         address = self._local_address or address_of_first(group)
         # Rank 0 of the workers listens at the port after the master's.
         master = RendezvousStoreInfo.build(group.rank, store, address, free_port() - 1)

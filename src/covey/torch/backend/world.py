@@ -61,7 +61,10 @@ class World:
         self._made[name, *ranks] += 1
         words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
         members = tuple(parent.members[self._ranks[rank]] for rank in ranks)
-        return TensorGroup(parent.subgroup(words, members, name), local_rank=self._top.local_rank)
+        engine = parent.subgroup(words, members, name)
+        if self.is_new and engine.node is not None and len(ranks) == self._top.size:
+            engine.node.checkpoints.follow(engine)  # from now on the steps of the program are operations of this group
+        return TensorGroup(engine, local_rank=self._top.local_rank)
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` before the run is left, unless `forget` is called before."""

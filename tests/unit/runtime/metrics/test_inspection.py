@@ -11,7 +11,7 @@ import pytest
 import covey
 from covey.runtime.group.internals import node_of
 from covey.runtime.members.node import Node
-from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer
+from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
 from covey.testing.threads import run_threads
 from covey.wire import flight, messages
@@ -139,3 +139,18 @@ def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.Monke
     run_threads(2, work)
     assert METRICS in heard
     assert not any(isinstance(each, messages.Inspected) for each in heard)
+
+
+def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
+    told: list[messages.Inspected] = []
+    for what in ("stacks", "checks"):
+        assert PacedAnswers().answer(messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
+        answer_keeper(messages.Inspect(what), told.append)
+    deadline = time.monotonic() + 30
+    while len(told) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stacks, checks = told
+    assert b"test_checks_and_stacks" not in stacks.body  # all threads but the one that tells
+    assert b"covey-control" in stacks.body
+    assert [each.name for each in flight.decode_checks(checks.body).results][:1] == ["joined"]

@@ -17,7 +17,7 @@ import covey
 import covey.metrics
 from covey.base.errors import ConfigError
 from covey.runtime.group.internals import engine_of
-from covey.runtime.keeper.metrics_page import parse_address, serve_ranks
+from covey.runtime.keeper.pages import parse_address, serve_ranks
 from covey.runtime.metrics.samples import BOUNDS, samples
 from covey.runtime.metrics.table import TABLE
 from covey.testing.threads import run_threads
@@ -126,20 +126,20 @@ def test_a_registry_of_prometheus_can_hold_them() -> None:
 
 
 def test_the_page_is_served_until_it_is_closed() -> None:
-    with covey.metrics.serve(0) as server:
-        page = urllib.request.urlopen(server.url, timeout=10).read().decode()
+    with covey.serve_http(0) as server:
+        page = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
         with pytest.raises(ConfigError, match="cannot be served"):
-            covey.metrics.serve(server.port)
+            covey.serve_http(server.port)
     assert "covey_heartbeats_sent_total" in page
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(server.url, timeout=10)
+        urllib.request.urlopen(server.url + "/metrics", timeout=10)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_the_page_only_answers_questions(method: str) -> None:
-    with covey.metrics.serve(0) as server:
+    with covey.serve_http(0) as server:
         before = {sample.name for sample in samples()}
-        asked = urllib.request.Request(server.url, data=b"covey_groups 7", method=method)
+        asked = urllib.request.Request(server.url + "/metrics", data=b"covey_groups 7", method=method)
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(asked, timeout=10)
         assert {sample.name for sample in samples()} == before
@@ -155,7 +155,7 @@ def test_the_page_of_a_keeper_has_the_ranks_that_answer() -> None:
         3: messages.Inspected("metrics", 0, 0, b""),
     }
     with serve_ranks(lambda _question, _within: answers, "127.0.0.1", 0) as server:
-        page = urllib.request.urlopen(server.url, timeout=10).read().decode()
+        page = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
     lines = [line for line in page.splitlines() if not line.startswith("#")]
     assert lines == [
         'covey_up{rank="0"} 1.0',

@@ -1,0 +1,109 @@
+"""Certificates for gRPC that are derived from a cluster's secret, and what a certificate says about its holder.
+
+The links between nodes use Ed25519 (`net.keys.tls`), which gRPC's TLS does not accept: these keys are on the curve
+P-256. The authority is derived from the secret, and a process derives its own key from the first key of its machine,
+so nothing is stored, and a worker that starts again has the same key.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from covey.net.keys.identity import machine_secret
+
+if TYPE_CHECKING:
+    from covey.wire.secret import ClusterSecret
+
+SERVER_NAME: Final = "covey-coordinator"
+"""The name in every derived certificate; holders are told apart by their keys."""
+PURPOSE: Final = "coordinator-ca"
+_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""The number of points of P-256."""
+_SINCE: Final = datetime.datetime(2000, 1, 1)
+_UNTIL: Final = datetime.datetime(9999, 12, 31)
+
+
+class KeyAndCertificates(NamedTuple):
+    """What one end of a connection needs, as PEM."""
+
+    key: bytes
+    chain: bytes
+    authorities: bytes
+
+
+def derived(secret: ClusterSecret, earlier: ClusterSecret | None, role: str) -> KeyAndCertificates:
+    """Return the key of this machine for `role`, with a certificate from a cluster's secret.
+
+    Certificates from the `earlier` secret are accepted, too, if there is one.
+    """
+    private = _private(machine_secret(f"coordinator/{role}"))
+    authority = _authority(secret)
+    roots = [_certificate(_authority(each), None) for each in (secret, earlier) if each is not None]
+    key = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return KeyAndCertificates(key, _certificate(authority, private.public_key()), b"".join(roots))
+
+
+@functools.lru_cache(1024)
+def key_of(certificate: bytes) -> str:
+    """Return the fingerprint of the public key in a certificate (PEM), as text; empty if it cannot be read."""
+    try:
+        key = x509.load_pem_x509_certificate(certificate).public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        return ""
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return f"key {hashlib.sha256(der).hexdigest()[:32]}"
+
+
+@functools.lru_cache(1024)
+def subject_of(certificate: bytes) -> str:
+    """Return the subject of a certificate (PEM), or its alternative names, as text; empty if it has neither.
+
+    An organisation's certificates are renewed with new keys, so the subject stands for the holder.
+    """
+    try:
+        found = x509.load_pem_x509_certificate(certificate)
+        if subject := found.subject.rfc4514_string():
+            return f"subject {subject}"
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        return ""
+    texts = sorted(str(name.value) for name in names if not isinstance(name, x509.OtherName))
+    return f"names {', '.join(texts)}" if texts else ""
+
+
+def _authority(secret: ClusterSecret) -> ec.EllipticCurvePrivateKey:
+    return _private(secret.derive(PURPOSE))
+
+
+def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:
+    return ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
+
+
+def _certificate(authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePublicKey | None) -> bytes:
+    """Return a certificate for `key`, or that of the authority itself, as PEM."""
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey coordinator authority")])
+    subject = issuer if key is None else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .serial_number(1 if key is None else 2)
+        .public_key(authority.public_key() if key is None else key)
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(ca=key is None, path_length=0 if key is None else None), critical=True)
+    )
+    if key is not None:
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+    return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

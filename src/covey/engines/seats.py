@@ -1,0 +1,159 @@
+"""Ranks on the workers of an engine: which worker gets which rank, and what it needs to join the others.
+
+The engine carries the functions of its users, and thus whatever they do: it also carries the secret of the run, which
+is made anew for every launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError
+from covey.runtime.keeper.reports import CallReport, report_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from covey.runtime.group.group import Group
+
+SECRET_BYTES: Final = 32
+PORT_TRIES: Final = 64
+_OF_OTHER_LAUNCHERS: Final = ("COVEY_RANK", "COVEY_RUN")
+"""Variables that come before those of a seat, and would place the process in another run."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a worker runs."""
+
+    machine: str
+    """What the engine calls the machine; the same for workers of one machine."""
+    ip: str
+    """The address at which the other workers reach it."""
+    port: int
+    """A free port there; so is the next one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What a worker needs to join as one rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    first: Site
+    """Where rank 0 runs."""
+    run: str
+    secret: str = field(repr=False)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that tell `covey.join`, and torch's `init_process_group`, about this seat."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.first.ip,
+            "MASTER_PORT": str(self.first.port),
+            "COVEY_LAUNCHED": self.run,
+            "COVEY_SECRET": self.secret,
+        }
+
+
+def seat_workers(engine: str, sites: Sequence[Site]) -> list[Seat]:
+    """Return a seat in a new run for each worker: consecutive ranks on each machine, rank 0 for the first worker."""
+    machines: dict[str, list[int]] = {}
+    for position, site in enumerate(sites):
+        machines.setdefault(site.machine, []).append(position)
+    run, secret, size = f"{engine}-{secrets.token_hex(4)}", secrets.token_hex(SECRET_BYTES), len(sites)
+    seats: dict[int, Seat] = {}
+    for workers in machines.values():
+        for local_rank, position in enumerate(workers):
+            seats[position] = Seat(
+                rank=len(seats),
+                size=size,
+                local_rank=local_rank,
+                local_size=len(workers),
+                first=sites[0],
+                run=run,
+                secret=secret,
+            )
+    return [seats[position] for position in range(size)]
+
+
+def free_pair() -> int:
+    """Return a port of this machine that is free, as is the next one: torch's store and rank 0 take one each."""
+    for _ in range(PORT_TRIES):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("", port + 1))
+                return port
+    raise ConfigError("no two free ports next to each other; end what is not needed on this machine")
+
+
+def sit(
+    seat: Seat,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    dumps: Callable[[Any], bytes],
+) -> CallReport:
+    """Join as the rank of `seat`, call `fn(group, *args)`, and report its result, pickled by `dumps`."""
+
+    def join_and_call() -> bytes:
+        import covey
+
+        with _seated(seat), covey.join(**options) as group:
+            _seats[seat.secret] = group
+            # Pickled while the group is open, because the result may be a view of the group's memory.
+            return dumps(fn(group, *args))
+
+    return report_of(join_and_call)
+
+
+def end(secret: str) -> None:
+    """End the operations of the rank that this process has in the run with that secret, if it has one."""
+    group = _seats.get(secret)
+    if group is not None:
+        group.revoke()
+
+
+_seats: dict[str, Group | None] = {}
+"""The seat that this process has, by its secret, and the group once it has joined."""
+
+
+@contextlib.contextmanager
+def _seated(seat: Seat) -> Iterator[None]:
+    """Take a seat: set its variables, of which a process has room for one set."""
+    if _seats:
+        raise ConfigError("this process is a rank of another launch already; a process can be one rank at a time")
+    variables = seat.variables
+    names = (*variables, *_OF_OTHER_LAUNCHERS)
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    _seats[seat.secret] = None
+    try:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        del _seats[seat.secret]
+
+
+def need_workers(number: int) -> int:
+    """Return the number of workers to start; ConfigError if there can be no such number."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"num_workers={number!r} must be a whole number above 0")
+    return number

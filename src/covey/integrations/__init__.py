@@ -1,0 +1,1 @@
+"""covey under libraries that train models: `lightning`, `accelerate` and `transformers`, each loaded by its name."""

@@ -1,0 +1,31 @@
+"""The process group that the libraries use, and covey's group below it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.runtime.group.group import Group
+
+
+def ready_group(**options: Any) -> Group:
+    """Return the group below torch's default process group, which is made with backend "covey" if there is none.
+
+    `options` are those of `torch.distributed.init_process_group`.
+
+    Raises:
+        ConfigError: there is a default process group, and it has another backend.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("covey", **options)
+    below: Group | None = getattr(dist.group.WORLD, "covey_group", None)
+    if below is None:
+        raise ConfigError(
+            f'the default process group has backend "{dist.get_backend()}"; make it with '
+            'torch.distributed.init_process_group("covey"), or let covey make it'
+        )
+    return below

@@ -1,0 +1,53 @@
+"""How a node leaves its run: it says goodbye, frees what it has, and lets its links send what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, Protocol
+
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.runtime.members.node import Node
+    from covey.runtime.tasks import Tasks
+
+CLOSE_SECONDS: Final = 1.0
+"""How long goodbyes may take."""
+
+
+class Closeable(Protocol):
+    """Something that is closed with the node."""
+
+    async def close(self) -> None: ...
+
+
+async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
+    """Say goodbye to all processes, and end the tasks of the node, its parts, and all links. On the control loop."""
+    node.generation_table.note_end()
+    if node.generation_table.keeper is not None:
+        node.generation_table.keeper.send(messages.Goodbye())
+    links = [peer.link for peer in node.peers.values() if peer.link is not None]
+    for link in links:
+        link.send(messages.encode(messages.Goodbye()))
+        link.close()
+    await tasks.close()
+    node.lanes.acceptor.stop_expecting()
+    node.stores.close()
+    node.checkpoints.close()
+    node.generation_table.close()
+    for each in closes:
+        await each.close()
+    for newcomer in node.newcomers:
+        newcomer.turn_away()
+    came = [peer.link for peer in node.peers.values() if peer.link is not None and peer.link not in links]
+    for link in came:  # while the acceptor was still open
+        link.close()
+    links += came
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await asyncio.gather(*(link.ended.wait() for link in links))
+    for link in links:
+        link.abort()

@@ -1,0 +1,65 @@
+"""The pages that a process serves over HTTP: its metrics, its checks, and the stacks of its threads."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from covey.runtime.checks import are_alive, are_ready
+from covey.runtime.http_server import LOOPBACK, HttpServer, Response, text
+from covey.runtime.metrics.collector import SampleCollector
+from covey.runtime.metrics.samples import samples
+from covey.runtime.tracebacks import stacks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from covey.runtime.http_server import Request
+    from covey.wire.flight import CheckResult
+
+
+def serve_http(port: int = 0, host: str = LOOPBACK) -> HttpServer:
+    """Serve `/healthz`, `/readyz`, `/metrics` and `/debug/stacks` of this process until the result is closed.
+
+    Port 0 takes a free one: see `url` and `port` of the result. Every program that reaches the address may read the
+    pages, except `/debug/stacks`, which is for this machine only.
+
+    Raises:
+        ConfigError: the address cannot be listened at.
+    """
+    collector = SampleCollector(lambda: [({}, samples())])
+    pages = {
+        "/healthz": lambda _request: checks_page(are_alive()),
+        "/readyz": lambda _request: checks_page(are_ready()),
+        "/metrics": lambda request: metrics_page(collector, request),
+        "/debug/stacks": lambda request: stacks_page(request, stacks),
+    }
+    return HttpServer(pages, port, host)
+
+
+def checks_page(results: Iterable[CheckResult]) -> Response:
+    """Return the results as JSON, with the status 503 if a check has failed."""
+    found = {each.name: {"ok": each.is_ok, "reason": each.reason} for each in results}
+    is_ok = all(each["ok"] for each in found.values())
+    body = json.dumps({"ok": is_ok, "checks": found}, indent=1) + "\n"
+    status = HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE
+    return Response(status, "application/json", body.encode())
+
+
+def metrics_page(collector: SampleCollector, request: Request) -> Response:
+    """Return the metrics in the form that the client accepts."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    encode, content_type = choose_encoder(request.accept)
+    return Response(HTTPStatus.OK, content_type, encode(registry))
+
+
+def stacks_page(request: Request, read: Callable[[], str]) -> Response:
+    """Return what `read` returns: where each thread is; 403 for other machines."""
+    if not request.is_local:
+        return text("stacks are shown on this machine only\n", HTTPStatus.FORBIDDEN)
+    return text(read())

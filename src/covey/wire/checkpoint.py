@@ -1,0 +1,106 @@
+"""What members of a run tell each other about a checkpoint of the whole run; `proto.checkpointing` has the protocol.
+
+All of it is the `body` of `messages.CheckpointNews`. Tags and fields are only added, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.messages import MAX_MEMBERS, NAME_LIMIT, Count, Reason, Worded
+
+PATH_LIMIT: Final = 1000
+"""Characters of the path of a checkpoint."""
+IDS_LIMIT: Final = 16
+"""Checkpoints that are over, which a member names, so that a late request does not repeat one."""
+
+CheckpointId = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT, pattern=r"^[!-~]{1,100}\Z")]
+"""Names a checkpoint: printable ASCII characters without spaces."""
+Path = Annotated[str, msgspec.Meta(max_length=PATH_LIMIT, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+"""Where to save, in whatever form the program likes; empty if the program knows."""
+
+
+class CheckpointOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that was requested."""
+
+    id: CheckpointId
+    path: Path
+
+
+class Held(Worded, frozen=True, array_like=True):
+    """A checkpoint for which a member has accepted a sequence number."""
+
+    id: CheckpointId
+    path: Path
+    sequence: Count
+    has_begun: bool
+    is_saved: bool = False
+    """Whether the program of the member has ended it."""
+    error: Reason = ""
+    """Why the member could not save; empty if it could."""
+
+
+class Unsaved(Worded, frozen=True, array_like=True):
+    """A member that could not save, and why."""
+
+    seat: Count
+    error: Reason
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """All that the leader has to know of a member. Sent when there is news, and as the answer to all that it says."""
+
+    issued: Count
+    """Operations that the program has issued in the group of the run."""
+    round: Count
+    """The last proposal that the member has heard of."""
+    wanted: CheckpointOrder | None = None
+    held: Held | None = None
+    over: Over | None = None
+    """The last checkpoint that ended."""
+    ids: Annotated[tuple[CheckpointId, ...], msgspec.Meta(max_length=IDS_LIMIT)] = ()
+    """The last ones that ended."""
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The leader asks for the standing of a member."""
+
+
+class ProposeStart(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The leader proposes that a checkpoint begins after an operation. It takes the place of earlier proposals."""
+
+    round: Count
+    order: CheckpointOrder
+    sequence: Count
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """All members have accepted: the checkpoint begins after this operation."""
+
+    order: CheckpointOrder
+    sequence: Count
+
+
+class Over(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """All members have ended the checkpoint."""
+
+    order: CheckpointOrder
+    failed: Annotated[tuple[Unsaved, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+
+
+FromLeader = Query | ProposeStart | Begin | Over
+CheckpointMessage = Standing | FromLeader
+
+_messages: msgspec.msgpack.Decoder[CheckpointMessage] = msgspec.msgpack.Decoder(CheckpointMessage)
+encode_checkpoint = msgspec.msgpack.Encoder().encode
+
+
+def decode_checkpoint(data: bytes) -> CheckpointMessage:
+    """Decode a message about a checkpoint; RemoteProtocolError for anything else."""
+    try:
+        return _messages.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message about a checkpoint: {error}") from error

@@ -1,0 +1,92 @@
+"""Checkpoints of a run of real processes: requested by ranks and by a signal, seen after the same operation."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from tests.support.survivors import Members, covey, np, say
+
+
+def train(on_loss: str) -> dict[str, Any]:
+    with covey.join(on_loss=on_loss, timeout=60) as group:
+        seen: list[list[Any]] = []
+        group.node.on_event(lambda event: say(event.text.partition(":")[0]), ["checkpoint"])
+        x, step = np.arange(4.0), 0
+        while len(seen) < 3:
+            step += 1
+            works = [group.all_reduce(x + group.rank, async_op=True) for _ in range(step % 3)]
+            if not works:
+                group.all_reduce(x)
+            pending = group.checkpoint_pending
+            for work in works:
+                work.wait()
+            if step == 40 and group.rank == 1:
+                assert group.request_checkpoint("/data/é", id="first") == "first"
+                assert group.request_checkpoint("/other") == "first"
+            if pending:
+                seen.append([pending.id, pending.path, pending.since, step])
+                say(f"seen {len(seen)}")
+                if len(seen) == 3 and group.rank == 2 and on_loss == "continue":
+                    time.sleep(60)  # until it is killed
+                group.end_checkpoint("disk full" if pending.id == "first" and group.rank == 1 else "")
+                assert group.checkpoint_pending is None or group.checkpoint_pending.id != pending.id
+            if len(seen) == 2 and group.rank == 2 and step % 10 == 0:
+                group.request_checkpoint(id="third")
+        until = time.monotonic() + 30
+
+        def events() -> list[list[Any]]:
+            return [[event.text, list(event.ranks)] for event in group.events() if event.kind == "checkpoint"]
+
+        while len(events()) < 6 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert group.request_checkpoint(id="third") == "third"  # it is over, so nothing happens
+        return {"seen": seen, "events": events()}
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_all_ranks_see_a_checkpoint_after_the_same_operation(on_loss: str) -> None:
+    with Members(3, train, on_loss) as members:
+        members.hear("failed first", [0])  # until it is over, a request is for this one
+        members.signal(0, signal.SIGUSR2)
+        members.hear("seen 3")
+        remaining = [0, 1, 2]
+        if on_loss == "continue":
+            time.sleep(0.2)  # the others have saved by now, and wait for rank 2
+            members.kill(2)
+            remaining = [0, 1]
+        results = members.results(remaining)
+    seen, events = results[0]["seen"], results[0]["events"]
+    assert [result["seen"] for result in results] == [seen] * len(remaining)
+    assert [(name, path) for name, path, _, _ in seen][::2] == [("first", "/data/é"), ("third", "")]
+    second = seen[1][0]
+    assert all(result["events"] == events for result in results)
+    assert events == [
+        ["begun first", [0, 1, 2]],
+        ["failed first: rank 1: disk full", [1]],
+        [f"begun {second}", [0, 1, 2]],
+        [f"ended {second}", [0, 1, 2]],
+        ["begun third", [0, 1, 2]],
+        ["ended third", remaining],
+    ]
+
+
+def test_a_process_that_is_alone_has_checkpoints() -> None:
+    with covey.join() as group:
+        assert group.checkpoint_pending is None
+        name = group.request_checkpoint("/somewhere")
+        assert group.checkpoint_pending is None  # until the next operation
+        group.barrier()
+        pending = group.checkpoint_pending
+        assert pending == covey.Checkpoint(name, "/somewhere", 1)
+        group.end_checkpoint()
+        assert group.checkpoint_pending is None
+        with pytest.raises(covey.ConfigError, match="no checkpoint is pending"):
+            group.end_checkpoint()
+        with pytest.raises(covey.ConfigError, match=r"covey\.join"):
+            group.split(0).request_checkpoint()
+        for path, name in (("a\nb", ""), ("x" * 1001, ""), ("", "two words"), ("", "x" * 101)):
+            with pytest.raises(covey.ConfigError, match="printable"):
+                group.request_checkpoint(path, id=name)

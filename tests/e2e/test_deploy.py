@@ -1,0 +1,134 @@
+"""The files in deploy/: they say what their readers expect, and the commands in them run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from tests.support.jobs import LAUNCHERS, Job, finish_all, new_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = ("1.28", "1.33")
+"""The oldest and the newest version against whose published schemas the manifests are checked."""
+SRUN = """#!/bin/sh
+# Starts as many tasks as the job has, with the variables that Slurm documents.
+while [ "${1#--}" != "$1" ]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=here
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@"; first=$?
+wait $!; second=$?
+exit $((first ? first : second))
+"""
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with new_job() as made:
+        yield made
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def environment(job: Job, **more: object) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    clean |= {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(job.temp), "COVEY_HOME": str(job.home)}
+    return clean | {name: str(value) for name, value in more.items()}
+
+
+def local(command: list[str]) -> list[str]:
+    """Return a command of a container as this machine can run it."""
+    here = [part.replace("/opt/covey/examples", str(ROOT / "examples")) for part in command]
+    return [sys.executable if here[0] == "python" else here[0], *here[1:]]
+
+
+def begin(job: Job, command: list[str], **env: object) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment(job, **env), text=True, start_new_session=True, **pipes)
+    job.processes.append(process)
+    return process
+
+
+def test_the_image_is_as_the_linter_wants_it() -> None:
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert linter is not None
+    checked = subprocess.run([linter, "--no-color", DEPLOY / "docker/Dockerfile"], capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_manifests_fit_the_published_schemas_and_themselves() -> None:
+    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
+        for document in documents(f"kubernetes/{file.name}"):
+            for version in KUBERNETES:
+                kubernetes_validate.validate(document, version, strict=True)
+    service, work, budget = documents("kubernetes/job.yaml")
+    container = work["spec"]["template"]["spec"]["containers"][0]
+    env = {each["name"]: each["value"] for each in container["env"]}
+    assert {work["spec"]["completions"], work["spec"]["parallelism"], int(env["WORLD_SIZE"])} == {4}
+    names = (service["metadata"]["name"], work["spec"]["template"]["spec"]["subdomain"])
+    assert env["MASTER_ADDR"] == f"{work['metadata']['name']}-0.{names[0]}"
+    assert names[0] == names[1]
+    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == 29501
+    assert budget["spec"]["selector"]["matchLabels"] == work["spec"]["template"]["metadata"]["labels"]
+
+
+def test_what_the_containers_run_trains_a_model(job: Job) -> None:
+    [composed] = documents("docker/compose.yaml")
+    secret = job.folder / "secret"
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex(32))
+    node = composed["services"]["node"]
+    command = [str(Path(sys.executable).parent / "covey"), *local(node["command"])]
+    assert command[1] == "run"
+    number = node["deploy"]["replicas"]
+    known = {"COVEY_SECRET_FILE": secret, "COVEY_INTERFACES": "lo"}
+    nodes = [begin(job, command, **known) for _ in range(number)]
+    _, work, _ = documents("kubernetes/job.yaml")
+    pod = work["spec"]["template"]["spec"]["containers"][0]
+    size = 2
+    pods = [
+        begin(job, local(pod["command"]), JOB_COMPLETION_INDEX=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
+        for rank in range(size)
+    ]
+    for processes in (nodes, pods):
+        ended = finish_all(processes)
+        assert [each.code for each in ended] == [0] * len(processes), "\n".join(each.err for each in ended)
+        assert f"{len(processes)} ranks found [1." in "".join(each.out for each in ended)
+
+
+def test_a_slurm_job_is_queued_again_when_a_rank_fails(job: Job) -> None:
+    programs = job.folder / "bin"
+    programs.mkdir()
+    said = job.folder / "said"
+    for name, text in (("srun", SRUN), ("scontrol", f'#!/bin/sh\necho "$@" >> {said}\n')):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    failing = job.folder / "failing.py"
+    failing.write_text(
+        "import covey\nwith covey.join() as group:\n    group.barrier()\n    assert group.rank\n    group.barrier()"
+    )
+    script, works = str(DEPLOY / "slurm/train.sbatch"), str(ROOT / "examples/data_parallel.py")
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    jobs = [
+        begin(job, ["bash", script, program], PATH=path, SLURM_JOB_ID=number, SLURM_RESTART_COUNT=restarts)
+        for number, program, restarts in ((7, works, 0), (8, str(failing), 2), (9, str(failing), 3))
+    ]
+    good, failed, exhausted = finish_all(jobs)
+    assert (good.code, failed.code, exhausted.code) == (0, 1, 1), good.err
+    assert "2 ranks found [1." in good.out
+    assert said.read_text() == "requeue 8\n"

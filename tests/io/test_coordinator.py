@@ -1,0 +1,211 @@
+"""The service of the coordinator, called by a stock gRPC client in another process."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support import forked
+from tests.support.coordinators import coordinate
+from tests.support.machines import end, new_lab
+from tools import generate_proto
+
+from covey.base.errors import ConfigError
+from covey.coordinator.records import RunRecord, Sizes
+from covey.coordinator.state_file import StateFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.machines import Lab, Machine
+
+CLIENT = """
+import sys, threading
+import grpc
+from covey.coordinator import coordinator_pb2 as pb
+from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
+from covey.coordinator.security import LoopbackSecurity
+
+address = sys.argv[1]
+channel = grpc.insecure_channel(address)
+stub = CoordinatorStub(channel)
+metadata = LoopbackSecurity().metadata()
+
+def refusal(method, request, metadata=metadata):
+    try:
+        found = getattr(stub, method)(request, timeout=10, metadata=metadata)
+        if method == "RegisterWorker":
+            found = next(found)
+    except grpc.RpcError as error:
+        return error.code().name
+    return found
+
+def asking(worker="w0", **other):
+    asked = {"run": "train", "worker_id": worker, "life": worker.encode().ljust(16), "address": "127.0.0.1:5000"}
+    asked["sizes"] = pb.Sizes(min_size=1, max_size=1)
+    return pb.RegisterWorkerRequest(**asked | other)
+"""
+
+
+def program(machine: Machine, code: str, address: str) -> None:
+    """Run a client to its end."""
+    done = forked.run(
+        [sys.executable, "-c", CLIENT + code, address], env=machine.env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab() as made:
+        yield made
+
+
+@pytest.fixture
+def machine(lab: Lab) -> Machine:
+    return lab.machine()
+
+
+def test_the_generated_code_is_what_the_proto_says() -> None:
+    assert generate_proto.differing() == [], "run `python -m tools.generate_proto`"
+
+
+def test_sixty_four_workers_that_register_at_once_get_sixty_four_ranks_that_a_restart_keeps(machine: Machine) -> None:
+    register = """
+sizes = pb.Sizes(min_size=64, max_size=64)
+found, streams = {}, []
+
+def register(number):
+    request = asking(f"w{number}", run="many", sizes=sizes, address=f"127.0.0.1:{5000 + number}")
+    stream = stub.RegisterWorker(request, timeout=50, metadata=metadata)
+    streams.append(stream)
+    for event in stream:
+        if event.HasField("assignment"):
+            found[number] = event.assignment
+            return
+
+threads = [threading.Thread(target=register, args=(number,)) for number in reversed(range(64))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert {number: (each.rank, each.size, each.round, each.address) for number, each in found.items()} == {
+    number: (number, 64, 1, "127.0.0.1:5000") for number in range(64)
+}
+(run,) = stub.GetStatus(pb.GetStatusRequest(run="many"), timeout=10, metadata=metadata).runs
+assert [each.worker_id for each in run.workers] == [f"w{number}" for number in range(64)]
+assert {each.state for each in run.workers} == {"active"}
+channel.close()
+"""
+    process, address = coordinate(machine)
+    program(machine, register, address)
+    process.kill()
+    process.wait(10)
+    process, address = coordinate(machine)
+    program(machine, register, address)  # the same lives: each has the rank that it had
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, "", "")
+
+
+def test_stock_clients_and_strangers(machine: Machine) -> None:
+    process, address = coordinate(machine)
+    program(
+        machine,
+        """
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+health = health_pb2_grpc.HealthStub(channel)
+for name in ("", "covey.coordinator.Coordinator"):
+    answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+request = reflection_pb2.ServerReflectionRequest(list_services="")
+(answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
+assert "covey.coordinator.Coordinator" in {each.name for each in answer.list_services_response.service}
+
+# Without the token, nothing can be asked or changed.
+everything = {
+    "RegisterWorker": asking(),
+    "UnregisterWorker": pb.UnregisterWorkerRequest(run="train", worker_id="w0", life=bytes(16)),
+    "Heartbeat": pb.HeartbeatRequest(run="train", worker_id="w0", life=bytes(16)),
+    "StartCheckpoint": pb.StartCheckpointRequest(run="train", path="there"),
+    "EndCheckpoint": pb.EndCheckpointRequest(run="train", worker_id="w0", life=bytes(16), id="train-1"),
+    "GetCheckpoint": pb.GetCheckpointRequest(run="train"),
+    "GetStatus": pb.GetStatusRequest(),
+}
+assert set(everything) == {each.name for each in pb.DESCRIPTOR.services_by_name["Coordinator"].methods}
+for wrong in ((), (("covey-token", "0" * 64),), (("covey-token-bin", bytes(32)),)):
+    for method, request in everything.items():
+        assert refusal(method, request, wrong) == "UNAUTHENTICATED", method
+
+# What cannot be is refused, and changes nothing.
+for wrong in (
+    asking(worker=""), asking(worker="w" * 101), asking(worker="w\\n"), asking(run=""), asking(life=bytes(15)),
+    asking(address="here"), asking(address="127.0.0.1:0"), asking(address=""), asking(name="n" * 1001),
+    asking(sizes=pb.Sizes(min_size=2, max_size=1)), asking(sizes=pb.Sizes(min_size=1, max_size=5000)),
+    asking(sizes=pb.Sizes(min_size=1, max_size=2, settle_seconds=float("nan"))), asking(sizes=pb.Sizes()),
+    asking(assignment=pb.Assignment(round=1, rank=3, size=3)),
+):
+    assert refusal("RegisterWorker", wrong) == "INVALID_ARGUMENT", wrong
+assert refusal("GetStatus", pb.GetStatusRequest(run="train")) == "NOT_FOUND"
+assert refusal("RegisterWorker", asking(name="n" * 70000)) == "RESOURCE_EXHAUSTED"
+stream = stub.RegisterWorker(asking(), timeout=50, metadata=metadata)
+assert next(stream).assignment.rank == 0
+beat = {"run": "train", "worker_id": "w0", "life": b"w0".ljust(16)}
+for members in ((), (1,), (0, 0), tuple(range(2000))):
+    view = pb.View(round=1, members=members)
+    assert refusal("Heartbeat", pb.HeartbeatRequest(**beat, view=view)) == "INVALID_ARGUMENT", members
+assert refusal("StartCheckpoint", pb.StartCheckpointRequest(run="train", path="there")) == "ABORTED"
+refusal("Heartbeat", pb.HeartbeatRequest(**beat, view=pb.View(round=1, members=[0])))
+assert next(stream).view.members == [0]
+for path in ("", "a\\0b", "p" * 1001):
+    assert refusal("StartCheckpoint", pb.StartCheckpointRequest(run="train", path=path)) == "INVALID_ARGUMENT"
+started = refusal("StartCheckpoint", pb.StartCheckpointRequest(run="train", path="there"))
+assert started.phase == pb.Checkpoint.PENDING
+assert next(stream).checkpoint.path == "there"
+assert refusal("Heartbeat", pb.HeartbeatRequest(**beat)).checkpoint.id == started.id
+assert refusal("EndCheckpoint", pb.EndCheckpointRequest(**beat, id=started.id)).phase == pb.Checkpoint.DONE
+assert next(stream).checkpoint.phase == pb.Checkpoint.DONE
+assert not refusal("Heartbeat", pb.HeartbeatRequest(**beat)).HasField("checkpoint")
+assert refusal("GetCheckpoint", pb.GetCheckpointRequest(run="train")).ended == ["w0"]
+refusal("UnregisterWorker", pb.UnregisterWorkerRequest(**beat))
+try:
+    next(stream)
+except grpc.RpcError as error:
+    assert error.code().name == "NOT_FOUND"
+else:
+    raise AssertionError("the stream of a worker that has left goes on")
+channel.close()
+""",
+        address,
+    )
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, "", "")
+
+
+def test_the_state_is_for_one_coordinator_and_a_damaged_file_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    state = StateFile(folder)
+    with pytest.raises(ConfigError, match="another coordinator uses"):
+        StateFile(folder)
+    record = RunRecord("train", Sizes(2, 3, 1.5), round=4)
+    state.save(record)
+    state.save(RunRecord("other", Sizes(1, 1, 0.0)))
+    state.forget("other")
+    state.close()
+    state = StateFile(folder)
+    assert state.load() == [record]
+    state.close()
+    assert {path.stat().st_mode & 0o077 for path in folder.iterdir()} == {0}
+    with sqlite3.connect(folder / "coordinator.sqlite3") as connection:
+        connection.execute("UPDATE runs SET record='{}'")
+    connection.close()
+    state = StateFile(folder)
+    with pytest.raises(ConfigError, match="is damaged"):
+        state.load()
+    state.close()
+    (folder / "coordinator.sqlite3").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        StateFile(folder)

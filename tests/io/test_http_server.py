@@ -1,0 +1,131 @@
+"""The HTTP server: pages, bounds on what clients may send and how long they may take, and its end."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from covey.base.errors import ConfigError
+from covey.runtime import http_server
+from covey.runtime.http_server import CONNECTIONS, HttpServer, Request, Response, text
+from covey.runtime.metrics.pages import stacks_page
+from covey.runtime.tracebacks import stacks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEADLINE = 20.0
+
+
+def hello(request: Request) -> Response:
+    return text(f"hello {request.path}, you accept {request.accept!r}")
+
+
+def fail(_request: Request) -> Response:
+    raise ValueError("secret")
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    pages = {"/hello": hello, "/fails": fail, "/stacks": lambda request: stacks_page(request, stacks)}
+    with HttpServer(pages, 0) as server:
+        yield server
+
+
+def ask(server: HttpServer, method: str, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), {name.lower(): value for name, value in answer.getheaders()}
+    finally:
+        connection.close()
+
+
+def say(server: HttpServer, *pieces: bytes) -> bytes:
+    """Send bytes, and return all that comes until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        answer = b""
+        while more := connection.recv(1 << 16):
+            answer += more
+        return answer
+
+
+def test_pages_are_served_by_path_and_other_questions_are_refused(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, body, headers = ask(server, "GET", "/hello?a=b", Accept="text/plain")
+    assert (status, body) == (200, "hello /hello, you accept 'text/plain'")
+    assert headers["content-length"] == str(len(body))
+    assert headers["connection"] == "close"
+    assert ask(server, "HEAD", "/hello")[:2] == (200, "")
+    status, body, _ = ask(server, "GET", "/nothing")
+    assert (status, body) == (404, "there is no page here; pages: /fails, /hello, /stacks\n")
+    assert ask(server, "POST", "/hello")[0] == 405
+    status, body, _ = ask(server, "GET", "/fails")
+    assert (status, body) == (500, "ValueError\n")  # what it says is for the log only
+    assert "secret" in caplog.text
+    assert b" 400 " in say(server, b"\x16\x03\x01 no http\r\n\r\n").splitlines()[0]
+    assert b" 400 " in say(server, b"GET /hello extra HTTP/1.1\r\n\r\n").splitlines()[0]
+
+
+def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (http_server.CONNECTIONS, http_server.HEAD_LIMIT_BYTES, http_server.REQUEST_SECONDS) == (8, 8192, 5.0)
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+    before = threading.active_count()
+    with HttpServer({"/hello": hello}, 0) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * CONNECTIONS)]
+        try:
+            idle[0].sendall(b"GET /hello HTTP/1.1\r\nX-Slow: ")
+            assert ask(server, "GET", "/hello")[0] == 200  # after those before it were cut off
+            assert threading.active_count() <= before + 1 + CONNECTIONS
+            for connection in idle[:CONNECTIONS]:
+                connection.settimeout(DEADLINE)
+                assert connection.recv(100) == b""
+        finally:
+            for connection in idle:
+                connection.close()
+        long = say(server, b"GET /hello HTTP/1.1\r\nX: " + b"y" * (8192 - 24))
+        assert b" 431 " in long.splitlines()[0]
+
+
+def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
+    status, body, _ = ask(server, "GET", "/stacks")
+    assert status == 200
+    assert "test_stacks_are_shown_to_this_machine_only" in body
+    for host in ("localhost:9100", "[::1]:9100", "127.0.0.1"):
+        assert ask(server, "GET", "/stacks", Host=host)[0] == 200
+    for host in ("evil.example", "evil.example:9100", "192.168.1.5", "[fe80::1]"):
+        assert ask(server, "GET", "/stacks", Host=host)[:2] == (403, "stacks are shown on this machine only\n")
+    assert not http_server._is_loopback("192.168.1.5")
+    assert http_server._is_loopback("::ffff:127.0.0.1")
+
+
+def test_an_answer_that_has_begun_is_sent_before_the_server_ends() -> None:
+    begun = threading.Event()
+
+    def slow(_request: Request) -> Response:
+        begun.set()
+        time.sleep(0.3)
+        return text("done")
+
+    server = HttpServer({"/slow": slow}, 0)
+    answers: list[int] = []
+    client = threading.Thread(target=lambda: answers.append(ask(server, "GET", "/slow")[0]))
+    client.start()
+    assert begun.wait(DEADLINE)
+    server.close()
+    server.close()
+    client.join(DEADLINE)
+    assert answers == [200]
+    with pytest.raises(OSError, match="refused"):
+        ask(server, "GET", "/slow")
+    with HttpServer({}, 0) as other, pytest.raises(ConfigError, match=f"127.0.0.1:{other.port}: .*; use another port"):
+        HttpServer({}, other.port)

@@ -1,0 +1,236 @@
+"""Messengers with listeners: which thread receives, and that messages move whatever the others do."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.proto.calling.tags import CALL_TAG
+from covey.proto.message_link import MessageSizes
+from covey.runtime.messages.listening import ListeningMessenger
+from covey.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE = 20.0
+SHORT = 0.5
+"""Far longer than a message takes, far shorter than the deadlines here."""
+
+
+class Asker:
+    """One end: asks the other end questions, and ends their works with the answers."""
+
+    def __init__(self, messenger: ListeningMessenger) -> None:
+        self.messenger = messenger
+        self.works: dict[bytes, Work[int]] = {}
+        self.numbers = itertools.count()
+
+    def ask(self, text: str) -> Work[int]:
+        question = f"{text} {next(self.numbers)}".encode()
+        work = self.works[question] = Work(question.decode(), drive=self.messenger.drive)
+        self.messenger.tell(question, 1, CALL_TAG)
+        self.messenger.flush()
+        return work
+
+    def heard(self, messages: list[tuple[int, bytes]]) -> None:
+        for _, question in messages:
+            self.end(self.works.pop(question))
+
+    def end(self, work: Work[int]) -> None:
+        """End a work with the thread that ends it."""
+        work.finish(threading.get_ident())
+        self.messenger.work_ended()
+
+
+class Answerer:
+    """The other end: answers questions that begin with "echo", in jobs if they end with "job"."""
+
+    def __init__(self, messenger: ListeningMessenger) -> None:
+        self.messenger = messenger
+        self.ran: list[tuple[bytes, bool]] = []
+        """Questions, and whether a job answered them."""
+        self.block = threading.Event()
+
+    def heard(self, messages: list[tuple[int, bytes]]) -> None:
+        for _, question in messages:
+            words = question.split()
+
+            def job(question: bytes = question, words: list[bytes] = words) -> None:
+                if b"blocked" in words:
+                    assert self.block.wait(PATIENCE)
+                self.messenger.tell(question, 0, CALL_TAG)
+                self.messenger.flush()
+
+            if words[0] == b"echo":
+                is_job = b"job" in words and self.messenger.run_soon(job)
+                self.ran.append((question, is_job))
+                if not is_job and b"job" in words:
+                    threading.Thread(target=job).start()
+                elif not is_job:
+                    job()
+
+
+class Pair:
+    def __init__(self) -> None:
+        ends = socket.socketpair()
+        self.wakes = [socket.socketpair() for _ in ends]
+        listeners: list[Any] = []
+
+        def make(rank: int, kind: Callable[[ListeningMessenger], Any]) -> Any:
+            messenger = ListeningMessenger(
+                rank,
+                2,
+                open_lane=lambda *_: pytest.fail("a lane was opened"),
+                renew_lane=lambda *_: None,
+                give_up=lambda _: None,
+                wake_fd=self.wakes[rank][0].fileno(),
+                fault=lambda: None,
+                lost=lambda _: None,
+                name=f"test[{rank}]",
+                sizes=MessageSizes(),
+                tags=(CALL_TAG,),
+                listener=lambda messages: listeners[rank].heard(messages),
+            )
+            listeners.append(kind(messenger))
+            return listeners[rank]
+
+        self.asker: Asker = make(0, Asker)
+        self.answerer: Answerer = make(1, Answerer)
+        for rank, sock in enumerate(ends):
+            sock.setblocking(False)
+            listeners[rank].messenger.adopt(1 - rank, sock)
+
+    def close(self) -> None:
+        self.answerer.block.set()
+        for end in (self.asker, self.answerer):
+            end.messenger.close(time.monotonic())
+        for sock in itertools.chain(*self.wakes):
+            sock.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Repeat something until it is true: a loaded machine may be slow, and then another thread takes over."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def test_a_caller_that_calls_again_soon_receives_its_answers_itself(pair: Pair) -> None:
+    me = threading.get_ident()
+    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == me)
+
+
+def test_answers_come_to_many_waiting_callers(pair: Pair) -> None:
+    answered = []
+
+    def body() -> None:
+        for _ in range(50):
+            answered.append(pair.asker.ask("echo").wait(PATIENCE))
+
+    threads = [threading.Thread(target=body) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert len(answered) == 250
+    assert pair.asker.works == {}
+
+
+def test_an_answer_that_no_caller_waits_for_comes_right_after_one_that_was_waited_for(pair: Pair) -> None:
+    for _ in range(20):  # the background thread may have stepped aside
+        pair.asker.ask("echo").wait(PATIENCE)
+        came = threading.Event()
+        pair.asker.ask("echo").add_done_callback(lambda _, came=came: came.set())  # type: ignore[misc]
+        pair.asker.messenger.attend()
+        assert came.wait(PATIENCE)
+
+
+def test_a_caller_that_receives_is_woken_when_another_thread_ends_its_work(pair: Pair) -> None:
+    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    work = pair.asker.ask("silence")
+    timer = threading.Timer(0.05, pair.asker.end, (work,))
+    timer.start()
+    began = time.monotonic()
+    assert work.wait(PATIENCE) == timer.ident
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_caller_that_gives_up_leaves_the_messages_to_others(pair: Pair) -> None:
+    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    with pytest.raises(Exception, match="not done after the timeout"):
+        pair.asker.ask("silence").wait(0.05)
+    came = threading.Event()
+    pair.asker.ask("echo").add_done_callback(lambda _: came.set())
+    assert came.wait(PATIENCE)
+
+
+def test_ctrl_c_interrupts_a_caller_that_receives_and_breaks_nothing(pair: Pair) -> None:
+    for delay in (0.05, 0.0, 0.0005):
+        until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+
+        def interrupted(timer: threading.Timer = timer) -> None:
+            timer.start()
+            pair.asker.ask("silence").wait(PATIENCE)
+
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert time.monotonic() - began < PATIENCE / 2
+        timer.join(PATIENCE)
+        assert pair.asker.ask("echo").wait(PATIENCE)
+
+
+def test_a_handler_that_raises_nothing_lets_the_wait_go_on(pair: Pair) -> None:
+    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    work = pair.asker.ask("silence")
+    before = signal.signal(signal.SIGALRM, lambda *_: pair.asker.end(work))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert work.wait(PATIENCE) == threading.get_ident()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_job_that_takes_long_holds_up_no_other_message(pair: Pair) -> None:
+    def blocks() -> bool:
+        work = pair.asker.ask("echo job blocked")
+        until(lambda: any(question.decode() == work.description for question, _ in pair.answerer.ran))
+        is_job = pair.answerer.ran[-1][1]
+        others = [pair.asker.ask("echo job"), pair.asker.ask("echo")]
+        for other in others:
+            other.wait(PATIENCE)
+        assert not work.done()
+        pair.answerer.block.set()
+        work.wait(PATIENCE)
+        pair.answerer.block.clear()
+        return is_job
+
+    until(blocks)  # the first may run elsewhere: until there is a thread that stands by
+
+
+def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair) -> None:
+    until(lambda: bool(pair.asker.ask("echo job").wait(PATIENCE)) and pair.answerer.ran[-1][1])
+    pair.asker.ask("echo job blocked")
+    until(lambda: b"blocked" in pair.answerer.ran[-1][0].split())
+    began = time.monotonic()
+    pair.answerer.messenger.close(time.monotonic() + SHORT)
+    assert time.monotonic() - began < 4.0  # `join` alone would take 5 s

@@ -1,0 +1,255 @@
+"""`pytest --workers N`: import and collect all tests once, then run them in N forks of the process that has done so.
+
+Workers that are started as new programs each import and collect ten thousand tests: 7 s of processor time apiece, and
+15 s in a new checkout, where each compiles all test files too. A fork has everything at once.
+
+A worker takes a file at a time, so that what the tests of a file share is made once. Workers of even numbers begin with
+the folders whose tests mostly wait, the others with those whose tests compute: together they keep the cores busy. They
+meet in the middle, where no file takes long. A test that ends its process has failed, and another worker goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections import deque
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+FOLDERS: Final = ("netns", "e2e", "security", "io", "torch", "sim", "contract")
+"""Folders of tests, those that wait most first; what is not named comes last."""
+AHEAD: Final = 2
+"""Tests that a worker knows of, so that it need not wait for the next one when a test ends."""
+END_SECONDS: Final = 20.0
+"""How long a worker that is interrupted may take to end its tests."""
+VARIABLE: Final = "PYTEST_XDIST_WORKER"
+"""Tells tests which worker they are in, as with pytest-xdist: gw0, gw1, ..."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, metavar="N", help="run tests in N processes at a time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.workers > 0 and not config.option.collectonly:
+        config.pluginmanager.register(Workers(config.option.workers))
+
+
+class Worker:
+    """A forked process as the one that collected the tests knows it."""
+
+    def __init__(self, number: int, pid: int, channel: Connection) -> None:
+        self.number, self.pid, self.channel = number, pid, channel
+        self.waiting: deque[int] = deque()
+        """The rest of its file, by positions among all tests."""
+        self.named: int | None = None
+        """The test that it knows to come next; what that shares with the one before is kept for it."""
+        self.running: deque[int] = deque()
+        """The tests that it was told to run, the current one first."""
+
+
+class Workers:
+    """Forks workers after the collection, deals tests out, and passes their reports on."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._workers: dict[Connection, Worker] = {}
+        self._files: deque[list[int]] = deque()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        self._files.extend(_by_file(session.items))
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.showfspath = False  # results of several files alternate
+        gc.collect()
+        gc.freeze()  # what was collected is shared with the workers as long as none writes to it
+        try:
+            for number in range(min(self._count, len(self._files))):
+                self._start(session, number, deque())
+            while self._workers:
+                for channel in connection.wait(list(self._workers)):
+                    self._hear(session, self._workers[channel])  # type: ignore[index]
+                    if session.shouldfail:
+                        raise session.Failed(session.shouldfail)
+                    if session.shouldstop:
+                        raise session.Interrupted(session.shouldstop)
+        finally:
+            for worker in list(self._workers.values()):
+                self._end(worker)
+        return True
+
+    def _start(self, session: pytest.Session, number: int, waiting: deque[int]) -> None:
+        tasks = os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else [""]
+        assert len(tasks) == 1, f"importing the tests started threads, which a fork would lack: {threading.enumerate()}"
+        ours, theirs = multiprocessing.Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            for channel in (ours, *self._workers):
+                channel.close()
+            _work(session, number, theirs)
+        theirs.close()
+        worker = self._workers[ours] = Worker(number, pid, ours)
+        worker.waiting = waiting
+        for _ in range(AHEAD):
+            self._feed(worker)
+
+    def _next(self, worker: Worker) -> int | None:
+        # When few files are left, a worker that is still busy with one leaves the others to the rest.
+        if not worker.waiting and self._files and (not worker.running or len(self._files) > 2 * self._count):
+            worker.waiting.extend(self._files.pop() if worker.number % 2 else self._files.popleft())
+        return worker.waiting.popleft() if worker.waiting else None
+
+    def _feed(self, worker: Worker) -> None:
+        """Tell a worker of its next test; if there is none and it has nothing to do, let it end."""
+        given = self._next(worker) if worker.named is None else worker.named
+        if given is not None:
+            worker.running.append(given)
+            worker.named = self._next(worker)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_hear` notices
+            if given is not None:
+                worker.channel.send((given, worker.named))
+            elif not worker.running:
+                worker.channel.send(None)
+
+    def _hear(self, session: pytest.Session, worker: Worker) -> None:
+        hook = session.config.hook
+        try:
+            said = worker.channel.recv()
+        except (EOFError, ConnectionResetError):
+            self._ended(session, worker)
+            return
+        current = session.items[worker.running[0]]
+        if said is None:
+            worker.running.popleft()
+            hook.pytest_runtest_logfinish(nodeid=current.nodeid, location=current.location)
+            self._feed(worker)
+            return
+        report = hook.pytest_report_from_serializable(config=session.config, data=said)
+        if report.when == "setup":
+            hook.pytest_runtest_logstart(nodeid=current.nodeid, location=current.location)
+        hook.pytest_runtest_logreport(report=report)
+
+    def _ended(self, session: pytest.Session, worker: Worker) -> None:
+        """Take note of the end of a worker. If it had a test, that has failed, and another one takes the rest."""
+        del self._workers[worker.channel]
+        worker.channel.close()
+        _, status = os.waitpid(worker.pid, 0)
+        if worker.running:
+            lost = session.items[worker.running.popleft()]
+            text = f"the test ended its process, with {os.waitstatus_to_exitcode(status)}"
+            report = pytest.TestReport(lost.nodeid, lost.location, {}, "failed", text, "call")
+            session.config.hook.pytest_runtest_logreport(report=report)
+            named = [] if worker.named is None else [worker.named]
+            self._start(session, worker.number, deque([*worker.running, *named, *worker.waiting]))
+
+    def _end(self, worker: Worker) -> None:
+        """Interrupt a worker; kill it if it does not end in time."""
+        worker.channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGINT)
+        until = time.monotonic() + END_SECONDS
+        while os.waitpid(worker.pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > until:
+                os.kill(worker.pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def _by_file(items: list[pytest.Item]) -> Iterator[list[int]]:
+    """Yield the positions of the tests of each file, in the order in which files are dealt out."""
+    places = {name: place for place, name in enumerate(FOLDERS)}
+
+    def place_of(index: int) -> tuple[int, str]:
+        folder, _, path = _path_of(items[index]).removeprefix("tests/").partition("/")
+        return places.get(folder, len(places)), path or folder
+
+    ordered = sorted(range(len(items)), key=place_of)  # stable: tests of a file stay in their order
+    for _, positions in itertools.groupby(ordered, key=lambda index: _path_of(items[index])):
+        yield list(positions)
+
+
+def _path_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+# In the workers
+
+
+def _work(session: pytest.Session, number: int, channel: Connection) -> None:
+    """Run tests as they are named on a channel, and end the process."""
+    atexit._clear()  # what the process before the fork has registered is its own
+    code = 1
+    try:
+        _prepare(session.config, number, channel)
+        try:
+            while (given := channel.recv()) is not None:
+                current, after = given
+                session.config.hook.pytest_runtest_protocol(
+                    item=session.items[current], nextitem=None if after is None else session.items[after]
+                )
+                channel.send(None)
+        finally:
+            session._setupstate.teardown_exact(None)
+        code = 0
+    except (KeyboardInterrupt, EOFError, ConnectionError):  # the run is interrupted
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
+    """Give a fork what it may not share with its siblings: number, folder, files of captured output, chance."""
+    os.environ[VARIABLE] = f"gw{number}"
+    factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
+    folder: Path = factory.getbasetemp() / f"worker{number}-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    factory._basetemp = folder
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    config.pluginmanager.unregister(name="terminalreporter")
+    # pytest-timeout writes the stacks of all threads with it.
+    stand_in = types.SimpleNamespace(_tw=create_terminal_writer(config, sys.stderr))
+    config.pluginmanager.register(stand_in, "terminalreporter")
+    config.pluginmanager.register(_Sender(config, channel))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+class _Sender:
+    """Sends the reports of a worker to the process that prints them."""
+
+    def __init__(self, config: pytest.Config, channel: Connection) -> None:
+        self._config, self._channel = config, channel
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._channel.send(data)
