@@ -31,7 +31,7 @@ PUBLIC = {
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
     *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
-    *("serve_http", "HttpServer"),
+    *("serve_http", "HttpServer", "on_shutdown", "shutdown"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),
 }
 GROUP = {

@@ -117,6 +117,9 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
     time.sleep(0.1)
     run.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(run.files()) == 3)
+    here = json.loads(run.command("status", "--json").stdout)
+    assert here["cluster"] is None
+    assert (run.process.pid, "job", 3) in [(each["pid"], each["name"], each["size"]) for each in here["local"]]
     asked = run.command("trace", str(run.process.pid))
     assert asked.returncode == 0, asked.stderr
     assert (run.folder / "job.trace.json").exists()

@@ -255,6 +255,7 @@ _ROWS: Final = (
         _MACHINE, "warm_start", Flag(), None,
         "Whether `covey run -n` forks its ranks from one process; default: with more ranks than cores.",
     ),
+    _variable(_MACHINE, "ssh", AnyText("a command"), "ssh", "The program with which `covey run --hosts` connects."),
     _variable(_MACHINE, "debug", Flag(), False, "1: show whole tracebacks of errors."),
 )  # fmt: skip
 

@@ -140,6 +140,29 @@ def run(
             help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT.",
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="all|A,B", help="Start on these machines, where `covey up` runs, or on all; -n on each."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B:2", help="Start on these machines with ssh, and so many processes on each."),
+    ] = None,
+    requirements: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --on: make an environment with these packages on each machine."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        typer.Option("--log-dir", metavar="DIR", help="Also write the output of each rank to a file in DIR."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="With --on: return when all have started, and leave them running.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
         bool,
@@ -155,6 +178,8 @@ def run(
 
     In a cluster, type the same command on each machine: covey run train.py
 
+    Or start it on several machines from here: with --on where `covey up` runs, else with --hosts and ssh.
+
     The nodes find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
     Each line of output begins with the rank of its process; in a cluster, with the machine and the rank.
@@ -166,7 +191,34 @@ def run(
 
     SIGTERM is passed on as well. If all processes then exit with 0, so does covey run.
     """
-    command = command_line(script, arguments or [], module=module, run_name=run_name)
+    if on is not None or hosts is not None:
+        from covey.cli import several_machines
+
+        limits = {"--size": size, "--min": min_size, "--max": max_size}
+        of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
+        of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
+        of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
+        of_all |= {"--seeds": seeds}
+        refuse_with_several_machines({"--http": http, "--insecure": insecure})
+        wanted = several_machines.Program(
+            script, tuple(arguments or ()), run_name or default_run_name(script, module=module), module, python
+        )
+        raise typer.Exit(
+            several_machines.start(
+                wanted,
+                on=on,
+                hosts=hosts,
+                processes=processes,
+                limits=limits,
+                options=of_all,
+                requirements=requirements,
+                log_dir=log_dir,
+                detach=detach,
+            )
+        )
+    if requirements is not None or detach:
+        raise ConfigError("--requirements and --detach go with --on: they are about programs that agents start")
+    command = command_line(script, arguments or [], module=module, run_name=run_name, python=python)
     page = None
     if http is not None:
         from covey.runtime.keeper.pages import parse_address
@@ -191,7 +243,7 @@ def run(
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
         make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
-        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page))
+        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):
@@ -200,7 +252,7 @@ def run(
         for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
             os.environ.pop(name, None)  # the command line overrides all three
     asked = {
-        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or short_name,
+        "COVEY_RUN": run_name or default_run_name(script, module=module),
         "COVEY_RUN_PROGRAM": program,
         "COVEY_RUN_SIZE": size,
         "COVEY_RUN_MIN_SIZE": min_size,
@@ -215,7 +267,7 @@ def run(
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
-    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page))
+    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
 
 
 def check_compress(compress: str) -> str:
@@ -229,6 +281,18 @@ def check_compress(compress: str) -> str:
         own = ". One that the script registers is named by COVEY_COMPRESS, or in covey.join" if is_unknown else ""
         raise ConfigError(f"--compress {compress}: {error}{own}") from None
     return compress
+
+
+def default_run_name(script: str, *, module: bool) -> str:
+    """Return the name of a run that was given none: COVEY_RUN, or the name of the script without .py."""
+    return os.environ.get("COVEY_RUN") or (script if module else Path(script).stem)
+
+
+def refuse_with_several_machines(given: dict[str, object]) -> None:
+    """Raise ConfigError if an option was given that has no meaning with --on and --hosts."""
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:
@@ -296,17 +360,24 @@ def is_run_name(word: str, following: str) -> bool:
     return not (os.path.exists(word) or shutil.which(word))
 
 
-def command_line(script: str, arguments: list[str], *, module: bool, run_name: str | None = None) -> list[str]:
+def command_line(
+    script: str, arguments: list[str], *, module: bool, run_name: str | None = None, python: str | None = None
+) -> list[str]:
     """Return the command to execute for the script or program that was given to `covey run`.
 
+    `python` runs scripts and modules; by default, the interpreter of this process.
+
     Raises:
-        ConfigError: there is no such script or program.
+        ConfigError: there is no such script or program, or no such interpreter.
     """
+    interpreter = sys.executable if python is None else shutil.which(python)
+    if interpreter is None:
+        raise ConfigError(f"--python {python}: there is no such program; give the path of an interpreter")
     if module:
-        return [sys.executable, "-m", script, *arguments]
+        return [interpreter, "-m", script, *arguments]
     if os.path.isfile(script):
         if script.endswith(".py") or not os.access(script, os.X_OK):
-            return [sys.executable, script, *arguments]
+            return [interpreter, script, *arguments]
         return [os.path.abspath(script), *arguments]
     program = shutil.which(script)
     if program is None:

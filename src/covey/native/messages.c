@@ -62,13 +62,11 @@ struct message_end {
     int64_t sent_count, sent_bytes, received_count, received_bytes;
 };
 
-const size_t message_end_size = sizeof(struct message_end);
-
 static PyObject *name_dtype;
 
 /* MessageEnd(memory, capacity, doorbell, first, bell, wake, dtypes, array type, empty, spin ns, yield ns,
  * (eager bytes, credit bytes, credit batch, ack batch, header cost)) */
-int message_end_init(PyObject *self, PyObject *args)
+static int message_end_fill(PyObject *self, PyObject *args)
 {
     struct message_end *end = (struct message_end *)self;
     PyObject *memory, *dtypes, *array_type, *empty;
@@ -113,7 +111,7 @@ int message_end_init(PyObject *self, PyObject *args)
     return 0;
 }
 
-void message_end_release(PyObject *self)
+static void message_end_release(PyObject *self)
 {
     struct message_end *end = (struct message_end *)self;
     Py_CLEAR(end->dtypes);
@@ -150,7 +148,7 @@ static void consume(struct message_end *end, uint64_t nbytes)
     end->received += nbytes;
     end->in.position += nbytes;
     atomic_store_explicit(end->in.tail, end->in.position, memory_order_release);
-    ring_wake(end->doorbell, end->in.writer_asleep);
+    ring_wake_if(end->doorbell, end->in.writer_asleep);
 }
 
 /* Frames */
@@ -212,7 +210,7 @@ static bool push(struct message_end *end, const struct frame *frame, const uint8
     end->sent += header + nbytes;
     end->out.position += header + nbytes;
     atomic_store_explicit(end->out.head, end->out.position, memory_order_release);
-    ring_wake(end->doorbell, end->out.reader_asleep);
+    ring_wake_if(end->doorbell, end->out.reader_asleep);
     memcpy(kept, data, header); /* now, while the peer reads it */
     if (nbytes)
         memcpy(kept + header, payload, nbytes);
@@ -616,11 +614,19 @@ static PyObject *method_counts(PyObject *self, PyObject *unused)
                          (long long)end->received_bytes);
 }
 
-PyMethodDef message_end_methods[] = {
+static PyMethodDef message_end_methods[] = {
     {"send", (PyCFunction)(void (*)(void))method_send, METH_FASTCALL, "Send an array, if nothing is in the way."},
     {"receive", (PyCFunction)(void (*)(void))method_receive, METH_FASTCALL, "Receive an array, if it comes next."},
     {"lend", method_lend, METH_VARARGS, "Let messages pass from now on."},
     {"take_back", method_take_back, METH_NOARGS, "Let none pass, and return the state of the streams."},
     {"counts", method_counts, METH_NOARGS, "Return how many messages have passed, and their bytes."},
     {NULL, NULL, 0, NULL},
+};
+
+struct kind message_end_kind = {
+    .name = "covey._native.MessageEnd",
+    .size = sizeof(struct message_end),
+    .fill = message_end_fill,
+    .release = message_end_release,
+    .methods = message_end_methods,
 };

@@ -46,8 +46,6 @@ struct shortcut {
     struct atomic atomic;
 };
 
-const size_t shortcut_size = sizeof(struct shortcut);
-
 static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_returned, *name_phase, *name_executing,
     *name_pending;
 
@@ -60,7 +58,7 @@ static void free_entry(struct entry *entry)
     Py_CLEAR(entry->reduction);
 }
 
-void shortcut_release(PyObject *self)
+static void shortcut_release(PyObject *self)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     for (int index = 0; index < ENTRIES; index++)
@@ -83,7 +81,7 @@ void shortcut_release(PyObject *self)
 /* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns), and in a group that
  * survives losses (AtomicOperations, Commit, its phases of a running and a complete operation, the barrier's plan, the
  * undo buffer, an empty array) */
-int shortcut_init(PyObject *self, PyObject *args)
+static int shortcut_fill(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *parts[5];
@@ -103,8 +101,8 @@ int shortcut_init(PyObject *self, PyObject *args)
         name_executing = PyUnicode_InternFromString("_is_executing");
         name_pending = PyUnicode_InternFromString("pending");
     }
-    if (!is_runner(parts[0]) || name_pending == NULL ||
-        (atomic.operations != NULL && (!is_plan(atomic.barrier) || !is_undo(atomic.undo)))) {
+    if (!is_of(parts[0], &runner_kind) || name_pending == NULL ||
+        (atomic.operations != NULL && (!is_of(atomic.barrier, &plan_kind) || !is_of(atomic.undo, &undo_kind)))) {
         PyErr_SetString(PyExc_TypeError, "these are not the parts of a shortcut");
         return -1;
     }
@@ -154,7 +152,7 @@ static int read_shape(PyObject *shape, Py_ssize_t lengths[MOST_AXES])
 /* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix, prefix of the commit barrier, and for a
  * call with an output its shape, and the range that is copied to it: from, to, bytes): remember how such a call runs;
  * False if there is no room. */
-PyObject *shortcut_add(PyObject *self, PyObject *args)
+static PyObject *shortcut_add(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *dtype, *shape, *what, *call, *plan, *reduction, *out_shape = NULL;
@@ -165,7 +163,7 @@ PyObject *shortcut_add(PyObject *self, PyObject *args)
                           &contributors, &prefix, &prefix_bytes, &commit_prefix, &commit_bytes, &PyTuple_Type, &out_shape,
                           &from, &to, &nbytes))
         return NULL;
-    if (prefix_bytes != PREFIX_BYTES || commit_bytes != PREFIX_BYTES || !is_plan(plan) || (reduction != Py_None && !is_reduction(reduction)) || from < 0 ||
+    if (prefix_bytes != PREFIX_BYTES || commit_bytes != PREFIX_BYTES || !is_of(plan, &plan_kind) || (reduction != Py_None && !is_of(reduction, &reduction_kind)) || from < 0 ||
         to < 0 || nbytes < 0)
         return PyErr_Format(PyExc_TypeError, "these are not the parts of a call");
     struct entry made = {.contributors = contributors};
@@ -384,14 +382,29 @@ static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_
 
 /* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
  * records the call, which is returned, and resumes the runner. */
-PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     return run(shortcut, args, count, shortcut->spin_ns);
 }
 
 /* begin(x, what[, out]) -> as run, but it waits for nothing: another thread goes on with what is not over at once */
-PyObject *shortcut_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *shortcut_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     return run((struct shortcut *)self, args, count, 0);
 }
+
+static PyMethodDef shortcut_methods[] = {
+    {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
+    {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
+    {"begin", (PyCFunction)(void (*)(void))shortcut_begin, METH_FASTCALL, "Begin such a call, and do not wait."},
+    {NULL, NULL, 0, NULL},
+};
+
+struct kind shortcut_kind = {
+    .name = "covey._native.Shortcut",
+    .size = sizeof(struct shortcut),
+    .fill = shortcut_fill,
+    .release = shortcut_release,
+    .methods = shortcut_methods,
+};

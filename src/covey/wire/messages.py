@@ -37,6 +37,8 @@ WAITING_LIMIT: Final = 64
 """How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
+AGENT_CALL_LIMIT: Final = 64 << 10
+"""Bytes of one message about a call to an agent."""
 MAX_MEMBERS: Final = 128
 """Members of a view. This many fit into one control frame, whatever their names and contacts."""
 
@@ -154,7 +156,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     nonce: Bytes
     purpose: Name
     """`rank` (its launcher gave it a rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
-    `candidate` (joins a run of the cluster), `visitor` (asks and leaves) or `keeper` (reports on its processes)."""
+    `candidate` (joins a run of the cluster), `visitor` (asks and leaves), `keeper` (reports on its processes) or
+    `agent` (starts programs for members)."""
     run: Text
     rank: int
     size: int
@@ -580,6 +583,23 @@ class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """Encoded `wire.past.PastEvents`."""
 
 
+class AgentCall(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """A message of `wire.calls` between a terminal and an agent, which are in no run."""
+
+    session: Count
+    """A random number of the terminal; the agent answers with the same."""
+    serial: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    """Counts the messages of the session in one direction."""
+    body: Annotated[bytes, msgspec.Meta(max_length=AGENT_CALL_LIMIT)]
+
+
+class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):
+    """Answer to the first AgentCall of a session: the terminal may not call this agent."""
+
+    session: Count
+    reason: Text
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect
 Answer = Tell | Reached | SecretKept | Inspected
@@ -616,6 +636,8 @@ Control = (
     | Inspected
     | CheckpointNews
     | Past
+    | AgentCall
+    | AgentRefusal
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -203,7 +203,7 @@ def test_an_announcement_is_tagged_as_the_page_says() -> None:
 def test_the_purposes_of_links_are_those_of_the_code() -> None:
     """What Hellos are made with: a word, or the `purpose` of a mesh."""
     found = set()
-    for path in (ROOT / "src" / "covey" / "runtime").rglob("*.py"):
+    for path in [each for room in ("runtime", "agent") for each in (ROOT / "src" / "covey" / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             values: list[ast.expr] = []
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "Hello":

@@ -62,6 +62,8 @@ CONTROLS: list[Any] = [
     messages.Inspected("operations", 2, 3, b"what was asked for"),
     messages.Past(b"events"),
     messages.CheckpointNews((3 << 32) + 1, b"body"),
+    messages.AgentCall(7, 1, b"a message about a call"),
+    messages.AgentRefusal(7, "south may not use north"),
 ]
 
 
@@ -82,7 +84,8 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
                      "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31,
-                     "Inspect": 32, "Inspected": 33, "CheckpointNews": 34, "Past": 35}  # fmt: skip
+                     "Inspect": 32, "Inspected": 33, "CheckpointNews": 34, "Past": 35, "AgentCall": 36,
+                     "AgentRefusal": 37}  # fmt: skip
     assert set(names) == {
         kind.__name__ for union in (messages.HandshakeMessage, messages.Control) for kind in get_args(union)
     }

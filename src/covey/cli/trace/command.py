@@ -198,7 +198,9 @@ def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], di
 
         flights = collect(ask)
     ahead = {state.card.contact.host: state.clock_offset for state in members}
-    return _checked(run, flights, len(members), "member"), ahead
+    known = {peer.card.id for tell in told if isinstance(tell, messages.Tell) and tell.run == run
+             for peer in tell.peers if peer.rank >= 0}  # fmt: skip
+    return _checked(run, flights, len(known | {card.id for card in cards}), "member"), ahead
 
 
 # The table

@@ -37,7 +37,7 @@ from covey.runtime.mesh.remote_node import RemoteNode
 from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
 from covey.runtime.mesh.secret_changes import SecretChanges, secrets_of
-from covey.runtime.mesh.visitors import Visitors
+from covey.runtime.mesh.visitors import Visitors, is_guest
 from covey.runtime.metrics.inspection import PacedAnswers, answer_keeper
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
@@ -205,7 +205,7 @@ class Mesh:
 
     def _linked(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
         """Take a link whose two ends have accepted each other."""
-        if purpose == "keeper" or (purpose == "visitor" and self.purpose != "visitor"):
+        if is_guest(purpose, self.purpose):
             self._visited(RemoteNode(card, purpose), link, way)
             return
         known = self.met.get(card.id)
