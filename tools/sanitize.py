@@ -44,7 +44,15 @@ SANITIZERS: Final = {
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
         },
-        ("tests/unit/native", *LANES, "tests/security/test_native_fuzz.py", *GROUPS, "-k", "not free_what_they_took"),
+        (
+            "tests/unit/native",
+            *LANES,
+            "tests/contract/test_kernel_copies.py",
+            "tests/security/test_native_fuzz.py",
+            *GROUPS,
+            "-k",
+            "not free_what_they_took",
+        ),
     ),
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wno-tsan"),  # fences, which it does not know, order nothing but wake-ups

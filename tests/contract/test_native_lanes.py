@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -435,3 +437,38 @@ def test_a_claimed_change_of_key_is_refused(ends: contextlib.ExitStack) -> None:
     ends.callback(receiver.close)
     with pytest.raises(LaneClosedError, match="altered on the way: record 0 of stream 0"):
         feed(receiver, source, [length.to_bytes(4, "little") + record[4:]])
+
+
+@pytest.mark.parametrize("make", [RINGS[0], *WIDE], ids=lambda make: make.__name__)
+def test_a_lane_that_is_closed_while_a_thread_uses_it_keeps_its_descriptors_until_the_thread_has_left(
+    ends: contextlib.ExitStack, make: Any
+) -> None:
+    """Else the thread might write into another file, which has got the same number."""
+    made = contextlib.ExitStack()  # in which `near` would be closed a third time
+    near, far = make(made, (True, True))
+    made.pop_all()
+    ends.callback(far.close)
+    waiting, late = NativeEnd(near, [], transfers([10])), NativeEnd(far, [], transfers([10]))
+    ends.callback(late.close)
+    numbers = [sock.fileno() for sock in near.sockets()] if hasattr(near, "sockets") else [near.fileno()]
+
+    def wait() -> None:
+        with pytest.raises((StoppedError, LaneClosedError)):
+            waiting.advance(PATIENCE)
+
+    def close() -> None:
+        while not waiting.runner.is_running:
+            time.sleep(0.001)
+        near.close()
+        for number in numbers:
+            os.fstat(number)
+        near.close()
+        with pytest.raises(LaneClosedError):  # the other end is told at once
+            late.advance(PATIENCE)
+
+    in_parallel(wait, close)
+    waiting.close()
+    del near.native
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)

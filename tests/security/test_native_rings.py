@@ -272,6 +272,9 @@ def test_a_ring_that_does_not_fit_its_memory_is_refused() -> None:
             (memoryview(bytearray(memory_bytes(4096) + 8))[1:], 4096),
         ]:
             with pytest.raises(ValueError, match="too small"):
-                ring(memory, capacity, one.fileno(), True)
+                ring(memory, capacity, one.fileno(), True, bytes(32), 1)
         with pytest.raises((TypeError, BufferError)):
-            ring(bytes(memory_bytes(4096)), 4096, one.fileno(), True)
+            ring(bytes(memory_bytes(4096)), 4096, one.fileno(), True, bytes(32), 1)
+        for token, how in [(bytes(31), 1), (bytes(33), 1), (bytes(32), -1), (bytes(32), 3)]:
+            with pytest.raises(ValueError, match="token"):
+                ring(bytearray(memory_bytes(4096)), 4096, one.fileno(), True, token, how)

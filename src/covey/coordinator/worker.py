@@ -66,7 +66,7 @@ class WorkerNodeConfig:
     insecure: bool | None = None
     """Let the ranks talk to other machines in clear text."""
     tls_ca: str | None = None
-    """PEM file with the authority of the coordinator's certificate."""
+    """PEM file with the authority of the coordinator's certificate, and of those of workers on other machines."""
     tls_cert: str | None = None
     """PEM file with the certificate of this worker."""
     tls_key: str | None = None
@@ -214,10 +214,10 @@ class WorkerNode:
         from covey.coordinator.extra import require_grpc
 
         require_grpc()
-        from covey.coordinator.pem_files import PemFiles
         from covey.coordinator.security import choose_security
         from covey.coordinator.session import Session, WorkerTerms
         from covey.net.keys import secret_sources
+        from covey.net.keys.pem_files import PemFiles
         from covey.runtime.joining.bootstrap import join_at
 
         config = self.config
@@ -227,6 +227,9 @@ class WorkerNode:
             effective_environment(),
             insecure=config.insecure,
             on_loss=config.on_loss,
+            tls_ca=config.tls_ca,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
             **from_argument(config.settings or {}),
         )
         host = seeds.parse(config.coordinator).host

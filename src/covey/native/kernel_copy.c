@@ -17,7 +17,6 @@
 #include "ring.h"
 
 #include <errno.h>
-#include <string.h>
 #include <sys/uio.h>
 
 enum {
@@ -121,7 +120,7 @@ static enum outcome acknowledge(struct ring_lane *ring)
     ring->address = 0;
     ring->in.position += HEADER_BYTES;
     atomic_store_explicit(ring->in.tail, ring->in.position, memory_order_release);
-    ring_wake_if(ring, ring->in.writer_asleep);
+    ring_wake_if(ring->doorbell, ring->in.writer_asleep);
     return MOVED;
 }
 

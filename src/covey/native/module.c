@@ -1,495 +1,51 @@
-/* covey._native: the compiled executor of plans, and the loops of the codecs. This file is what Python sees of the executor;
- * codec.c is what it sees of the codecs. */
+/* covey._native: the compiled executor of plans, and the loops of the codecs. This file makes the module and its types. */
 #include "native.h"
 
-#include <stdlib.h>
-#include <string.h>
-#include <structmember.h>
+static struct kind *const kinds[] = {
+    &ring_kind, &stream_kind, &sealed_kind, &plan_kind, &reduction_kind, &undo_kind, &recorder_kind, &runner_kind, &shortcut_kind,
+};
+enum { KINDS = sizeof kinds / sizeof *kinds };
 
-static const int64_t SIGNALS_NS = 100 * 1000 * 1000; /* how long signal handlers of Python may wait for an operation */
-enum { LOOKED_BYTES = 1 << 14 }; /* an operation on less than this is tried for a moment with the lock held */
-
-static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type, *runner_type, *recorder_type;
-
-bool is_plan(PyObject *object) { return (PyObject *)Py_TYPE(object) == plan_type; }
-bool is_reduction(PyObject *object) { return (PyObject *)Py_TYPE(object) == reduction_type; }
-bool is_runner(PyObject *object) { return (PyObject *)Py_TYPE(object) == runner_type; }
-
-/* Objects: each type has a maker that fills zeroed memory, and a releaser. */
-
-static PyObject *make(PyTypeObject *type, PyObject *args, int (*init)(PyObject *, PyObject *))
+static const struct kind *kind_of(PyTypeObject *type)
 {
+    for (size_t index = 0; index < KINDS; index++)
+        if (kinds[index]->type == (PyObject *)type)
+            return kinds[index];
+    return NULL;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *self = alloc(type, 0);
-    if (self != NULL && init(self, args) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
+    if (self != NULL && kind_of(type)->fill(self, args) < 0)
+        Py_CLEAR(self);
     return self;
 }
 
 static void destroy(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    freefunc free_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    if (kind_of(type)->release != NULL)
+        kind_of(type)->release(self);
+    free_memory(self);
     Py_DECREF(type);
 }
 
-static PyObject *new_ring(PyTypeObject *type, PyObject *args, PyObject *unused)
+static bool add_type(PyObject *module, struct kind *kind)
 {
-    (void)unused;
-    return make(type, args, ring_init);
+    PyType_Slot slots[5] = {{Py_tp_new, (void *)make}, {Py_tp_dealloc, (void *)destroy}};
+    int count = 2;
+    if (kind->methods != NULL)
+        slots[count++] = (PyType_Slot){Py_tp_methods, kind->methods};
+    if (kind->members != NULL)
+        slots[count++] = (PyType_Slot){Py_tp_members, kind->members};
+    PyType_Spec spec = {.name = kind->name, .basicsize = (int)kind->size, .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
+    kind->type = PyType_FromSpec(&spec);
+    return kind->type != NULL && PyModule_AddType(module, (PyTypeObject *)kind->type) == 0;
 }
-
-static PyObject *new_stream(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, stream_init);
-}
-
-static PyObject *new_sealed(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, sealed_init);
-}
-
-static void free_lane(PyObject *self)
-{
-    struct lane *lane = (struct lane *)self;
-    if (lane->functions != NULL)
-        lane->functions->release(lane);
-    if (lane->memory.obj != NULL)
-        PyBuffer_Release(&lane->memory);
-    destroy(self);
-}
-
-static PyObject *lane_peek(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct lane *lane = (struct lane *)self;
-    uint8_t header[HEADER_BYTES];
-    bool is_there = lane->functions->peek(lane, header);
-    if (PyErr_Occurred())
-        return NULL;
-    return PyBytes_FromStringAndSize((const char *)header, is_there ? HEADER_BYTES : 0);
-}
-
-static PyObject *lane_close(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct lane *lane = (struct lane *)self;
-    lane->functions->close(lane);
-    Py_RETURN_NONE;
-}
-
-static PyObject *new_plan(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, plan_init);
-}
-
-static void free_plan(PyObject *self)
-{
-    plan_release((struct plan *)self);
-    destroy(self);
-}
-
-static PyObject *new_reduction(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, reduction_init);
-}
-
-static PyObject *reduction_combine(PyObject *self, PyObject *args)
-{
-    const struct reduction *reduction = (const struct reduction *)self;
-    Py_buffer left, right, out;
-    int divides;
-    long long contributors;
-    if (!PyArg_ParseTuple(args, "y*y*w*pL", &left, &right, &out, &divides, &contributors))
-        return NULL;
-    bool is_right = left.len == out.len && right.len == out.len && out.len % reduction->itemsize == 0;
-    if (is_right && out.len)
-        combine(reduction, left.buf, right.buf, out.buf, out.len / reduction->itemsize, divides, contributors);
-    PyBuffer_Release(&left);
-    PyBuffer_Release(&right);
-    PyBuffer_Release(&out);
-    if (!is_right)
-        return PyErr_Format(PyExc_ValueError, "the three buffers have different lengths");
-    Py_RETURN_NONE;
-}
-
-static PyObject *new_undo(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)args;
-    (void)unused;
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    return alloc(type, 0);
-}
-
-static void free_undo(PyObject *self)
-{
-    undo_release((struct undo *)self);
-    destroy(self);
-}
-
-/* The runner */
-
-static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    int size;
-    PyObject *recorder = NULL, *ranks = NULL;
-    if (!PyArg_ParseTuple(args, "i|OO!", &size, &recorder, &PyTuple_Type, &ranks))
-        return NULL;
-    if (size < 1)
-        return PyErr_Format(PyExc_ValueError, "an attempt has at least one slot");
-    if (recorder != NULL && ((PyObject *)Py_TYPE(recorder) != recorder_type || ranks == NULL || PyTuple_Size(ranks) != size))
-        return PyErr_Format(PyExc_TypeError, "a recorder comes with the rank of each slot");
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct runner *runner = (struct runner *)alloc(type, 0);
-    if (runner == NULL)
-        return NULL;
-    runner->size = size;
-    runner->wake_fd = -1;
-    runner->python_bytes = INT64_MAX;
-    runner->lane_objects = calloc((size_t)size, sizeof *runner->lane_objects);
-    runner->out_moves = calloc((size_t)size, sizeof *runner->out_moves);
-    runner->in_moves = calloc((size_t)size, sizeof *runner->in_moves);
-    runner->ranks = calloc((size_t)size, sizeof *runner->ranks);
-    if (runner->lane_objects == NULL || runner->out_moves == NULL || runner->in_moves == NULL || runner->ranks == NULL) {
-        Py_DECREF(runner);
-        return PyErr_NoMemory();
-    }
-    for (int slot = 0; recorder != NULL && slot < size; slot++) {
-        long rank = PyLong_AsLong(PyTuple_GetItem(ranks, slot));
-        if (PyErr_Occurred() || recorder_traffic(recorder, (int32_t)rank) == NULL) {
-            Py_DECREF(runner);
-            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no rank %ld", rank);
-        }
-        runner->ranks[slot] = (int32_t)rank;
-    }
-    Py_XINCREF(recorder);
-    runner->recorder = recorder;
-    return (PyObject *)runner;
-}
-
-void runner_finish(struct runner *runner)
-{
-    if (runner->plan_object != NULL && runner->is_sending) {
-        const struct send_move *send = &((const struct plan *)runner->plan_object)->sends[runner->sent];
-        struct lane *lane = (struct lane *)runner->lane_objects[send->peer];
-        if (lane != NULL)
-            lane->functions->cancel(lane);
-        runner->is_sending = false;
-    }
-    for (int32_t index = 0; index < runner->buffer_count; index++)
-        PyBuffer_Release(&runner->buffers[index]);
-    runner->buffer_count = 0;
-    Py_CLEAR(runner->plan_object);
-    Py_CLEAR(runner->reduction_object);
-    Py_CLEAR(runner->undo_object);
-}
-
-static void forget_lanes(struct runner *runner)
-{
-    runner->forgets_lanes = false;
-    runner->python_bytes = INT64_MAX;
-    for (int32_t slot = 0; runner->lane_objects != NULL && slot < runner->size; slot++)
-        Py_CLEAR(runner->lane_objects[slot]);
-}
-
-static void free_runner(PyObject *self)
-{
-    struct runner *runner = (struct runner *)self;
-    runner_finish(runner);
-    forget_lanes(runner);
-    free(runner->lane_objects);
-    free(runner->out_moves);
-    free(runner->in_moves);
-    free(runner->ranks);
-    Py_CLEAR(runner->recorder);
-    free(runner->buffers);
-    free(runner->aside);
-    destroy(self);
-}
-
-/* set_lane(slot, lane, wake_fd, has_idle_core) */
-static PyObject *runner_set_lane(PyObject *self, PyObject *args)
-{
-    struct runner *runner = (struct runner *)self;
-    int slot, wake_fd, has_idle_core;
-    PyObject *lane;
-    if (!PyArg_ParseTuple(args, "iOip", &slot, &lane, &wake_fd, &has_idle_core))
-        return NULL;
-    bool is_lane = false;
-    for (size_t index = 0; index < 3; index++)
-        is_lane |= (PyObject *)Py_TYPE(lane) == lane_types[index];
-    if (slot < 0 || slot >= runner->size || !is_lane)
-        return PyErr_Format(PyExc_ValueError, "no lane to a slot of this attempt");
-    ((struct lane *)lane)->has_idle_core = has_idle_core;
-    Py_INCREF(lane);
-    Py_XDECREF(runner->lane_objects[slot]);
-    runner->lane_objects[slot] = lane;
-    runner->python_bytes = smaller(runner->python_bytes, ((struct lane *)lane)->python_bytes);
-    runner->wake_fd = wake_fd;
-    Py_RETURN_NONE;
-}
-
-/* A thread that still runs an operation stops, and forgets the lanes itself. */
-static PyObject *runner_forget(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct runner *runner = (struct runner *)self;
-    if (runner->is_running) {
-        runner->forgets_lanes = true;
-        atomic_store_explicit(&runner->stop, 1, memory_order_relaxed);
-    } else
-        forget_lanes(runner);
-    Py_RETURN_NONE;
-}
-
-static PyObject *is_busy(void) { return PyErr_Format(PyExc_RuntimeError, "another thread runs an operation"); }
-
-/* Runs for a moment, with the interpreter's lock held. A lane that renews its key may call Python, so that this, too, may
- * leave an error behind, and other threads may have run. */
-enum reason runner_look(struct runner *runner)
-{
-    runner->is_running = true;
-    enum reason reason = runner_run(runner, true);
-    runner->is_running = false;
-    if (runner->forgets_lanes)
-        forget_lanes(runner);
-    return reason;
-}
-
-/* Runs until there is a reason to return, with the interpreter's lock released. The operation is over when it is DONE. */
-static PyObject *go_on(struct runner *runner, bool may_look)
-{
-    enum reason reason = may_look ? runner_look(runner) : runner->pending;
-    runner->pending = NOT_YET;
-    if (PyErr_Occurred())
-        return NULL;
-    while (reason == NOT_YET || reason == SIGNALS) {
-        runner->signals_at = monotonic_ns() + SIGNALS_NS;
-        runner->is_running = true;
-        Py_BEGIN_ALLOW_THREADS
-        reason = runner_run(runner, false);
-        Py_END_ALLOW_THREADS
-        runner->is_running = false;
-        if (runner->forgets_lanes)
-            forget_lanes(runner);
-        if (PyErr_Occurred() || (reason == SIGNALS && PyErr_CheckSignals() < 0))
-            return NULL;
-    }
-    if (reason == DONE)
-        runner_finish(runner);
-    else if (reason == NO_MEMORY)
-        return PyErr_NoMemory();
-    return PyLong_FromLong(reason);
-}
-
-/* Takes over a buffer as the next one of the operation that begins; false, with a Python error, without memory. */
-bool runner_take(struct runner *runner, Py_buffer *buffer)
-{
-    if (runner->buffer_count == runner->buffer_room) {
-        int32_t room = runner->buffer_room ? 2 * runner->buffer_room : 4;
-        Py_buffer *buffers = realloc(runner->buffers, (size_t)room * sizeof *buffers);
-        if (buffers == NULL) {
-            PyBuffer_Release(buffer);
-            PyErr_NoMemory();
-            return false;
-        }
-        runner->buffers = buffers;
-        runner->buffer_room = room;
-    }
-    runner->buffers[runner->buffer_count++] = *buffer;
-    return true;
-}
-
-static bool fits(const struct runner *runner, const struct plan *plan, const struct operation *operation)
-{
-    if (plan->buffer_count > runner->buffer_count || plan->peer_count > runner->size)
-        return false;
-    for (int32_t index = 0; index < plan->buffer_count; index++)
-        if (runner->buffers[index].itemsize < 1 || plan->needs[index] > runner->buffers[index].len / runner->buffers[index].itemsize)
-            return false;
-    for (int64_t index = 0; index < plan->recv_count; index++) {
-        const struct recv_move *recv = &plan->recvs[index];
-        if (runner->buffers[recv->buffer].readonly && recv->start < recv->stop)
-            return false;
-        const struct reduction *reduction = (const struct reduction *)operation->reduction;
-        if (recv->action & REDUCE && (reduction == NULL || reduction->itemsize != runner->buffers[recv->buffer].itemsize))
-            return false;
-    }
-    return true;
-}
-
-/* Prepares an operation on the buffers that were taken; false, with a Python error, if the plan does not fit them. */
-bool runner_begin(struct runner *runner, const struct operation *operation)
-{
-    if (!fits(runner, (const struct plan *)operation->plan, operation)) {
-        runner_finish(runner);
-        PyErr_SetString(PyExc_ValueError, "the plan does not fit the buffers");
-        return false;
-    }
-    Py_INCREF(operation->plan);
-    Py_XINCREF(operation->reduction);
-    Py_XINCREF(operation->undo);
-    runner->plan_object = operation->plan;
-    runner->reduction_object = operation->reduction;
-    runner->undo_object = operation->undo;
-    runner->contributors = operation->contributors;
-    memcpy(runner->prefix, operation->prefix, PREFIX_BYTES);
-    runner->sequence = operation->sequence;
-    runner->change_pending = operation->change_pending;
-    runner->spin_ns = operation->spin_ns;
-    runner->yield_ns = operation->yield_ns;
-    runner->stall_ns = operation->stall_ns;
-    runner->sent = runner->applied = 0;
-    runner->is_sending = runner->is_receiving = runner->is_out_of_memory = false;
-    runner->is_encoded = runner->is_decoded = false;
-    runner->out.nbytes = 0;
-    memset(runner->out_moves, 0, (size_t)runner->size * sizeof *runner->out_moves);
-    memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
-    runner->idle_since = 0;
-    runner->has_slept = false;
-    runner->pending = NOT_YET;
-    if (runner->recorder != NULL)
-        count_up(&recorder_progress(runner->recorder)->phases, 1);
-    return true;
-}
-
-/* start(plan, buffers, reduction, contributors, prefix, sequence, undo, change_pending, spin ns, yield ns,
- * stall ns) -> reason */
-static PyObject *runner_start(PyObject *self, PyObject *args)
-{
-    struct runner *runner = (struct runner *)self;
-    struct operation operation = {0};
-    PyObject *buffers;
-    Py_ssize_t prefix_bytes;
-    long long contributors, spin_ns, yield_ns, stall_ns;
-    unsigned long long sequence;
-    int change_pending;
-    if (runner->is_running)
-        return is_busy();
-    if (!PyArg_ParseTuple(args, "OOOLy#KOpLLL", &operation.plan, &buffers, &operation.reduction, &contributors,
-                          &operation.prefix, &prefix_bytes, &sequence, &operation.undo, &change_pending, &spin_ns, &yield_ns,
-                          &stall_ns))
-        return NULL;
-    if (operation.reduction == Py_None)
-        operation.reduction = NULL;
-    if (operation.undo == Py_None)
-        operation.undo = NULL;
-    if (!is_plan(operation.plan) || (operation.reduction != NULL && !is_reduction(operation.reduction)) ||
-        (operation.undo != NULL && (PyObject *)Py_TYPE(operation.undo) != undo_type) || prefix_bytes != PREFIX_BYTES)
-        return PyErr_Format(PyExc_TypeError, "these are not the parts of an operation");
-    operation.contributors = contributors;
-    operation.sequence = sequence;
-    operation.change_pending = change_pending;
-    operation.spin_ns = spin_ns;
-    operation.yield_ns = yield_ns;
-    operation.stall_ns = stall_ns;
-    runner_finish(runner);
-    int64_t total = 0;
-    Py_ssize_t count = PySequence_Size(buffers);
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_buffer view;
-        PyObject *buffer = PySequence_GetItem(buffers, index);
-        int failed = buffer == NULL || PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) < 0;
-        Py_XDECREF(buffer);
-        if (failed || !runner_take(runner, &view)) {
-            runner_finish(runner);
-            return NULL;
-        }
-        total += view.len;
-    }
-    if (count < 0 || !runner_begin(runner, &operation))
-        return NULL;
-    return go_on(runner, total < LOOKED_BYTES && total < runner->python_bytes);
-}
-
-/* resume(stall ns): go on; report a stall that lasts so much longer. */
-static PyObject *runner_resume(PyObject *self, PyObject *arg)
-{
-    struct runner *runner = (struct runner *)self;
-    long long stall_ns = PyLong_AsLongLong(arg);
-    if (stall_ns == -1 && PyErr_Occurred())
-        return NULL;
-    if (runner->is_running)
-        return is_busy();
-    if (runner->plan_object == NULL)
-        return PyErr_Format(PyExc_ValueError, "there is no operation to go on with");
-    runner->stall_at = monotonic_ns() + stall_ns;
-    return go_on(runner, false);
-}
-
-static PyObject *runner_method_finish(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    if (((struct runner *)self)->is_running)
-        return is_busy();
-    runner_finish((struct runner *)self);
-    Py_RETURN_NONE;
-}
-
-static PyObject *runner_stop(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    atomic_store_explicit(&((struct runner *)self)->stop, 1, memory_order_relaxed);
-    Py_RETURN_NONE;
-}
-
-/* What the last reason was about: (peer, expected header, header, the lane's trouble). */
-static PyObject *runner_details(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct runner *runner = (struct runner *)self;
-    struct lane *lane = (struct lane *)runner->lane_objects[runner->peer];
-    return Py_BuildValue("(iy#y#s)", (int)runner->peer, runner->in.expected, (Py_ssize_t)HEADER_BYTES, runner->in.header,
-                         (Py_ssize_t)HEADER_BYTES, lane == NULL ? "" : lane->trouble);
-}
-
-/* The slots that the operation waits for, and for how many seconds nothing has moved. */
-static PyObject *runner_waiting(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct runner *runner = (struct runner *)self;
-    const struct plan *plan = (const struct plan *)runner->plan_object;
-    if (plan == NULL)
-        return PyErr_Format(PyExc_ValueError, "there is no operation");
-    double idle = runner->idle_since ? (double)(monotonic_ns() - runner->idle_since) / 1e9 : 0.0;
-    int to = runner->is_sending ? plan->sends[runner->sent].peer : -1;
-    int from = runner->is_receiving && runner->in.got < runner->in.nbytes ? plan->recvs[runner->applied].peer : -1;
-    return Py_BuildValue("(iid)", to, from, idle);
-}
-
-static PyObject *new_recorder(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, recorder_init);
-}
-
-static void free_recorder(PyObject *self)
-{
-    recorder_release(self);
-    destroy(self);
-}
-
-static PyObject *new_shortcut(PyTypeObject *type, PyObject *args, PyObject *unused)
-{
-    (void)unused;
-    return make(type, args, shortcut_init);
-}
-
-static void free_shortcut(PyObject *self)
-{
-    shortcut_release(self);
-    destroy(self);
-}
-
-/* The module */
 
 static PyObject *load_crypto(PyObject *module, PyObject *args)
 {
@@ -512,72 +68,11 @@ static PyObject *cipher_seconds(PyObject *module, PyObject *arg)
     return PyFloat_FromDouble((double)crypto_time(nbytes) / 1e9);
 }
 
-static PyMethodDef lane_methods[] = {
-    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
-    {"close", lane_close, METH_NOARGS, "Forget the descriptors, which the owner closes next."},
-    {NULL, NULL, 0, NULL},
-};
-static PyMemberDef lane_members[] = {
-    {"kernel_copies", T_LONGLONG, offsetof(struct lane, kernel_copies), READONLY,
-     "The transfers that the kernel has copied out of the peer's memory."},
-    {NULL, 0, 0, 0, NULL},
-};
-static PyMethodDef reduction_methods[] = {
-    {"combine", reduction_combine, METH_VARARGS, "combine(left, right, out, divides, contributors)"},
-    {NULL, NULL, 0, NULL},
-};
-static PyMethodDef undo_methods[] = {
-    {"make_room", undo_method_make_room, METH_O, "Allocate memory for so many bytes."},
-    {"save", undo_method_save, METH_O, "Save memory before it is overwritten."},
-    {"restore", undo_method_restore, METH_NOARGS, "Write all saved ranges back, and forget them."},
-    {"forget", undo_method_forget, METH_NOARGS, "Forget the saved ranges."},
-    {NULL, NULL, 0, NULL},
-};
-static PyMethodDef runner_methods[] = {
-    {"set_lane", runner_set_lane, METH_VARARGS, "set_lane(slot, lane, wake_fd, has_idle_core)"},
-    {"forget_lanes", runner_forget, METH_NOARGS, "Forget all lanes."},
-    {"start", runner_start, METH_VARARGS, "Start an operation, and run until there is a reason to return."},
-    {"resume", runner_resume, METH_O, "Go on for up to so many idle nanoseconds."},
-    {"finish", runner_method_finish, METH_NOARGS, "Release what the operation uses."},
-    {"stop", runner_stop, METH_NOARGS, "Let the running operation return. On any thread."},
-    {"details", runner_details, METH_NOARGS, "What the last reason was about."},
-    {"waiting", runner_waiting, METH_NOARGS, "What the operation waits for."},
-    {NULL, NULL, 0, NULL},
-};
-static PyMethodDef shortcut_methods[] = {
-    {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
-    {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
-    {NULL, NULL, 0, NULL},
-};
-static PyMemberDef runner_members[] = {
-    {"sent", T_LONGLONG, offsetof(struct runner, sent), READONLY, "The number of sends that are done."},
-    {"applied", T_LONGLONG, offsetof(struct runner, applied), READONLY, "The number of receives that are done."},
-    {"is_open", T_BOOL, offsetof(struct runner, is_open), 0, "Whether shortcuts may run: no other operation does."},
-    {"change_pending", T_BOOL, offsetof(struct runner, change_pending), READONLY, "Whether this rank knows of a change."},
-    {NULL, 0, 0, 0, NULL},
-};
 static PyMethodDef module_methods[] = {
     {"cipher_seconds", cipher_seconds, METH_O, "Return how long libcrypto takes to encrypt so many bytes."},
     {"load_crypto", load_crypto, METH_VARARGS, "Find libcrypto through a library that was linked with it."},
     {NULL, NULL, 0, NULL},
 };
-
-static PyObject *add_type(PyObject *module, const char *name, size_t size, newfunc maker, destructor freer,
-                          PyMethodDef *methods, PyMemberDef *members)
-{
-    PyType_Slot slots[] = {
-        {Py_tp_new, (void *)maker},
-        {Py_tp_dealloc, (void *)freer},
-        {Py_tp_methods, methods},
-        {members == NULL ? 0 : Py_tp_members, members},
-        {0, NULL},
-    };
-    PyType_Spec spec = {.name = name, .basicsize = (int)size, .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
-    PyObject *type = PyType_FromSpec(&spec);
-    if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0)
-        return NULL;
-    return type;
-}
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
@@ -590,24 +85,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL)
-        return NULL;
-    lane_types[0] = add_type(module, "covey._native.Ring", ring_size, new_ring, free_lane, lane_methods, lane_members);
-    lane_types[1] = add_type(module, "covey._native.Stream", stream_size, new_stream, free_lane, lane_methods, lane_members);
-    lane_types[2] = add_type(module, "covey._native.Sealed", sealed_size, new_sealed, free_lane, lane_methods, lane_members);
-    plan_type = add_type(module, "covey._native.Plan", sizeof(struct plan), new_plan, free_plan, NULL, NULL);
-    reduction_type = add_type(module, "covey._native.Reduction", sizeof(struct reduction), new_reduction, destroy,
-                              reduction_methods, NULL);
-    undo_type = add_type(module, "covey._native.Undo", sizeof(struct undo), new_undo, free_undo, undo_methods, NULL);
-    recorder_type =
-        add_type(module, "covey._native.Recorder", recorder_size, new_recorder, free_recorder, recorder_methods, NULL);
-    runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
-                                     runner_methods, runner_members);
-    PyObject *shortcut_type =
-        add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
-    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type || !recorder_type) {
-        Py_DECREF(module);
-        return NULL;
-    }
+    bool is_made = module != NULL && PyModule_AddFunctions(module, codec_methods) == 0;
+    for (size_t index = 0; is_made && index < KINDS; index++)
+        is_made = add_type(module, kinds[index]);
+    if (!is_made)
+        Py_CLEAR(module);
     return module;
 }

@@ -9,6 +9,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include <poll.h>
 #include <stdatomic.h>
@@ -32,6 +33,20 @@ enum {
     TROUBLE_BYTES = 160,
     MOST_STREAMS = 64,    /* of one sealed lane */
 };
+
+/* A type of objects for Python, in the file that knows them; module.c makes the types. */
+struct kind {
+    const char *name;
+    size_t size;
+    int (*fill)(PyObject *self, PyObject *args); /* zeroed memory; returns -1 with a Python error set if it cannot */
+    void (*release)(PyObject *self);             /* frees what was filled, also in part; NULL if there is nothing */
+    PyMethodDef *methods;
+    PyMemberDef *members;
+    PyObject *type;
+};
+extern struct kind ring_kind, stream_kind, sealed_kind, plan_kind, reduction_kind, undo_kind, recorder_kind, runner_kind,
+    shortcut_kind;
+static inline bool is_of(PyObject *object, const struct kind *kind) { return (PyObject *)Py_TYPE(object) == kind->type; }
 
 /* What became of an attempt to move a transfer. */
 enum outcome {
@@ -84,7 +99,7 @@ struct lane_functions {
     /* Ends a transfer on its way out that is given up: nothing reads its payload from now on. */
     void (*cancel)(struct lane *lane);
     void (*close)(struct lane *lane);    /* forgets the descriptors, which their owner closes next */
-    void (*release)(struct lane *lane);  /* frees what the lane allocated */
+    void (*release)(struct lane *lane);  /* frees what the lane allocated, and closes its descriptors if it owns them */
 };
 struct lane {
     PyObject_HEAD
@@ -93,6 +108,8 @@ struct lane {
     int64_t spin_bytes;     /* transfers up to this are worth spinning for */
     int64_t python_bytes;   /* transfers from this on call Python, which may let other threads run */
     int64_t kernel_copies;  /* transfers that the kernel has copied out of the peer's memory */
+    struct runner *runner;  /* that moves its transfers, or NULL */
+    bool owns_descriptors;  /* it was closed while a thread was using them */
     bool has_idle_core;     /* a helper thread may seal what goes out */
     char trouble[TROUBLE_BYTES];
 };
@@ -107,6 +124,9 @@ int helper_fd(const struct helper *helper);
 void helper_cancel(struct helper *helper);
 void helper_end(struct helper *helper);
 
+void lane_release(PyObject *self);
+extern PyMethodDef lane_methods[];
+extern PyMemberDef lane_members[];
 enum outcome lane_ended(struct lane *lane, const char *what);
 enum outcome lane_failed(struct lane *lane, int error);
 
@@ -142,7 +162,6 @@ struct reduction {
     bool is_half, is_bfloat16, keeps_left;
     enum half_op half_op;
 };
-int reduction_init(PyObject *self, PyObject *args);
 
 /* Combines `count` elements: out = left op right, and divides by `contributors` at the end of a mean. */
 void combine(const struct reduction *reduction, const uint8_t *left, const uint8_t *right, uint8_t *out, int64_t count,
@@ -163,11 +182,6 @@ struct undo {
     int64_t count, room;
 };
 bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes);
-void undo_release(struct undo *undo);
-PyObject *undo_method_make_room(PyObject *self, PyObject *nbytes);
-PyObject *undo_method_save(PyObject *self, PyObject *buffer);
-PyObject *undo_method_restore(PyObject *self, PyObject *unused);
-PyObject *undo_method_forget(PyObject *self, PyObject *unused);
 
 /* One rank's part of a collective. Ranges count elements. */
 struct send_move {
@@ -189,8 +203,6 @@ struct plan {
     int32_t buffer_count, peer_count; /* one more than the highest index that the moves use */
     int64_t *needs;                   /* by buffer: the elements that it must have */
 };
-int plan_init(PyObject *self, PyObject *args);
-void plan_release(struct plan *plan);
 enum { STORE = 0, REDUCE = 1, LEFT = 2, FINAL = 4 };
 
 /* What the transfers with one rank of a group have moved, and what the operation in progress has. */
@@ -201,14 +213,10 @@ struct progress {
     _Atomic int64_t sent, received, phases;
     _Atomic uint64_t peers; /* a bit for each of the first ranks */
 };
-int recorder_init(PyObject *self, PyObject *args);
-void recorder_release(PyObject *self);
 struct traffic *recorder_traffic(PyObject *self, int32_t rank);
 struct progress *recorder_progress(PyObject *self);
 void recorder_note(PyObject *self, const uint8_t *prefix, uint64_t sequence, int64_t begun_ns);
 void recorder_early(PyObject *self, uint64_t sequence, int64_t begun_ns);
-extern PyMethodDef recorder_methods[];
-extern const size_t recorder_size;
 
 /* Why the runner returns. */
 enum reason {
@@ -284,14 +292,6 @@ bool runner_take(struct runner *runner, Py_buffer *buffer);
 bool runner_begin(struct runner *runner, const struct operation *operation);
 enum reason runner_look(struct runner *runner);
 void runner_finish(struct runner *runner);
-bool is_plan(PyObject *object);
-bool is_reduction(PyObject *object);
-bool is_runner(PyObject *object);
-int shortcut_init(PyObject *self, PyObject *args);
-void shortcut_release(PyObject *self);
-PyObject *shortcut_add(PyObject *self, PyObject *args);
-PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count);
-extern const size_t shortcut_size;
 
 /* Without it: */
 enum reason runner_run(struct runner *runner, bool only_look);
@@ -302,12 +302,6 @@ void relax(void);
 bool crypto_load(const char *library, char *trouble, size_t room);
 bool crypto_is_loaded(void);
 int64_t crypto_time(int64_t nbytes);
-
-/* Makers of lanes; each returns 0, or -1 with a Python error set. */
-int ring_init(PyObject *self, PyObject *args);
-int stream_init(PyObject *self, PyObject *args);
-int sealed_init(PyObject *self, PyObject *args);
-extern const size_t ring_size, stream_size, sealed_size;
 
 /* The codecs (codec.c) */
 extern PyMethodDef codec_methods[];

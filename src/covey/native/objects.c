@@ -35,6 +35,53 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 enum outcome could_not(struct lane *lane, int error) { return would_block(error) ? IDLE : lane_failed(lane, error); }
 
+static PyObject *lane_peek(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct lane *lane = (struct lane *)self;
+    uint8_t header[HEADER_BYTES];
+    bool is_there = lane->functions->peek(lane, header);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyBytes_FromStringAndSize((const char *)header, is_there ? HEADER_BYTES : 0);
+}
+
+/* Forgets the descriptors, which the owner closes next. False if a thread is using them: that thread is told to leave, and
+ * the descriptors are the lane's now, which closes them when it is freed. */
+static PyObject *lane_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct lane *lane = (struct lane *)self;
+    if (!lane->owns_descriptors && (lane->runner == NULL || !lane->runner->is_running)) {
+        lane->functions->close(lane);
+        Py_RETURN_TRUE;
+    }
+    lane->owns_descriptors = true;
+    if (lane->runner != NULL)
+        atomic_store_explicit(&lane->runner->stop, 1, memory_order_relaxed);
+    Py_RETURN_FALSE;
+}
+
+void lane_release(PyObject *self)
+{
+    struct lane *lane = (struct lane *)self;
+    if (lane->functions != NULL)
+        lane->functions->release(lane);
+    if (lane->memory.obj != NULL)
+        PyBuffer_Release(&lane->memory);
+}
+
+PyMethodDef lane_methods[] = {
+    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
+    {"close", lane_close, METH_NOARGS, "Forget the descriptors, and tell whether the owner may close them."},
+    {NULL, NULL, 0, NULL},
+};
+PyMemberDef lane_members[] = {
+    {"kernel_copies", T_LONGLONG, offsetof(struct lane, kernel_copies), READONLY,
+     "The transfers that the kernel has copied out of the peer's memory."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 /* Undo buffers */
 
 /* Copies whole lines past the cache, and the rest through it: a copy that is hardly ever read must not displace what is
@@ -94,14 +141,14 @@ static void undo_restore(struct undo *undo)
     undo_forget(undo);
 }
 
-PyObject *undo_method_restore(PyObject *self, PyObject *unused)
+static PyObject *undo_method_restore(PyObject *self, PyObject *unused)
 {
     (void)unused;
     undo_restore((struct undo *)self);
     Py_RETURN_NONE;
 }
 
-PyObject *undo_method_forget(PyObject *self, PyObject *unused)
+static PyObject *undo_method_forget(PyObject *self, PyObject *unused)
 {
     (void)unused;
     undo_forget((struct undo *)self);
@@ -109,7 +156,7 @@ PyObject *undo_method_forget(PyObject *self, PyObject *unused)
 }
 
 /* make_room(nbytes): allocate memory for all ranges of an operation before a transfer starts. */
-PyObject *undo_method_make_room(PyObject *self, PyObject *arg)
+static PyObject *undo_method_make_room(PyObject *self, PyObject *arg)
 {
     struct undo *undo = (struct undo *)self;
     long long nbytes = PyLong_AsLongLong(arg);
@@ -128,7 +175,7 @@ PyObject *undo_method_make_room(PyObject *self, PyObject *arg)
 }
 
 /* save(buffer): save memory that Python is about to overwrite. */
-PyObject *undo_method_save(PyObject *self, PyObject *arg)
+static PyObject *undo_method_save(PyObject *self, PyObject *arg)
 {
     Py_buffer buffer;
     if (PyObject_GetBuffer(arg, &buffer, PyBUF_WRITABLE) < 0)
@@ -140,12 +187,35 @@ PyObject *undo_method_save(PyObject *self, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-void undo_release(struct undo *undo)
+static int undo_fill(PyObject *self, PyObject *args)
 {
+    (void)self;
+    return PyArg_ParseTuple(args, "") ? 0 : -1;
+}
+
+static void undo_release(PyObject *self)
+{
+    struct undo *undo = (struct undo *)self;
     undo_forget(undo);
     free(undo->ranges);
     free(undo->pool);
 }
+
+static PyMethodDef undo_methods[] = {
+    {"make_room", undo_method_make_room, METH_O, "Allocate memory for so many bytes."},
+    {"save", undo_method_save, METH_O, "Save memory before it is overwritten."},
+    {"restore", undo_method_restore, METH_NOARGS, "Write all saved ranges back, and forget them."},
+    {"forget", undo_method_forget, METH_NOARGS, "Forget the saved ranges."},
+    {NULL, NULL, 0, NULL},
+};
+
+struct kind undo_kind = {
+    .name = "covey._native.Undo",
+    .size = sizeof(struct undo),
+    .fill = undo_fill,
+    .release = undo_release,
+    .methods = undo_methods,
+};
 
 /* Plans */
 
@@ -188,9 +258,9 @@ static void need(struct plan *plan, int32_t buffer, int64_t stop)
         plan->needs[buffer] = stop;
 }
 
-/* Plan(sends, recvs, saves): the moves of covey.plan, and for each receive whether it is the first to change its range. */
-/* Plan(sends, recvs, saves[, encodes, decodes]); the last three have a flag for each receive, send and receive. */
-int plan_init(PyObject *self, PyObject *args)
+/* Plan(sends, recvs, saves[, encodes, decodes]): the moves of covey.plan. `saves` has a flag for each receive: whether it is
+ * the first to change its range. The last two have a flag for each send and receive. */
+static int plan_fill(PyObject *self, PyObject *args)
 {
     struct plan *plan = (struct plan *)self;
     PyObject *sends, *recvs, *saves, *encodes = NULL, *decodes = NULL;
@@ -224,9 +294,13 @@ int plan_init(PyObject *self, PyObject *args)
     return 0;
 }
 
-void plan_release(struct plan *plan)
+static void plan_release(PyObject *self)
 {
+    struct plan *plan = (struct plan *)self;
     free(plan->sends);
     free(plan->recvs);
     free(plan->needs);
 }
+
+struct kind plan_kind = {
+    .name = "covey._native.Plan", .size = sizeof(struct plan), .fill = plan_fill, .release = plan_release};

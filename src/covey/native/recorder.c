@@ -43,9 +43,7 @@ struct recorder {
     int64_t early_ns;
 };
 
-const size_t recorder_size = sizeof(struct recorder);
-
-int recorder_init(PyObject *self, PyObject *args)
+static int recorder_fill(PyObject *self, PyObject *args)
 {
     struct recorder *recorder = (struct recorder *)self;
     if (!PyArg_ParseTuple(args, "i", &recorder->size))
@@ -63,7 +61,7 @@ int recorder_init(PyObject *self, PyObject *args)
     return 0;
 }
 
-void recorder_release(PyObject *self)
+static void recorder_release(PyObject *self)
 {
     struct recorder *recorder = (struct recorder *)self;
     free(recorder->traffic);
@@ -281,7 +279,7 @@ static PyObject *method_running(PyObject *self, PyObject *unused)
     return PyLong_FromLongLong(record->outcome == RUNNING ? record->begun_ns : 0);
 }
 
-PyMethodDef recorder_methods[] = {
+static PyMethodDef recorder_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))method_begin, METH_FASTCALL, "begin(sequence, operation)"},
     {"end", (PyCFunction)(void (*)(void))method_end, METH_FASTCALL, "end(view, has_failed), of the operation begun last."},
     {"records", method_records, METH_O, "Return the last operations, those after a sequence."},
@@ -290,4 +288,12 @@ PyMethodDef recorder_methods[] = {
     {"busy", method_busy, METH_O, "Return for how long operations ran after a moment, and when the first of them began."},
     {"running", method_running, METH_NOARGS, "Return when the operation in progress began, or 0."},
     {NULL, NULL, 0, NULL},
+};
+
+struct kind recorder_kind = {
+    .name = "covey._native.Recorder",
+    .size = sizeof(struct recorder),
+    .fill = recorder_fill,
+    .release = recorder_release,
+    .methods = recorder_methods,
 };

@@ -123,7 +123,7 @@ static bool find_loop(PyObject *object, int type, numpy_loop **loop, void **data
 /* Reduction(itemsize, type number, combine, divide or None, divisor) of numpy's loops;
  * Reduction(is_bfloat16, op, keeps_left) of our own, where the last says which operand the reference keeps of two nans, or
  * of two zeros with different signs if it selects. */
-int reduction_init(PyObject *self, PyObject *args)
+static int reduction_fill(PyObject *self, PyObject *args)
 {
     struct reduction *reduction = (struct reduction *)self;
     if (PyTuple_Size(args) == 3) {
@@ -159,3 +159,34 @@ int reduction_init(PyObject *self, PyObject *args)
     }
     return 0;
 }
+
+static PyObject *reduction_combine(PyObject *self, PyObject *args)
+{
+    const struct reduction *reduction = (const struct reduction *)self;
+    Py_buffer left, right, out;
+    int divides;
+    long long contributors;
+    if (!PyArg_ParseTuple(args, "y*y*w*pL", &left, &right, &out, &divides, &contributors))
+        return NULL;
+    bool is_right = left.len == out.len && right.len == out.len && out.len % reduction->itemsize == 0;
+    if (is_right && out.len)
+        combine(reduction, left.buf, right.buf, out.buf, out.len / reduction->itemsize, divides, contributors);
+    PyBuffer_Release(&left);
+    PyBuffer_Release(&right);
+    PyBuffer_Release(&out);
+    if (!is_right)
+        return PyErr_Format(PyExc_ValueError, "the three buffers have different lengths");
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef reduction_methods[] = {
+    {"combine", reduction_combine, METH_VARARGS, "combine(left, right, out, divides, contributors)"},
+    {NULL, NULL, 0, NULL},
+};
+
+struct kind reduction_kind = {
+    .name = "covey._native.Reduction",
+    .size = sizeof(struct reduction),
+    .fill = reduction_fill,
+    .methods = reduction_methods,
+};

@@ -17,21 +17,9 @@
 #include "ring.h"
 
 #include <errno.h>
-#include <string.h>
+#include <unistd.h>
 
-enum {
-    CONTROL_BYTES = 1024,
-    WORDS_PER_RING = 32,
-    HEAD = 0,
-    TAIL = 8,
-    WRITER_ASLEEP = 16,
-    READER_ASLEEP = 24,
-    WORDS_PER_LINE = 8,
-    PIECE_BYTES = 1 << 17, /* published at once: the other end starts on it while the next one is copied */
-};
-_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "two processes share these words, and a lock of one is none for the other");
-
-const size_t ring_size = sizeof(struct ring_lane);
+enum { PIECE_BYTES = 1 << 17 }; /* published at once: the other end starts on it while the next one is copied */
 
 static uint64_t whole_lines(uint64_t nbytes) { return (nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
 
@@ -50,16 +38,6 @@ enum outcome ring_nothing_moved(struct ring_lane *ring)
 static enum outcome corrupt(struct ring_lane *ring)
 {
     return lane_ended(&ring->base, "the peer wrote an impossible position into the shared memory");
-}
-
-void ring_wake_if(struct ring_lane *ring, word *asleep)
-{
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(asleep, memory_order_relaxed)) {
-        /* A full doorbell has rung already; a closed one is found when its owner is needed. */
-        ssize_t ignored = send(ring->doorbell, "", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-        (void)ignored;
-    }
 }
 
 static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
@@ -106,7 +84,7 @@ static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
         return ring_nothing_moved(ring);
     end->position = head;
     atomic_store_explicit(end->head, head, memory_order_release);
-    ring_wake_if(ring, end->reader_asleep);
+    ring_wake_if(ring->doorbell, end->reader_asleep);
     return MOVED;
 }
 
@@ -154,7 +132,7 @@ static enum outcome ring_receive(struct lane *lane, struct incoming *in)
         return ring_nothing_moved(ring);
     end->position = tail;
     atomic_store_explicit(end->tail, tail, memory_order_release);
-    ring_wake_if(ring, end->writer_asleep);
+    ring_wake_if(ring->doorbell, end->writer_asleep);
     return MOVED;
 }
 
@@ -220,32 +198,18 @@ static void ring_cancel(struct lane *lane)
 
 static void ring_close(struct lane *lane) { ((struct ring_lane *)lane)->doorbell = -1; }
 
-static void ring_release(struct lane *lane) { (void)lane; }
+static void ring_release(struct lane *lane)
+{
+    if (lane->owns_descriptors)
+        close(((struct ring_lane *)lane)->doorbell);
+}
 
 static const struct lane_functions ring_functions = {
     ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_cancel, ring_close, ring_release,
 };
 
-static struct ring_end end_of(uint8_t *memory, uint64_t capacity, int index)
-{
-    word *words = (word *)memory + index * WORDS_PER_RING;
-    word *kernel = (word *)memory + 2 * WORDS_PER_RING + index * 2 * WORDS_PER_LINE; /* a line of each end */
-    return (struct ring_end){
-        .token_address = kernel,
-        .withdrawn = kernel + 1,
-        .token = kernel + 2,
-        .wanted = kernel + WORDS_PER_LINE,
-        .refused = kernel + WORDS_PER_LINE + 1,
-        .head = words + HEAD,
-        .tail = words + TAIL,
-        .writer_asleep = words + WRITER_ASLEEP,
-        .reader_asleep = words + READER_ASLEEP,
-        .bytes = memory + CONTROL_BYTES + (uint64_t)index * capacity,
-    };
-}
-
 /* Ring(memory, capacity, doorbell, first, token, kernel copies: 0 never, 1 by measurement, 2 always) */
-int ring_init(PyObject *self, PyObject *args)
+static int ring_fill(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
     struct ring_lane *ring = (struct ring_lane *)self;
@@ -258,15 +222,15 @@ int ring_init(PyObject *self, PyObject *args)
         return -1;
     if (PyObject_GetBuffer(memory, &lane->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    if (capacity <= 0 || capacity % LINE_BYTES || capacity > (lane->memory.len - CONTROL_BYTES) / 2 ||
-        (uintptr_t)lane->memory.buf % sizeof(uint64_t) || token_bytes != TOKEN_BYTES || kernel_copy < NEVER ||
-        kernel_copy > ALWAYS) {
-        PyErr_SetString(PyExc_ValueError, "the memory is too small for two rings of this capacity, or not aligned");
+    if (!ring_fits(&lane->memory, capacity))
+        return -1;
+    if (token_bytes != TOKEN_BYTES || kernel_copy < NEVER || kernel_copy > ALWAYS) {
+        PyErr_SetString(PyExc_ValueError, "a token has 32 bytes, and the kernel copies never, by measurement or always");
         return -1;
     }
     ring->capacity = (uint64_t)capacity;
-    ring->out = end_of(lane->memory.buf, ring->capacity, first ? 0 : 1);
-    ring->in = end_of(lane->memory.buf, ring->capacity, first ? 1 : 0);
+    ring->out = ring_end_of(lane->memory.buf, ring->capacity, first ? 0 : 1);
+    ring->in = ring_end_of(lane->memory.buf, ring->capacity, first ? 1 : 0);
     ring->doorbell = doorbell;
     ring->kernel_copy = (enum kernel_copy)kernel_copy;
     memcpy(ring->token, token, TOKEN_BYTES);
@@ -277,3 +241,12 @@ int ring_init(PyObject *self, PyObject *args)
     lane->python_bytes = INT64_MAX;
     return 0;
 }
+
+struct kind ring_kind = {
+    .name = "covey._native.Ring",
+    .size = sizeof(struct ring_lane),
+    .fill = ring_fill,
+    .release = lane_release,
+    .methods = lane_methods,
+    .members = lane_members,
+};

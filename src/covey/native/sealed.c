@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum {
     KEY_BYTES = 16,
@@ -234,8 +235,6 @@ struct sealed_lane {
     bool is_helped;              /* the helper has the current transfer */
     char out_trouble[TROUBLE_BYTES];
 };
-
-const size_t sealed_size = sizeof(struct sealed_lane);
 
 static bool is_long(const struct keyed *keyed, int64_t nbytes) { return keyed->cipher != NULL && nbytes >= LONG_BYTES; }
 
@@ -628,6 +627,8 @@ static void sealed_release(struct lane *lane)
         helper_end(sealed->helper);
     for (int32_t index = 0; index < sealed->pipe_count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
+        if (lane->owns_descriptors)
+            close(pipe->fd);
         if (pipe->sealer.ctx != NULL)
             crypto.ctx_free(pipe->sealer.ctx);
         if (pipe->opener.ctx != NULL)
@@ -658,7 +659,7 @@ static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *sco
 }
 
 /* Sealed(streams), each stream (fd, key out, scope out, cipher out, key in, scope in, cipher in); ciphers may be None */
-int sealed_init(PyObject *self, PyObject *args)
+static int sealed_fill(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
     struct sealed_lane *sealed = (struct sealed_lane *)self;
@@ -718,3 +719,12 @@ int sealed_init(PyObject *self, PyObject *args)
     }
     return 0;
 }
+
+struct kind sealed_kind = {
+    .name = "covey._native.Sealed",
+    .size = sizeof(struct sealed_lane),
+    .fill = sealed_fill,
+    .release = lane_release,
+    .methods = lane_methods,
+    .members = lane_members,
+};

@@ -35,8 +35,6 @@ struct shortcut {
     int64_t spin_ns, yield_ns, stall_ns;
 };
 
-const size_t shortcut_size = sizeof(struct shortcut);
-
 static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_returned;
 
 static void free_entry(struct entry *entry)
@@ -48,7 +46,7 @@ static void free_entry(struct entry *entry)
     Py_CLEAR(entry->reduction);
 }
 
-void shortcut_release(PyObject *self)
+static void shortcut_release(PyObject *self)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     for (int index = 0; index < ENTRIES; index++)
@@ -61,7 +59,7 @@ void shortcut_release(PyObject *self)
 }
 
 /* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns) */
-int shortcut_init(PyObject *self, PyObject *args)
+static int shortcut_fill(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *parts[5];
@@ -76,7 +74,7 @@ int shortcut_init(PyObject *self, PyObject *args)
         name_entered = PyUnicode_InternFromString("entered");
         name_returned = PyUnicode_InternFromString("returned");
     }
-    if (!is_runner(parts[0]) || name_returned == NULL) {
+    if (!is_of(parts[0], &runner_kind) || name_returned == NULL) {
         PyErr_SetString(PyExc_TypeError, "the first argument is a Runner");
         return -1;
     }
@@ -117,7 +115,7 @@ static int read_shape(PyObject *shape, Py_ssize_t lengths[MOST_AXES])
 
 /* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix, and for a call with an output its shape,
  * and the range that is copied to it: from, to, bytes): remember how such a call runs; False if there is no room. */
-PyObject *shortcut_add(PyObject *self, PyObject *args)
+static PyObject *shortcut_add(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *dtype, *shape, *what, *call, *plan, *reduction, *out_shape = NULL;
@@ -127,7 +125,7 @@ PyObject *shortcut_add(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!OOOOLy#|O!LLL", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction,
                           &contributors, &prefix, &prefix_bytes, &PyTuple_Type, &out_shape, &from, &to, &nbytes))
         return NULL;
-    if (prefix_bytes != PREFIX_BYTES || !is_plan(plan) || (reduction != Py_None && !is_reduction(reduction)) || from < 0 ||
+    if (prefix_bytes != PREFIX_BYTES || !is_of(plan, &plan_kind) || (reduction != Py_None && !is_of(reduction, &reduction_kind)) || from < 0 ||
         to < 0 || nbytes < 0)
         return PyErr_Format(PyExc_TypeError, "these are not the parts of a call");
     struct entry made = {.contributors = contributors};
@@ -225,12 +223,22 @@ static bool take_output(const struct shortcut *shortcut, const struct entry *ent
     return false;
 }
 
+/* The memory of a call without an array. */
+static Py_buffer nothing(void)
+{
+    static Py_ssize_t no_axes[1];
+    static uint8_t no_bytes[1];
+    return (Py_buffer){.buf = no_bytes, .itemsize = 1, .shape = no_axes};
+}
+
 /* Finds how a call runs, and takes its arrays; NULL, with or without an error, if it needs the long way. */
 static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyObject *x, PyObject *what, PyObject *out)
 {
     Py_buffer view, out_view;
-    PyObject *dtype;
-    if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
+    PyObject *dtype = Py_None;
+    if (x == Py_None)
+        view = nothing();
+    else if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
         return NULL;
     struct entry *entry = find(shortcut, dtype, what, view.ndim, view.shape);
     if (entry == NULL || entry->output.is_there != (out != NULL) ||
@@ -250,9 +258,9 @@ static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyOb
     return entry;
 }
 
-/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+/* run(x or None, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
  * records the call, which is returned, and resumes the runner. */
-PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     struct runner *runner = (struct runner *)shortcut->runner;
@@ -310,3 +318,17 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
         recorder_note(runner->recorder, entry->prefix, sequence, begun_ns);
     Py_RETURN_TRUE;
 }
+
+static PyMethodDef shortcut_methods[] = {
+    {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
+    {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
+    {NULL, NULL, 0, NULL},
+};
+
+struct kind shortcut_kind = {
+    .name = "covey._native.Shortcut",
+    .size = sizeof(struct shortcut),
+    .fill = shortcut_fill,
+    .release = shortcut_release,
+    .methods = shortcut_methods,
+};

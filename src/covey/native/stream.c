@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     SEND_BYTES = 1 << 20,    /* handed to the kernel at once: much more leaves the cache before the peer reads it */
@@ -18,8 +19,6 @@ struct stream_lane {
     uint8_t *scratch;  /* a header, then RECEIVE_BYTES of payload that is to be reduced */
     int64_t carry;     /* bytes of an element that arrived in part, at the front of the scratch payload */
 };
-
-const size_t stream_size = sizeof(struct stream_lane);
 
 static enum outcome stream_transmit(struct lane *lane, struct outgoing *out)
 {
@@ -139,14 +138,20 @@ static void stream_cancel(struct lane *lane) { (void)lane; }
 
 static void stream_close(struct lane *lane) { ((struct stream_lane *)lane)->fd = -1; }
 
-static void stream_release(struct lane *lane) { free(((struct stream_lane *)lane)->scratch); }
+static void stream_release(struct lane *lane)
+{
+    struct stream_lane *stream = (struct stream_lane *)lane;
+    if (lane->owns_descriptors)
+        close(stream->fd);
+    free(stream->scratch);
+}
 
 static const struct lane_functions stream_functions = {
     stream_transmit, stream_receive, stream_park, stream_unpark, stream_peek, stream_cancel, stream_close, stream_release,
 };
 
 /* Stream(fd) */
-int stream_init(PyObject *self, PyObject *args)
+static int stream_fill(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
     struct stream_lane *stream = (struct stream_lane *)self;
@@ -162,3 +167,12 @@ int stream_init(PyObject *self, PyObject *args)
     lane->python_bytes = INT64_MAX;
     return 0;
 }
+
+struct kind stream_kind = {
+    .name = "covey._native.Stream",
+    .size = sizeof(struct stream_lane),
+    .fill = stream_fill,
+    .release = lane_release,
+    .methods = lane_methods,
+    .members = lane_members,
+};

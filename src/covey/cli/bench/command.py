@@ -180,6 +180,7 @@ def calls(
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "secure",
     size: Annotated[str, typer.Option(help="Bytes of the large payload; K, M and G are binary.")] = "64M",
     rounds: Annotated[int, typer.Option(help="Rounds of everything.")] = 5,
+    small: Annotated[int, typer.Option("--calls", help="Small calls of a round, one after the other.")] = 1000,
     against: Annotated[str, typer.Option(help="Another library for the same small calls, in turns: grpc.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -187,7 +188,9 @@ def calls(
     from covey.cli.bench import calls as trials
 
     rivals = tuple(parse_names(against)) if against else ()
-    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds, against=rivals)
+    trial = trials.CallTrial(
+        lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds, calls=small, against=rivals
+    )
     console, facts = Console(stderr=as_json), machine_facts()
     with working("calling", console=console):
         figures = trials.measure(trial)

@@ -6,6 +6,7 @@ in Python, so the other end may be either.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -29,6 +30,17 @@ PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
 
 
+def leave_to_extension(*socks: socket.socket) -> None:
+    """End connections that a thread of the extension uses; it closes them when that thread has left.
+
+    If they were closed here, the numbers of their descriptors could be those of other files before it has.
+    """
+    for sock in socks:
+        with contextlib.suppress(OSError):  # it has ended already
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.detach()
+
+
 class NativeRingLane(RingLane):
     """One end of a pair of rings; the kernel may copy large transfers instead, if both ends are compiled."""
 
@@ -44,8 +56,10 @@ class NativeRingLane(RingLane):
         return bytes(self.native.peek())
 
     def close(self) -> None:
-        self.native.close()
-        super().close()
+        if self.native.close():
+            super().close()
+        else:
+            leave_to_extension(self._doorbell)
 
 
 class NativeStreamLane(StreamLane):
@@ -56,8 +70,10 @@ class NativeStreamLane(StreamLane):
         self.native = native().module.Stream(sock.fileno())
 
     def close(self) -> None:
-        self.native.close()
-        super().close()
+        if self.native.close():
+            super().close()
+        else:
+            leave_to_extension(*self.sockets())
 
 
 @cache
@@ -147,7 +163,9 @@ class NativeSealedLane(SocketLane):
             sock.shutdown(how)
 
     def close(self) -> None:
-        self.native.close()
+        if not self.native.close():
+            leave_to_extension(*self._socks)
+            return
         unread = bytearray(1 << 16)
         for sock in self._socks:
             close_without_reset(sock, unread)

@@ -206,8 +206,8 @@ class Shortcut:
             STALL_NS,
         )
         self.run = self._made.run
-        """`run(x, what)`, or `run(x, what, out)`, returns False if the call must go the long way, True if it has
-        returned, or the begun call."""
+        """`run(x, what)`, `run(None, what)` or `run(x, what, out)` returns False if the call must go the long way, True
+        if it has returned, or the begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def open(self) -> None:
@@ -254,6 +254,11 @@ class Shortcut:
                 attempt.prefix(call, 0),
                 *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
+
+    def add_barrier(self, what: Any, call: Call, plan: Plan, attempt: Attempt) -> None:
+        """Let calls without an array take the shortcut."""
+        prepared, prefix = self._executor.prepared_plan(plan), attempt.prefix(call, 0)
+        self._made.add(None, (), what, call, prepared, None, attempt.size, prefix)
 
 
 class NativeUndoBuffer:
