@@ -26,11 +26,10 @@ from covey.runtime.collectives.backlog import Backlog
 from covey.runtime.collectives.closing import Closing
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
-from covey.runtime.collectives.lane_kinds import LaneKinds
 from covey.runtime.collectives.lane_trouble import LaneTrouble
 from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import GroupRoster
+from covey.runtime.collectives.roster import GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.messages.routing import MessageRouting
