@@ -17,7 +17,7 @@ demo: $(VENV)/.package
 	$(BIN)/covey demo
 
 # Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
-WORKERS ?= 5
+WORKERS ?= 6
 test: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hypothesis import settings
 from tests.support import workers
 from tests.support.durations import Durations
+from tests.support.seeds import seeds
 from tests.support.workers import pytest_addoption as pytest_addoption
 
 if TYPE_CHECKING:
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-# Without it, nodes, runs and traces of tests would be in the folder of the user that runs them. Workers inherit it.
+# Without it, nodes, runs and traces of tests would be in the folder of the user that runs them. Workers inherit it. Not
+# COVEY_HOME: many tests start programs without the variables of covey.
 _OWN_HOME = "" if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="covey-tests-")
 if _OWN_HOME:
-    os.environ["COVEY_HOME"] = _OWN_HOME
+    os.environ["XDG_CONFIG_HOME"] = _OWN_HOME
+    os.environ.pop("COVEY_HOME", None)
 
 # A process may stand still for longer than an example should take; tests have a deadline as a whole.
-settings.register_profile("covey", deadline=None)
+settings.register_profile("covey", deadline=None, max_examples=len(seeds(40)))
 settings.load_profile("covey")
 
 
@@ -44,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     if _OWN_HOME:
-        shutil.rmtree(_OWN_HOME)
+        shutil.rmtree(_OWN_HOME, ignore_errors=True)  # a process that a test has left may still write there
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

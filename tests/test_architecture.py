@@ -23,7 +23,8 @@ BELOW = {
     "net": {"wire", "base"},
     "runtime": {"net", "proto", "plan", "compress", "wire", "base"},
     "coordinator": {"runtime", "net", "wire", "base"},
-    "cli": {"covey", "torch", "coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "agent": {"runtime", "net", "wire", "base"},
+    "cli": {"covey", "agent", "torch", "coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "metrics": {"runtime"},
@@ -76,14 +77,15 @@ THIRD_PARTY = {
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry"},
     "metrics": {"prometheus_client"},
     "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
-    "cli": {"numpy", "msgspec", "rich", "typer"},
+    "agent": {"msgspec"},
+    "cli": {"numpy", "msgspec", "rich", "typer", "cryptography"},
     "torch": {"numpy", "torch"},
     "ray": {"ray"},
     "dask": {"distributed", "cloudpickle"},
     "integrations": {"torch", "lightning", "transformers"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
-OPPONENTS = {"torch", "mpi4py"}
+OPPONENTS = {"torch", "mpi4py", "grpc"}
 """Only the benchmark measures itself against these, and only when asked to. `torch` stands on torch, too."""
 
 FILES = sorted(SRC.rglob("*.py"))

@@ -6,6 +6,7 @@ A block that needs variables gets them from `GIVEN`; one that cannot run here is
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -342,6 +343,13 @@ def test_the_check_of_the_guide_to_services_is_on_the_page(capsys: pytest.Captur
     assert '"disk": {\n   "ok": true,' in capsys.readouterr().out
 
 
+def test_the_closers_of_the_guide_to_services_run_in_reverse_order() -> None:
+    page = "docs/guides/services.md"
+    program = "import covey, os\n" + blocks(page)[3] + "files = []\nserve(files)\nprint(files)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out == "['state saved', 'database closed']\n"
+
+
 def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
@@ -351,7 +359,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
         "docs/guides/pytorch.md": 5,
         "docs/guides/metrics.md": 3,
-        "docs/guides/services.md": 3,
+        "docs/guides/services.md": 4,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
     assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

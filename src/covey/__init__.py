@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
     from covey.runtime.metrics.pages import serve_http
+    from covey.runtime.shutdown import on_shutdown, shutdown
     from covey.runtime.waiting import wait_all, wait_any
     from covey.runtime.work import Work
 
@@ -122,8 +123,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "join_async",
     "launch",
     "load_state",
+    "on_shutdown",
     "register_codec",
     "serve_http",
+    "shutdown",
     "wait_all",
     "wait_any",
 ]
@@ -167,8 +170,10 @@ _HOMES = {
     "join_async": "covey.runtime.joining.bootstrap",
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.saved",
+    "on_shutdown": "covey.runtime.shutdown",
     "register_codec": "covey.compress.parsing",
     "serve_http": "covey.runtime.metrics.pages",
+    "shutdown": "covey.runtime.shutdown",
     "wait_all": "covey.runtime.waiting",
     "wait_any": "covey.runtime.waiting",
 }

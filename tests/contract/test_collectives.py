@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4, 5], LANES)])
+at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4], LANES)])
+"""Plans are proved for more ranks in tests/unit/plan; three sizes meet all executors on every lane."""
 MIB = 1 << 20
 
 

@@ -102,10 +102,13 @@ def test_links_tell_the_lane_and_after_transfers_their_speed(lanes: str) -> None
 
 
 def test_health_tells_since_when_a_member_is_active() -> None:
+    began = time.time()
+
     def body(group: Group) -> None:
         states = group.node.health()
         assert [each.state for each in states] == ["active", "active", "active"]
-        assert all(0 < each.since <= time.time() for each in states)
+        assert all(began <= each.since <= time.time() for each in states)
+        assert states[group.rank].since <= group.events()[0].time, "since it joined, not since it was asked"
         assert all(not each.why for each in states)
         group.barrier()  # before a rank leaves
 

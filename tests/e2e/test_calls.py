@@ -99,7 +99,7 @@ def call_a_victim(victim: int) -> Any:
             await_go()
             return None
         works = [node.call_async(victim, "wait") for _ in range(3)]
-        works += [node.call_async(victim, "large", np.ones(4 << 20)) for _ in range(20)]
+        works += [node.call_async(victim, "large", np.ones(2 << 20)) for _ in range(10)]
         say("calling")
         waiting = timed(works[0].wait)
         errors = {type(error).__name__ for work in works if (error := work.exception()) is not None}
@@ -111,8 +111,7 @@ def call_a_victim(victim: int) -> Any:
         return None
 
 
-@pytest.mark.parametrize("lanes", ["unix", "secure"])
-@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+@pytest.mark.parametrize(("lanes", "on_loss"), [("unix", "raise"), ("secure", "continue")])
 def test_calls_to_a_killed_process_raise_soon_and_calls_to_others_go_on(lanes: str, on_loss: str) -> None:
     with Ranks(3, call_a_victim, VICTIM, lanes=lanes, env={"COVEY_ON_LOSS": on_loss}) as ranks:
         ranks.hear("calling", (0, 2))

@@ -6,7 +6,7 @@ import random
 import re
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
@@ -36,8 +36,7 @@ def test_training_goes_on_while_the_coordinator_is_killed_and_started_again(lab:
     assert [heard(worker) for worker in workers] == [["before", -1, 0, 0, False, False, True]] * 3
     assert [heard(worker) for worker in workers] == [["started", rank, 3, 1, True, True, ""] for rank in range(3)]
     assert ask(workers, "step") == [[SUM]] * 3
-    until(lambda: (status(machine, address)[0]["view"] or {}).get("sequence", 0) > 0)
-    before = status(machine, address)[0]["view"]["sequence"]
+    assert ask(workers[:1], "fork") == [[0, 3, 1, True, True]]  # the worker is the parent, and still registered
 
     coordinator.kill()
     coordinator.wait(10)
@@ -48,8 +47,13 @@ def test_training_goes_on_while_the_coordinator_is_killed_and_started_again(lab:
 
     coordinator, _ = coordinate(machine, "--size", "3", port=port)
     until(lambda: all(told[4] for told in ask(workers, "tell")))
-    until(lambda: status(machine, address)[0]["view"]["sequence"] > before)
-    (run,) = status(machine, address)
+    run: Any = {}
+
+    def is_reported() -> bool:
+        run.update(status(machine, address)[0])
+        return bool(run["view"]) and run["view"]["sequence"] > 0
+
+    until(is_reported)
     assert (run["run"], run["round"], run["view"]["members"]) == ("train", 1, [0, 1, 2])
     assert [(each["rank"], each["worker_id"], each["state"]) for each in run["workers"]] == [
         (rank, f"w{rank}", "active") for rank in range(3)

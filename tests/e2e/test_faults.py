@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
+from tests.support.seeds import seeds
 
 import covey
 from covey.runtime import loop as control
@@ -371,7 +372,7 @@ def test_ranks_that_end_at_different_times_disturb_no_other(lanes: str) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["memory", *LANES])
-def test_a_hundred_groups_end_right_after_their_last_operation(lanes: str) -> None:
+def test_groups_end_right_after_their_last_operation(lanes: str) -> None:
     def work(group: covey.Group, number: int) -> float:
         x = np.arange(5.0) + group.rank
         match number % 4:
@@ -389,7 +390,7 @@ def test_a_hundred_groups_end_right_after_their_last_operation(lanes: str) -> No
                     return float(group.recv(src=0)[1])
         return 1.0
 
-    for number in range(100):
+    for number in seeds(24):
         assert run_threads(3, work, number, lanes=lanes, timeout=20.0) == [1.0] * 3
 
 

@@ -163,7 +163,7 @@ def test_a_program_ends_in_the_same_way(tmp_path: Path, ending: str) -> None:
         "atexit.register(print, 'atexit')\n"
         "sys.stdout.write('begins\\n')\n" + ENDINGS[ending] + "\n"
     )
-    cold, warm = (run(tmp_path, body, start) for start in (COLD, WARM))
+    cold, warm = (run(tmp_path, body, start, size=2) for start in (COLD, WARM))
     assert (warm.code, warm.said(1), warm.said(1, "err")) == (cold.code, cold.said(1), cold.said(1, "err"))
     how = re.compile(r"covey: rank 1 (.*?)(?:;|$)")  # what becomes of the others depends on which is faster
     assert how.findall(warm.err) == how.findall(cold.err)

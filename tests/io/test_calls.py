@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 import covey
+from covey.runtime.calls import lane_transport
 from covey.runtime.calls.lane_transport import LaneTransport
 from covey.runtime.calls.serve import serve_calls
 from covey.runtime.group.internals import node_of
@@ -377,6 +378,7 @@ def test_streams_arrive_in_order_and_run_only_a_little_ahead_of_the_reader() -> 
             list(slow)
         group.barrier()
         assert 1 <= made <= 32
+        group.barrier()  # only now may the other rank read on
         late = node.stream(other, "endless", timeout=0.2)
         with pytest.raises(covey.DeadlineError, match="timeout"):
             list(late)
@@ -555,6 +557,51 @@ def test_calls_to_a_rank_that_leaves_end_at_once() -> None:
 
     told = run_threads(2, body, lanes="unix", timeout=DEADLINE)[0]
     assert "forever" in told
+
+
+def test_an_answer_that_was_given_arrives_though_its_node_leaves_at_once() -> None:
+    size = 48 << 20  # more than the buffers of a connection hold
+    returned = threading.Event()
+
+    def body(group: covey.Group) -> bool:
+        def large(start: int) -> np.ndarray[Any, Any]:
+            returned.set()
+            return np.arange(start, start + size // 8)
+
+        group.node.register("large", large)
+        group.barrier()
+        if group.rank == 1:
+            assert returned.wait(DEADLINE)
+            wait_until(lambda: not group.node._service._core.incoming.running)
+            return True
+        return bool((group.node.call(1, "large", 7) == np.arange(7, 7 + size // 8)).all())
+
+    assert run_threads(2, body, lanes="unix", timeout=DEADLINE) == [True, True]
+
+
+def test_a_node_leaves_soon_though_an_answer_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_transport, "QUIET_SECONDS", 0.2)
+    returned, left = threading.Event(), threading.Event()
+
+    def body(group: covey.Group) -> float:
+        def large() -> np.ndarray[Any, Any]:
+            returned.set()
+            return np.ones(8 << 20)
+
+        group.node.register("large", large)
+        group.barrier()
+        if group.rank == 0:
+            monkeypatch.setattr(group.node._service._transport, "fetch_parts", lambda *_: None)
+            work = group.node.call_async(1, "large")
+            assert left.wait(DEADLINE)
+            return float(work.exception() is not None)
+        assert returned.wait(DEADLINE)
+        wait_until(lambda: not group.node._service._core.incoming.running)
+        group.close()
+        left.set()
+        return 1.0
+
+    assert run_threads(2, body, lanes="unix", timeout=DEADLINE) == [1.0, 1.0]
 
 
 def test_calls_of_a_closed_node_raise() -> None:

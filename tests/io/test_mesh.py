@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.seeds import seeds
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
@@ -145,7 +146,7 @@ def test_nodes_of_different_clusters_do_not_meet_though_they_announce_themselves
     run(work)
 
 
-@pytest.mark.parametrize("attempt", range(8))
+@pytest.mark.parametrize("attempt", seeds(4))
 def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attempt: int) -> None:
     async def work(meshes: Meshes) -> None:
         cluster = new_cluster()

@@ -35,6 +35,27 @@ def test_a_dead_path_is_known_in_five_seconds_although_it_was_slow_before(first:
     assert not after(1, first, idle=3600.0).is_stuck, "one packet was lost"
 
 
+class Silent:
+    """A connection whose bytes were sent so many times, and whose other end has not acknowledged them."""
+
+    family = socket.AF_INET
+
+    def __init__(self, timeouts: int, unacknowledged: int = 3) -> None:
+        self._info = bytearray(104)
+        self._info[2] = timeouts
+        self._info[24:28] = unacknowledged.to_bytes(4, sys.byteorder)
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        return bytes(self._info)
+
+
+def test_one_timeout_is_enough_if_the_other_machine_is_reached_over_another_network() -> None:
+    assert tcp.is_stuck(Silent(1), has_moved=True)
+    assert not tcp.is_stuck(Silent(1))
+    assert not tcp.is_stuck(Silent(0), has_moved=True), "what was just sent"
+    assert not tcp.is_stuck(Silent(1, 0), has_moved=True), "an idle connection"
+
+
 def test_the_kernel_tells_timeouts_in_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()

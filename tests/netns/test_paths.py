@@ -40,7 +40,7 @@ def revive(lan: Lan, number: int, kind: str) -> None:
 def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str) -> None:
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
         cluster = Cluster()
-        options = {"patience": 20, "count": 200_000, "pause": 0.01, "talks": True}
+        options = {"patience": 20, "count": 200_000, "pause": 0.04, "talks": True}
         started = [start_with_keeper(cluster, host, "paths", STEADY, "--size", "2", **options) for host in lan.hosts]
         members = by_rank(started)
         for number in (0, 1):  # one of them carries links and lanes

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
 from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of
 
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause
+from covey.runtime.members import peers
 from covey.wire import messages
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Newcomer:
@@ -36,7 +40,10 @@ class Newcomer:
                         self.seats += [seat for seat in own if seat not in self.seats]
 
 
-def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_generation() -> None:
+def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "DEFER_SECONDS", 1.0)
     identity = NodeIdentity.ephemeral()
 
     def work(groups: Any) -> int:
@@ -64,7 +71,7 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
                 link.say(here(link, thread_run.terms(), lives, lineage=lineage))
 
         say_here()
-        until(lambda: newcomer.seats)
+        until(lambda: newcomer.seats and all(has_seat(node, newcomer.seats[0]) for node in nodes))
         for node in nodes:
             call_on_loop(lambda node=node: node.losses.silent(newcomer.seats[0], "it is not heard", Cause.SILENT))
         until(lambda: all(node.peers[newcomer.seats[0]].is_excluded for node in nodes))
@@ -75,6 +82,11 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
             time.sleep(0.2)
         stack.close()
         assert [member.result() for member in members] == [2, 2]
+
+
+def has_seat(node: Any, seat: int) -> bool:
+    """Tell whether a node is in a generation with this seat; before, it has no opinion of the newcomer to change."""
+    return any(member.seat == seat for member in node.generation.founded.members)
 
 
 def until_formed(member: Participant) -> Any:

@@ -44,7 +44,7 @@ TORCH = (
 )
 SPACE = 100_000
 """Bytes for the arguments, and as many for the environment, that a forked program shows in /proc."""
-STARTERS = {"bench", "chaos", "demo", "run"}
+STARTERS = {"bench", "chaos", "demo", "run", "up"}
 """Commands of covey that start Python programs, and so have a companion to fork them from."""
 ROOT = Path(__file__).parents[2]
 _PER_PROGRAM = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}

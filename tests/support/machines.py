@@ -49,6 +49,8 @@ class Machine:
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab, self.home = lab, lab.folder / name
+        self.folder = lab.folder
+        """Where commands are typed."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         self.env = kept | {
             "COVEY_HOME": str(self.home),
@@ -80,7 +82,7 @@ class Machine:
         return forked.run(
             [sys.executable, "-m", "covey", *words],
             env=self.env | env,
-            cwd=self.lab.folder,
+            cwd=self.folder,
             input=stdin,
             capture_output=True,
             text=True,
@@ -93,7 +95,7 @@ class Machine:
         process = forked.Popen(
             [sys.executable, *argv],
             env=self.env | env,
-            cwd=self.lab.folder,
+            cwd=self.folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,6 +1,7 @@
-"""How many random courses of events a simulation plays: a few in each run of the tests, more with TEST_SEEDS.
+"""How many random courses of events a test tries: a few in each run of all tests, more with TEST_SEEDS.
 
-`make simulate` plays twenty times as many (`SEEDS=100` for more). Seeds count from 0, so that more of them include the
+`make simulate` tries twenty times as many in the simulations of protocols (`SEEDS=100` for more); hypothesis and some
+tests that repeat what may go wrong now and then heed it, too. Seeds count from 0, so that more of them include the
 fewer, and a message of a failure names the seed that repeats it.
 """
 

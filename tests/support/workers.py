@@ -39,7 +39,7 @@ FOLDERS: Final = ("netns", "e2e", "security", "io", "torch", "sim", "contract")
 AHEAD: Final = 2
 """Tests that a worker knows of, so that it need not wait for the next one when a test ends."""
 END_SECONDS: Final = 20.0
-"""How long a worker that is interrupted may take to end its tests."""
+"""How long a worker may take to end, after its last test or an interruption, before it is killed."""
 VARIABLE: Final = "PYTEST_XDIST_WORKER"
 """Tells tests which worker they are in, as with pytest-xdist: gw0, gw1, ..."""
 
@@ -156,7 +156,7 @@ class Workers:
         """Take note of the end of a worker. If it had a test, that has failed, and another one takes the rest."""
         del self._workers[worker.channel]
         worker.channel.close()
-        _, status = os.waitpid(worker.pid, 0)
+        status = _reap(worker.pid)
         if worker.running:
             lost = session.items[worker.running.popleft()]
             text = f"the test ended its process, with {os.waitstatus_to_exitcode(status)}"
@@ -166,15 +166,23 @@ class Workers:
             self._start(session, worker.number, deque([*worker.running, *named, *worker.waiting]))
 
     def _end(self, worker: Worker) -> None:
-        """Interrupt a worker; kill it if it does not end in time."""
+        """Interrupt a worker, and wait until it has ended."""
         worker.channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGINT)
-        until = time.monotonic() + END_SECONDS
-        while os.waitpid(worker.pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > until:
-                os.kill(worker.pid, signal.SIGKILL)
-            time.sleep(0.02)
+        _reap(worker.pid)
+
+
+def _reap(pid: int) -> int:
+    """Wait until a worker has ended, and kill it if it takes too long; return its status."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _by_file(items: list[pytest.Item]) -> Iterator[list[int]]:

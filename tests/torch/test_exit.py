@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.seeds import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
-TURNS = 10
+TURNS = len(seeds(4))
 """Of two ranks each."""
 
 

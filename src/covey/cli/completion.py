@@ -43,7 +43,7 @@ def prepare(parameter: Any) -> None:
     """Set the completion of a parameter, by its metavar and name."""
     if parameter.metavar == "CLUSTER" or (parameter.metavar == "NAME" and parameter.name in _OF_CLUSTERS):
         parameter._custom_shell_complete = completing(cluster_names)
-    elif parameter.metavar == "NODE":
+    elif parameter.metavar in ("NODE", "NODE|all"):
         parameter._custom_shell_complete = completing(node_names)
 
 

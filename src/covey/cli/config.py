@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from covey.base.config import refuse_unknown
-from covey.base.settings import SETTINGS, EffectiveSetting, effective_settings
-from covey.cli.layout import Column, room, table
+from covey.base.errors import ConfigError
+from covey.base.settings import FILE, SETTINGS, EffectiveSetting, effective_settings, suggestion
+from covey.cli.layout import Column, room, table, wrap
 from covey.net.settings_files import settings_of_files
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -19,6 +20,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def config(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME...]", help="Only these, and what each means.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that are at their defaults.")] = False,
 ) -> None:
@@ -30,9 +34,13 @@ def config(
     """
     refuse_unknown(os.environ)
     found = effective_settings({"environment": dict(os.environ)} | settings_of_files())
+    wanted = {_known(name) for name in names or ()}
     shown = [each for each in found if not changed or each.source != "default"]
+    shown = [each for each in shown if not wanted or each.name in wanted]
     if as_json:
         typer.echo(json.dumps([{**asdict(each), "meaning": SETTINGS[each.name].meaning} for each in shown]))
+    elif wanted:
+        typer.echo("\n\n".join(_explained(each, room()) for each in shown))
     else:
         typer.echo(table(_columns(shown), room()))
 
@@ -44,3 +52,31 @@ def _columns(shown: list[EffectiveSetting]) -> list[Column]:
         Column("FROM", [each.source for each in shown], wraps=True),
         Column("VARIABLE", [each.variable for each in shown], leave_out=1),
     ]
+
+
+def _known(name: str) -> str:
+    """Return the name of a setting, also of its variable; ConfigError if there is none."""
+    setting = name.lower().removeprefix("covey_").replace("-", "_")
+    if setting not in SETTINGS:
+        raise ConfigError(f"covey has no setting {name!r}{suggestion(setting, SETTINGS)}")
+    return setting
+
+
+def _explained(each: EffectiveSetting, width: int | None) -> str:
+    """Return a setting with what it means, which values it takes, and how it is set."""
+    setting = SETTINGS[each.name]
+    ways = [each.variable]
+    if setting.argument == "settings":
+        ways.append(f"settings={{'{each.name}': ...}} of covey.join")
+    elif setting.argument:
+        ways.append(f"{setting.argument}= of covey.join")
+    if setting.files:
+        ways.append(f"{each.name} in {FILE}")
+    lines = [
+        f"{each.name} = {each.value or '-'}  ({each.source})",
+        f"  {setting.meaning}",
+        f"  Values: {setting.kind.words}.",
+        f"  Set by: {', '.join(ways)}.",
+    ]
+    plain = [line.replace("`", "") for line in lines]
+    return "\n".join(plain if width is None else [part for line in plain for part in wrap(line, width)])

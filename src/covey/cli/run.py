@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
@@ -19,6 +19,11 @@ from covey.base.errors import ConfigError
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from covey.base.config import GroupConfig
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
@@ -140,6 +145,29 @@ def run(
             help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT.",
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="all|A,B", help="Start on these machines, where `covey up` runs, or on all; -n on each."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B:2", help="Start on these machines with ssh, and so many processes on each."),
+    ] = None,
+    requirements: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --on: make an environment with these packages on each machine."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        typer.Option("--log-dir", metavar="DIR", help="Also write the output of each rank to a file in DIR."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="With --on: return when all have started, and leave them running.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
         bool,
@@ -147,6 +175,16 @@ def run(
             "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
         ),
     ] = False,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="PEM file: nodes also need a certificate of this authority."),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file with the certificate of this machine.")
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file with the key of that certificate.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
     ] = False,
@@ -154,6 +192,8 @@ def run(
     """Start a script as a node of a run in the cluster; or, with -n alone, as ranks on this machine only.
 
     In a cluster, type the same command on each machine: covey run train.py
+
+    Or start it on several machines from here: with --on where `covey up` runs, else with --hosts and ssh.
 
     The nodes find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
@@ -166,7 +206,34 @@ def run(
 
     SIGTERM is passed on as well. If all processes then exit with 0, so does covey run.
     """
-    command = command_line(script, arguments or [], module=module, run_name=run_name)
+    if on is not None or hosts is not None:
+        from covey.cli import several_machines
+
+        limits = {"--size": size, "--min": min_size, "--max": max_size}
+        of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
+        of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
+        of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
+        of_all |= {"--seeds": seeds}
+        refuse_with_several_machines({"--http": http, "--insecure": insecure})
+        wanted = several_machines.Program(
+            script, tuple(arguments or ()), run_name or default_run_name(script, module=module), module, python
+        )
+        raise typer.Exit(
+            several_machines.start(
+                wanted,
+                on=on,
+                hosts=hosts,
+                processes=processes,
+                limits=limits,
+                options=of_all,
+                requirements=requirements,
+                log_dir=log_dir,
+                detach=detach,
+            )
+        )
+    if requirements is not None or detach:
+        raise ConfigError("--requirements and --detach go with --on: they are about programs that agents start")
+    command = command_line(script, arguments or [], module=module, run_name=run_name, python=python)
     page = None
     if http is not None:
         from covey.runtime.keeper.pages import parse_address
@@ -185,13 +252,14 @@ def run(
         settings["COVEY_COMPRESS"] = check_compress(compress)
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
-    of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
-    if processes is not None and all(option is None for option in of_cluster):
+    sizes = (min_size, max_size, size)
+    others = (run_name, cluster, wait, seeds, interfaces, tie_breaker, new or None, tls_ca, tls_cert, tls_key)
+    if processes is not None and all(option is None for option in (*sizes, *others)):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
         make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
-        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page))
+        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):
@@ -200,7 +268,7 @@ def run(
         for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
             os.environ.pop(name, None)  # the command line overrides all three
     asked = {
-        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or short_name,
+        "COVEY_RUN": run_name or default_run_name(script, module=module),
         "COVEY_RUN_PROGRAM": program,
         "COVEY_RUN_SIZE": size,
         "COVEY_RUN_MIN_SIZE": min_size,
@@ -211,11 +279,14 @@ def run(
         "COVEY_SEEDS": seeds,
         "COVEY_INTERFACES": interfaces,
         "COVEY_TIE_BREAKER": tie_breaker,
+        "COVEY_TLS_CA": _whole_path(tls_ca),
+        "COVEY_TLS_CERT": _whole_path(tls_cert),
+        "COVEY_TLS_KEY": _whole_path(tls_key),
         "COVEY_RUN_MIN_HOSTS": None if size is not None or min_size is not None else MIN_HOSTS,
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
-    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page))
+    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
 
 
 def check_compress(compress: str) -> str:
@@ -229,6 +300,18 @@ def check_compress(compress: str) -> str:
         own = ". One that the script registers is named by COVEY_COMPRESS, or in covey.join" if is_unknown else ""
         raise ConfigError(f"--compress {compress}: {error}{own}") from None
     return compress
+
+
+def default_run_name(script: str, *, module: bool) -> str:
+    """Return the name of a run that was given none: COVEY_RUN, or the name of the script without .py."""
+    return os.environ.get("COVEY_RUN") or (script if module else Path(script).stem)
+
+
+def refuse_with_several_machines(given: dict[str, object]) -> None:
+    """Raise ConfigError if an option was given that has no meaning with --on and --hosts."""
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:
@@ -253,7 +336,6 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
-    from covey.base.config import GroupConfig
     from covey.base.seeds import split_seeds
     from covey.net.discovery.interfaces import parse_pattern
     from covey.net.settings_files import effective_environment
@@ -277,11 +359,24 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         from covey.runtime.joining.cluster_join import forget_lineages
 
         variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
-    service = ClusterKeeperService(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
+    service = ClusterKeeperService(cluster, _keeper_config(env))
     if not is_passed_on:
         return functools.partial(ClusterRun, processes, variables, service)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
     return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
+
+
+def _keeper_config(env: Mapping[str, str]) -> GroupConfig:
+    """Return what the keeper needs of the settings of its processes."""
+    from covey.base.config import GroupConfig
+
+    names = ("interfaces", "tls_ca", "tls_cert", "tls_key")
+    given: dict[str, Any] = {name: env.get(f"COVEY_{name.upper()}", "") for name in names}
+    return GroupConfig(**given)
+
+
+def _whole_path(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def is_run_name(word: str, following: str) -> bool:
@@ -296,17 +391,24 @@ def is_run_name(word: str, following: str) -> bool:
     return not (os.path.exists(word) or shutil.which(word))
 
 
-def command_line(script: str, arguments: list[str], *, module: bool, run_name: str | None = None) -> list[str]:
+def command_line(
+    script: str, arguments: list[str], *, module: bool, run_name: str | None = None, python: str | None = None
+) -> list[str]:
     """Return the command to execute for the script or program that was given to `covey run`.
 
+    `python` runs scripts and modules; by default, the interpreter of this process.
+
     Raises:
-        ConfigError: there is no such script or program.
+        ConfigError: there is no such script or program, or no such interpreter.
     """
+    interpreter = sys.executable if python is None else shutil.which(python)
+    if interpreter is None:
+        raise ConfigError(f"--python {python}: there is no such program; give the path of an interpreter")
     if module:
-        return [sys.executable, "-m", script, *arguments]
+        return [interpreter, "-m", script, *arguments]
     if os.path.isfile(script):
         if script.endswith(".py") or not os.access(script, os.X_OK):
-            return [sys.executable, script, *arguments]
+            return [interpreter, script, *arguments]
         return [os.path.abspath(script), *arguments]
     program = shutil.which(script)
     if program is None:

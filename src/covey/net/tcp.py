@@ -84,10 +84,16 @@ def acknowledgements(sock: Connection) -> Acknowledgements | None:
     return Acknowledgements(last / 1e3, unacked, timeouts, next_timeout / 1e6)
 
 
-def is_stuck(sock: Connection) -> bool:
-    """Tell whether the path of a connection is dead."""
+def is_stuck(sock: Connection, *, has_moved: bool = False) -> bool:
+    """Tell whether the path of a connection is dead.
+
+    `has_moved` says that the other machine was found to be reached over another network only: then one timeout is
+    enough.
+    """
     known = acknowledgements(sock)
-    return known is not None and known.is_stuck
+    if known is None:
+        return False
+    return known.is_stuck or (has_moved and known.unacknowledged > 0 and known.timeouts > 0)
 
 
 def sending_speed(sock: Connection) -> float | None:

@@ -14,6 +14,7 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.counters import process
+from covey.runtime.shutdown import is_shutting_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,6 +109,8 @@ def _results(checks: list[Check]) -> list[CheckResult]:
 
 def _is_joined() -> str | None:
     """Return why this process is not in a run, if it is not."""
+    if is_shutting_down():
+        return "this process is shutting down"
     nodes = [node for node in list(process.nodes) if not node.is_closing]
     if not nodes and not process.groups():
         return "this process is in no run"

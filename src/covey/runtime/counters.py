@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -151,6 +152,8 @@ class ProcessCounters:
     """The counters of this process, and the groups in it."""
 
     def __init__(self) -> None:
+        self.since = time.time()
+        """When this process began to count, in seconds since 1970."""
         self.heartbeats_sent = self.heartbeats_answered = self.suspicions = self.elections = 0
         self.calls_made = self.calls_failed = self.calls_served = 0
         self.recovery_seconds = 0.0

@@ -75,6 +75,9 @@ class _MemoryTransport:
         """Treat the node as lost."""
         self._network.lose(peer)
 
+    def deliver_answers(self) -> None:
+        """Do nothing: parts are delivered at once."""
+
     def shut(self) -> None:
         """Leave the network."""
         self._network.lose(self.seat)

@@ -198,6 +198,8 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
         return {"failures": failures, "counts": counts, "hangs": any(thread.is_alive() for thread in threads)}
 
 
+BREAKS = 6
+"""How often all connections of a rank break, one rank after the other."""
 SIZES = [3, 500, 0, 16_384, 16_385, 10, 300_000, 1, 2_000_000]
 
 
@@ -214,14 +216,14 @@ def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> N
     with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
         ranks.hear("talking")
         broken = 0
-        for number in range(12):
+        for number in range(BREAKS):
             broken += break_all_connections(ranks.pid(number % 3), str(ranks.folder / "keeper.sock"))
             time.sleep(0.05 if number % 3 else 0.4)
         for rank in range(3):
             ranks.go(rank)
         check_talk(ranks.results(timeout=90))
         ranks.await_exit()
-        assert broken > 12
+        assert broken > BREAKS
 
 
 @pytest.mark.parametrize("lanes", LANES)

@@ -126,7 +126,8 @@ def lose_the_first() -> Any:
             found = store.wait("host of 0", "host of 1", "host of 2", timeout=20)
             sums = [store.add("count", timeout=20) for _ in range(5)]
             smaller.barrier()
-        return {"lost": lost["error"], "found": [value.decode() for value in found], "sums": sums}
+        why = [event.text for event in group.events() if event.kind == "lost"]
+        return {"lost": lost["error"], "found": [value.decode() for value in found], "sums": sums, "why": why}
 
 
 def test_in_a_run_that_ends_with_a_loss_the_store_is_that_of_the_shrunken_group() -> None:
@@ -136,6 +137,7 @@ def test_in_a_run_that_ends_with_a_loss_the_store_is_that_of_the_shrunken_group(
         reports = ranks.results((1, 2))
         assert [(report["lost"], report["found"]) for report in reports] == [("PeerLostError", ["0", "1", "2"])] * 2
         assert sorted(number for report in reports for number in report["sums"]) == list(range(1, 11))
+        assert all(len(report["why"]) == 1 and report["why"][0] for report in reports), reports
         ranks.await_exit((1, 2))
 
 

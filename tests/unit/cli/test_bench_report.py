@@ -5,9 +5,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
+from covey.cli.bench import metrics
 from covey.cli.bench.plot import decades, draw
 from covey.cli.bench.report import Measurement, Round, as_json, format_seconds, line, ratios, table
 from covey.cli.bench.sweep import OPERATIONS, Case, Contender, Sweep
+from covey.runtime.counters import process
 
 SHM, TCP = Contender("covey shm", "covey", "shm"), Contender("covey tcp", "covey", "tcp")
 GLOO, MPI, MPI_TCP = Contender("gloo", "gloo"), Contender("mpi", "mpi"), Contender("mpi-tcp", "mpi", "tcp")
@@ -187,3 +189,16 @@ def test_everything_drawn_lies_inside_the_picture() -> None:
 def test_axis_ticks_are_round_numbers_and_few() -> None:
     assert decades(0.9e-6, 1.1e-5) == pytest.approx([1e-6, 2e-6, 5e-6, 1e-5])
     assert len(decades(1e-6, 1.0)) == 7
+
+
+def test_the_costs_of_metrics_are_a_table_with_their_limits() -> None:
+    groups = process.groups()
+    costs = metrics.measure(rounds=2)
+    assert process.groups() == groups, "what was measured is not counted"
+    assert all(0 < cost.seconds < 1 for cost in costs)
+    written = io.StringIO()
+    Console(file=written, width=60).print(metrics.report([*costs, metrics.Cost("something slow", 0.0123, None)]))
+    lines = written.getvalue().splitlines()
+    assert lines[0].split() == ["COST", "OF", "TIME", "LIMIT"]
+    assert any(line.startswith("an operation, in Python ") and line.endswith(" 1000 ns") for line in lines)
+    assert lines[-1].split() == ["something", "slow", "12.30", "ms"]

@@ -134,9 +134,9 @@ def complete(home: Path, covey: Covey, monkeypatch: pytest.MonkeyPatch) -> Calla
 def test_the_shell_completes_commands_options_clusters_and_nodes(home, complete) -> None:
     assert complete("covey ru") == ["run"]
     assert complete("covey secret ro") == ["rotate"]
-    assert complete("covey run --on") == ["--on-loss"]
+    assert complete("covey run --on-") == ["--on-loss"]
     assert complete("covey run --lanes s") == ["shm", "secure"]
-    assert complete("covey help st") == ["status"]
+    assert complete("covey help sta") == ["status"]
     assert complete("covey status ") == []
     assert not home.exists()
     for name in ("attic", "home"):

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
-from covey.cli.status.view import MOST_EVENTS, duration, milliseconds, view
+from covey.cli.status.view import MOST_EVENTS, duration, local_view, milliseconds, view
+from covey.net.local_runs import LocalRunFound
 from covey.runtime.events import Event
 from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
 
@@ -261,3 +262,16 @@ def test_the_last_events_of_a_run_are_shown_below_it_as_its_first_member_tells_t
     assert last == ["lost", "rank 1 (otter): recovered in 32 ms"]
     assert len(shown(drawn)) == len(shown(draw(answers))) + 2 + MOST_EVENTS
     assert json.loads(json.dumps(as_json(drawn)))["runs"][0]["events"][-1]["ranks"] == [1]
+
+
+@pytest.mark.parametrize("width", [None, 80, 40])
+def test_runs_of_this_machine_alone_are_a_table_and_a_hint(width: int | None) -> None:
+    runs = [LocalRunFound("train", 4711, 3, "/tmp/one"), LocalRunFound("a [bold]name", 12, 128, "/tmp/two")]
+    lines = local_view(runs, width).plain.splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["run", "here", "ranks", "process"],
+        ["train", "3", "4711"],
+        ["a", "[bold]name", "128", "12"],
+    ]
+    assert " ".join(lines[3:]) == "covey trace train shows what its ranks do"
+    assert width is None or max(map(len, lines)) <= width

@@ -203,7 +203,7 @@ def test_an_announcement_is_tagged_as_the_page_says() -> None:
 def test_the_purposes_of_links_are_those_of_the_code() -> None:
     """What Hellos are made with: a word, or the `purpose` of a mesh."""
     found = set()
-    for path in (ROOT / "src" / "covey" / "runtime").rglob("*.py"):
+    for path in [each for room in ("runtime", "agent") for each in (ROOT / "src" / "covey" / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             values: list[ast.expr] = []
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "Hello":
@@ -218,8 +218,8 @@ def test_the_purposes_of_links_are_those_of_the_code() -> None:
 
 
 def test_a_hello_and_a_welcome_have_a_charter_and_a_hello_the_settings() -> None:
-    assert messages.Hello.__struct_fields__[-2:] == ("charter", "settings")
-    assert messages.Welcome.__struct_fields__[-1] == "charter"
+    assert messages.Hello.__struct_fields__[-3:] == ("charter", "settings", "papers")
+    assert messages.Welcome.__struct_fields__[-2:] == ("charter", "papers")
 
 
 def test_what_a_here_tells_is_as_written() -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.seeds import seeds
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.wire import objects
 
-unhurried = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(max_examples=len(seeds(80)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no failure."""
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3, 4), (3, 0, 2), (1,) * 32]

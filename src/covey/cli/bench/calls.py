@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
     from covey.runtime.work import Work
 
-ONE_BY_ONE: Final = 1000
-"""Small calls of a round, one after the other."""
-AT_ONCE: Final = 4000
-"""Small calls of a round that are made while others are under way."""
-BESIDE: Final = 500
-"""Small calls of a round that are made while payloads are under way."""
 AGAINST: Final = ("grpc",)
 
 
@@ -45,6 +39,9 @@ class CallTrial:
     in_flight: int = 32
     nbytes: int = 64 << 20
     rounds: int = 5
+    calls: int = 1000
+    """Small calls of a round, one after the other; half as many are made beside payloads, and four times as many with
+    others in flight."""
     against: tuple[str, ...] = ()
     """Libraries that make the same small calls."""
 
@@ -57,8 +54,8 @@ class CallTrial:
             )
         if "grpc" in self.against:
             grpc_aio()
-        if self.in_flight < 1 or self.rounds < 1 or self.nbytes < 1:
-            raise ConfigError("at least one call in flight, one round and one byte are needed")
+        if min(self.in_flight, self.rounds, self.nbytes) < 1 or self.calls < 2:
+            raise ConfigError("at least one call in flight, one round, two small calls and one byte are needed")
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _rank(group: Group, trial: CallTrial) -> dict[str, Any]:
     figures: dict[str, list[float]] = {name: [] for name in CallFigures.__dataclass_fields__ if name != "others"}
     others: dict[str, dict[str, list[float]]] = {}
     payload = np.arange(trial.nbytes, dtype=np.uint8)
-    node = group.node
+    node, at_once = group.node, 4 * trial.calls
 
     @node.rpc
     def add(a: int, b: int) -> int:
@@ -111,11 +108,13 @@ def _rank(group: Group, trial: CallTrial) -> dict[str, Any]:
             found = dict[str, float]()
             group.barrier()
             if group.rank == 0:
-                found["p50_us"], found["p99_us"] = _percentiles(_one_by_one(group, ONE_BY_ONE))
-                found["calls_per_second"] = AT_ONCE / _timed(lambda: _call_at_once(group, trial.in_flight))
+                found["p50_us"], found["p99_us"] = _percentiles(_one_by_one(group, trial.calls))
+                found["calls_per_second"] = at_once / _timed(lambda: _call_at_once(group, at_once, trial.in_flight))
                 took = _timed(lambda: _expect(node.call(1, "check", payload), True))
                 found["call_bytes_per_second"] = trial.nbytes / took
-                found["beside_p50_us"], found["beside_p99_us"] = _percentiles(_beside_payloads(group, payload))
+                found["beside_p50_us"], found["beside_p99_us"] = _percentiles(
+                    _beside_payloads(group, payload, trial.calls // 2)
+                )
             group.barrier()
             found["lane_bytes_per_second"] = trial.nbytes / _timed(lambda: group.broadcast(payload, root=0))
             group.barrier()
@@ -123,8 +122,8 @@ def _rank(group: Group, trial: CallTrial) -> dict[str, Any]:
                 for name, value in found.items():
                     figures[name].append(value)
             for name, client in rivals.items():
-                p50, p99 = _percentiles(client.one_by_one(ONE_BY_ONE))
-                rate = AT_ONCE / _timed(functools.partial(client.at_once, AT_ONCE, trial.in_flight))
+                p50, p99 = _percentiles(client.one_by_one(trial.calls))
+                rate = at_once / _timed(functools.partial(client.at_once, at_once, trial.in_flight))
                 if turn:
                     kept = others.setdefault(name, {"p50_us": [], "p99_us": [], "calls_per_second": []})
                     for figure, value in zip(kept.values(), (p50, p99, rate), strict=True):
@@ -159,7 +158,7 @@ def _percentiles(seconds: list[float]) -> tuple[float, float]:
     return 1e6 * seconds[len(seconds) // 2], 1e6 * seconds[len(seconds) * 99 // 100]
 
 
-def _beside_payloads(group: Group, payload: np.ndarray[Any, Any]) -> list[float]:
+def _beside_payloads(group: Group, payload: np.ndarray[Any, Any], count: int) -> list[float]:
     """Return how long small calls took while another thread made calls with the payload, all the time."""
     is_over = threading.Event()
     errors: list[BaseException] = []
@@ -174,7 +173,7 @@ def _beside_payloads(group: Group, payload: np.ndarray[Any, Any]) -> list[float]
     filler = threading.Thread(target=fill)
     filler.start()
     try:
-        taken = _one_by_one(group, BESIDE)
+        taken = _one_by_one(group, count)
     finally:
         is_over.set()
         filler.join()
@@ -193,7 +192,7 @@ def _expect(value: object, wanted: object) -> None:
         raise ArithmeticError(f"a call returned {value}, not {wanted}")
 
 
-def _call_at_once(group: Group, in_flight: int) -> None:
+def _call_at_once(group: Group, count: int, in_flight: int) -> None:
     """Make calls, so many at a time, and check their results."""
     room, wrong = threading.Semaphore(in_flight), list[object]()
 
@@ -202,7 +201,7 @@ def _call_at_once(group: Group, in_flight: int) -> None:
             wrong.append(work)
         room.release()
 
-    for number in range(AT_ONCE):
+    for number in range(count):
         room.acquire()
         work = group.node.call_async(1, "add", number, 1)
         work.add_done_callback(lambda work, wanted=number + 1: ended(work, wanted))  # type: ignore[misc]

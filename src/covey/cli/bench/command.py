@@ -141,7 +141,7 @@ def ddp(
 
 @app.command()
 def compress(
-    codecs: Annotated[str, typer.Option(help="Codecs, separated by commas.")] = CODECS,
+    codecs: Annotated[str, typer.Option(help="Codecs, separated by commas; none is always there.")] = CODECS,
     links: Annotated[str, typer.Option(help="Speeds of links in Mbit/s, separated by commas.")] = "100,1000,10000",
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 4,
     size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
@@ -154,7 +154,7 @@ def compress(
     from covey.cli.bench import compress as trials
 
     trial = trials.Trial(
-        codecs=tuple(split_items(codecs)),
+        codecs=tuple(dict.fromkeys(("none", *split_items(codecs)))),
         links=tuple(float(word) for word in parse_names(links)),
         size=ranks,
         nbytes=parse_size(size),
@@ -180,6 +180,7 @@ def calls(
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "secure",
     size: Annotated[str, typer.Option(help="Bytes of the large payload; K, M and G are binary.")] = "64M",
     rounds: Annotated[int, typer.Option(help="Rounds of everything.")] = 5,
+    small: Annotated[int, typer.Option("--calls", help="Small calls of a round, one after the other.")] = 1000,
     against: Annotated[str, typer.Option(help="Another library for the same small calls, in turns: grpc.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -187,7 +188,9 @@ def calls(
     from covey.cli.bench import calls as trials
 
     rivals = tuple(parse_names(against)) if against else ()
-    trial = trials.CallTrial(lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds, against=rivals)
+    trial = trials.CallTrial(
+        lanes=lanes, in_flight=in_flight, nbytes=parse_size(size), rounds=rounds, calls=small, against=rivals
+    )
     console, facts = Console(stderr=as_json), machine_facts()
     with working("calling", console=console):
         figures = trials.measure(trial)
@@ -195,6 +198,22 @@ def calls(
         print(json.dumps(trials.as_json(trial, figures, facts)))
     else:
         console.print(trials.table(trial, figures))
+
+
+@app.command()
+def metrics(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure what counting and recording add to an operation, and what reading the numbers takes."""
+    from covey.cli.bench import metrics as trials
+
+    console, facts = Console(stderr=as_json), machine_facts()
+    with working("measuring", console=console):
+        costs = trials.measure()
+    if as_json:
+        print(json.dumps({"machine": facts, "costs": [cost._asdict() for cost in costs]}))
+    else:
+        console.print(trials.report(costs))
 
 
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:

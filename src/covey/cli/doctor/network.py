@@ -96,7 +96,7 @@ class Search:
                 if any(node.purpose == "visitor" for node in self.nodes):
                     self._tell("waiting for the other doctor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
-                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.cards()))
+                    visit.look(left, until=lambda visit: not visit.has_visitors())
         finally:
             control.soon(listener.close)
 

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.live import Live
 
 from covey.base.config import check_timeout, group_config
-from covey.base.errors import RemoteProtocolError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.cli.layout import room
 from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture, tellers, with_events
-from covey.cli.status.view import nothing_found, view
+from covey.cli.status.view import local_view, nothing_found, view
 from covey.cli.terminal import is_lively, say, working
+from covey.net.local_runs import local_runs
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.visit import visiting
@@ -29,6 +30,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.cli.status.picture import Picture
+    from covey.net.local_runs import LocalRunFound
     from covey.runtime.events import Event
     from covey.runtime.mesh.visit import Visit
 
@@ -59,14 +61,21 @@ def status(
 ) -> None:
     """Show the nodes of the cluster by run, and the links between them.
 
+    On a machine that is in no cluster, show the runs of covey run -n.
+
     Exits with 0 if there is a node, and with 1 if there is none.
     """
     env = effective_environment()
     config = group_config(env)
     if wait is not None:
         check_timeout(wait)
-    found = ClusterOptions(cluster).find(env)
     console = Console(highlight=False)
+    try:
+        found = ClusterOptions(cluster).find(env)
+    except ConfigError:
+        if cluster is not None or not (here := local_runs()):
+            raise
+        return _show_alone(here, console, as_json=as_json)
     with visiting(found, config, announce=False) as visit:
         with working(f"looking for nodes of {found.name} ...", quiet=as_json):
             look_around(visit, wait)
@@ -81,6 +90,14 @@ def status(
         if seen.is_empty:
             say(nothing_found(seen.cluster), err=True)
     raise typer.Exit(1 if seen.is_empty else 0)
+
+
+def _show_alone(here: list[LocalRunFound], console: Console, *, as_json: bool) -> None:
+    """Show the runs of a machine that is in no cluster."""
+    if as_json:
+        typer.echo(json.dumps({"cluster": None, "runs": [], "local": [run._asdict() for run in here]}))
+    else:
+        console.print(local_view(here, room()), soft_wrap=True)
 
 
 def look_around(visit: Visit, seconds: float | None = None) -> None:

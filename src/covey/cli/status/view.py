@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from covey.cli.status.picture import Node, Picture, Run, Way
+    from covey.net.local_runs import LocalRunFound
     from covey.runtime.events import Event
 
 MOST_IN_TABLE: Final = 6
@@ -54,6 +55,17 @@ def _apart(blocks: list[list[Text]]) -> Iterable[list[Text]]:
 def nothing_found(cluster: str) -> str:
     """Return the message for a cluster without nodes."""
     return f"no node of cluster {cluster!r} is running or answering; `covey doctor` looks for the cause"
+
+
+def local_view(runs: list[LocalRunFound], width: int | None) -> Text:
+    """Return the runs that have all their ranks on this machine, and how to look at one."""
+    columns = [
+        Column("run here", [run.name for run in runs]),
+        Column("ranks", [str(run.size) for run in runs], is_right=True),
+        Column("process", [str(run.pid) for run in runs], is_right=True),
+    ]
+    hint = f"covey trace {runs[0].name} shows what its ranks do"
+    return Text("\n").join([*_texts(lay_out(columns, width, "dim")), *(Text(line) for line in _wrapped(hint, width))])
 
 
 def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:

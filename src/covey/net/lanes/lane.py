@@ -105,8 +105,11 @@ class Lane(Protocol):
     def unpark(self) -> None:
         """Resume after a sleep."""
 
-    def is_stuck(self) -> bool:
-        """Tell whether the network path is dead: what was sent is not acknowledged, although the peer may be alive."""
+    def is_stuck(self, *, has_moved: bool = False) -> bool:
+        """Tell whether the network path is dead: what was sent is not acknowledged, although the peer may be alive.
+
+        `has_moved` says that the link with the peer has moved to another network since the lane was opened.
+        """
 
     def peek(self) -> bytes:
         """Return the next 64 bytes that have arrived, or fewer. `receive` may not be called afterwards."""

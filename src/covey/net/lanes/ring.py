@@ -188,7 +188,7 @@ class RingLane:
             return 0
         return 0 if self._peer_gone else select.POLLIN
 
-    def is_stuck(self) -> bool:
+    def is_stuck(self, *, has_moved: bool = False) -> bool:
         return False  # memory has no network path
 
     def unpark(self) -> None:

@@ -45,8 +45,8 @@ class SocketLane:
     def unpark(self) -> None:
         pass
 
-    def is_stuck(self) -> bool:
-        return any(map(tcp.is_stuck, self.sockets()))
+    def is_stuck(self, *, has_moved: bool = False) -> bool:
+        return any(tcp.is_stuck(sock, has_moved=has_moved) for sock in self.sockets())
 
     def sockets(self) -> Sequence[socket.socket]:
         raise NotImplementedError

@@ -226,6 +226,10 @@ class IncomingCalls:
         self._last.pop(peer, None)
         self._proceed()
 
+    def drain(self) -> None:
+        """Refuse calls that come from now on; those that have come are served."""
+        self._is_closing = True
+
     def close(self) -> None:
         """Answer all calls, and refuse those that come from now on, because this node leaves."""
         self._is_closing = True

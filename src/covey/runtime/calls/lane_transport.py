@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.calling.tags import CALL_TAG
+from covey.proto.calling.tags import ANSWER_PARTS, CALL_TAG
 from covey.runtime.calls.lanes import CallLanes
 
 if TYPE_CHECKING:
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
-WAY_SECONDS: Final = 0.05
-"""For how long the parts of payloads give way after a small call. It is longer than one takes beside them."""
+WAY_SECONDS: Final = 0.01
+"""For how long the parts of payloads give way after the start of a small call. Beside them, few take longer."""
+
+ANSWERS_SECONDS: Final = 30.0
+"""How long a node that leaves waits until its answers are delivered."""
+QUIET_SECONDS: Final = 3.0
+"""How long it waits while nothing of them moves."""
+LOOK_SECONDS: Final = 0.1
 
 
 class LaneTransport:
@@ -34,6 +40,8 @@ class LaneTransport:
         self._small = CallLanes(node, "calls", self, spins=True)
         self._large = CallLanes(node, "parts of calls", self, gives_way=self._has_small_calls)
         self._small_call_at = 0.0
+        self._answers: set[Work[None]] = set()
+        """The parts of answers that are not delivered."""
 
     @property
     def seat(self) -> Seat:
@@ -59,8 +67,23 @@ class LaneTransport:
         with contextlib.suppress(ClosedError):
             messenger = self._large.messenger(peer)
             for part in parts:
-                messenger.push(memoryview(part), peer, tag)
-            messenger.flush()
+                work = messenger.push(memoryview(part), peer, tag)
+                if tag & ANSWER_PARTS:
+                    self._answers.add(work)
+                    work.add_done_callback(self._answers.discard)
+
+    def deliver_answers(self) -> None:
+        """Wait until all parts of answers are delivered: while they move, and for ANSWERS_SECONDS at most."""
+        messenger = self._large.used_messenger
+        now = time.monotonic()
+        until, quiet_until, moved = now + ANSWERS_SECONDS, now + QUIET_SECONDS, -1
+        for work in list(self._answers):
+            while messenger is not None and not work.wait_until_done(LOOK_SECONDS):
+                now, before, moved = time.monotonic(), moved, messenger.delivered_bytes()
+                if moved != before:
+                    quiet_until = now + QUIET_SECONDS
+                if now >= min(until, quiet_until):
+                    return
 
     def flush(self) -> None:
         """Give the kernel the messages that were queued."""

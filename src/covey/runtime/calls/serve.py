@@ -26,7 +26,7 @@ class AwaitedCalls:
         self._making = threading.Lock()
         self._service: CallService | None = None
         self._lost: set[Seat] = set()
-        self._is_closed = False
+        self._is_closed = self._is_draining = False
         self._transport = LaneTransport(node, self)
 
     def service(self) -> CallService:
@@ -39,6 +39,8 @@ class AwaitedCalls:
                 self._transport.listener = self._service
                 for peer in self._lost:
                     self._service.lost(peer)
+                if self._is_draining:
+                    self._service.drain()
                 if self._is_closed:
                     self._service.close()
             return self._service
@@ -67,6 +69,24 @@ class AwaitedCalls:
         if self._service is not None:
             self._service.forked()
 
+    def deliver_answers(self) -> None:
+        """Wait until the answers that were given are delivered, as long as they move; for half a minute at most."""
+        if self._service is not None:
+            self._service.deliver_answers()
+
+    def drain(self) -> None:
+        """Refuse calls of other nodes from now on; those that have come are served."""
+        with self._making:
+            self._is_draining = True
+            service = self._service
+        if service is not None:
+            service.drain()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls of other nodes have no answer yet."""
+        return self._service is not None and self._service.is_busy
+
     def close(self) -> None:
         """Free the lanes."""
         with self._making:
@@ -82,6 +102,12 @@ def await_calls(node: Node) -> None:
     """Have calls of other nodes answered from now on."""
     if node.calls is None:
         node.calls = AwaitedCalls(node)
+
+
+def deliver_answers(node: Node) -> None:
+    """Wait until the answers to calls that this node has given are delivered, because it is about to leave its run."""
+    if isinstance(node.calls, AwaitedCalls):
+        node.calls.deliver_answers()
 
 
 def serve_calls(node: Node) -> CallService:

@@ -252,6 +252,25 @@ class CallService:
         self.lost(peer)
         self._transport.cut_off(peer, error)
 
+    def deliver_answers(self) -> None:
+        """Wait until the answers of functions that have ended are delivered; see `CallTransport.deliver_answers`."""
+        # What another thread performs may be such an answer; if it is this thread, it is in a callback of the program.
+        if self._performing.acquire(timeout=1.0):
+            try:
+                self._perform_all()
+            finally:
+                self._performing.release()
+        self._transport.deliver_answers()
+
+    def drain(self) -> None:
+        """Refuse calls of other nodes from now on; those that have come are served."""
+        self._tell(self._core.incoming.drain)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls of other nodes have no answer yet."""
+        return len(self._core.incoming) > 0
+
     def close(self) -> None:
         """End all calls, because this node leaves its run. Closing twice is fine."""
         with self._lock:
@@ -304,11 +323,14 @@ class CallService:
             control.soon(self._set_timer)
         while self._queue and self._performing.acquire(blocking=False):
             try:
-                while self._queue:
-                    self._perform_safely(self._queue.popleft())
-                self._transport.flush()
+                self._perform_all()
             finally:
                 self._performing.release()
+
+    def _perform_all(self) -> None:
+        while self._queue:
+            self._perform_safely(self._queue.popleft())
+        self._transport.flush()
 
     def _set_timer(self) -> None:
         """Call the core at its next deadline. On the control loop."""

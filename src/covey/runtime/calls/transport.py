@@ -80,6 +80,9 @@ class CallTransport(Protocol):
     def cut_off(self, peer: Seat, error: CoveyError) -> None:
         """Have nothing more to do with a peer that broke the protocol."""
 
+    def deliver_answers(self) -> None:
+        """Wait until all parts of answers are delivered: while they move, and for half a minute at most."""
+
     def shut(self) -> None:
         """Deliver what was sent, within a few seconds, and free everything."""
 
@@ -174,6 +177,11 @@ class Loopback:
         """Have nothing more to do with a peer that broke the protocol."""
         if self._others is not None and peer != self.seat:
             self._others.cut_off(peer, error)
+
+    def deliver_answers(self) -> None:
+        """Wait until all parts of answers are delivered."""
+        if self._others is not None:
+            self._others.deliver_answers()
 
     def shut(self) -> None:
         """Deliver what was sent, and free everything."""

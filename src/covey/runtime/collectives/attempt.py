@@ -95,6 +95,8 @@ class Attempt(EnginePart):
         self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
+        self._paths: list[tuple[str, str] | None] = [None] * self.size
+        """The addresses of both ends of the link with each peer when its lane was opened."""
         self._barrier = barrier.dissemination(self.slot, self.size)
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
@@ -232,7 +234,7 @@ class Attempt(EnginePart):
                 self.check()
                 raise
             else:
-                self._lanes[peer] = lane
+                self._lanes[peer], self._paths[peer] = lane, self._path_to(peer)
                 engine.lane_opened(rank, lane.kind)
                 return lane
 
@@ -254,10 +256,20 @@ class Attempt(EnginePart):
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
         for slot, lane in enumerate(self._lanes):
-            if lane is not None and lane.is_stuck():
+            if lane is not None and lane.is_stuck(has_moved=self._has_moved(slot)):
                 self.lane_closed(slot, LaneClosedError("the other end does not acknowledge what is sent"))
         again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
         return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
+
+    def _path_to(self, slot: int) -> tuple[str, str] | None:
+        peer = self.engine.roster.peer(self.ranks[slot])
+        link = None if peer is None else peer.link
+        return None if link is None else (link.local_ip, link.remote_ip)
+
+    def _has_moved(self, slot: int) -> bool:
+        """Tell whether the link with a peer goes over other addresses than when the lane was opened."""
+        before, now = self._paths[slot], self._path_to(slot)
+        return before is not None and now is not None and before != now
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
         self.engine.lane_trouble.lane_closed(self, self.ranks[peer], error)

@@ -7,7 +7,6 @@ this node acts on.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from covey.net import tcp
 from covey.net.discovery.interfaces import all_interfaces
 from covey.net.hardware import hardware
 from covey.net.lanes.stream import SocketLane
+from covey.runtime.counters import process
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
@@ -136,20 +136,18 @@ def host_of(engine: Engine, rank: Rank) -> str:
 
 def health(engine: Engine) -> tuple[MemberHealth, ...]:
     """Return the state of every member, by rank; this node itself is active."""
-    return tuple(_health(engine.roster.peer(rank), rank) for rank in engine.ranks)
+    since = process.since if engine.node is None else engine.node.since
+    return tuple(_health(engine.roster.peer(rank), rank, since) for rank in engine.ranks)
 
 
-def _health(peer: Peer | None, rank: Rank) -> MemberHealth:
+def _health(peer: Peer | None, rank: Rank, own_since: float) -> MemberHealth:
     if peer is None:
-        return MemberHealth(rank, "active", _STARTED, "")
+        return MemberHealth(rank, "active", own_since, "")
     state = "left" if peer.state.value == "released" else peer.state.value
     why = "" if state == "active" else peer.failure or peer.reason
     if not why and peer.is_suspected:
         why = "it is not heard"
     return MemberHealth(rank, state, peer.since, why)
-
-
-_STARTED = time.time()
 
 
 def links(engine: Engine) -> tuple[PeerLink, ...]:

@@ -17,7 +17,7 @@ from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
 from covey.net.settings_files import effective_environment
-from covey.runtime import tracebacks
+from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
 from covey.runtime.group.group import Group
@@ -336,7 +336,7 @@ def local_rank_of(node: Node) -> int:
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     """Return the group of all ranks of a node's generation; closing it closes the node."""
-    from covey.runtime.calls.serve import await_calls  # a group of one awaits no calls
+    from covey.runtime.calls.serve import await_calls, deliver_answers  # a group of one awaits no calls
 
     generation = node.generation
     members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
@@ -346,6 +346,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     await_calls(node)
 
     def leave(is_finished: bool) -> None:
+        deliver_answers(node)
         # Agreed with the other members, so that they take it neither for a crash nor for the end of the group; and
         # when all have left, the machines of a cluster know that the run is over.
         is_agreed = node.config.on_loss == "continue" or node.generation_table.is_durable
@@ -360,6 +361,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
 
     group = Group(engine, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)
+    shutdown.arm()
     return group
 
 

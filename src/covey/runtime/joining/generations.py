@@ -34,6 +34,7 @@ from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.joining.request import JoinRequest
 from covey.runtime.members.view_driver import member_keys
+from covey.runtime.shutdown import signalled
 from covey.wire import messages
 from covey.wire.membership import Successor
 
@@ -212,9 +213,10 @@ class _Generations:
 
     @contextlib.contextmanager
     def _listening_for_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM ask this process to leave, if the loop runs on the main thread and SIGTERM has no handler."""
+        """Let SIGTERM ask this process to leave, if the loop runs on the main thread and the program has no handler."""
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) not in (
             signal.SIG_DFL,
+            signalled,
             None,
         ):
             yield

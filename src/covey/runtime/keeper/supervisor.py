@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor
+from covey.runtime.keeper.rank_logs import RankLogs
 from covey.runtime.processes import describe_end, drain, exit_status, register_output
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def keep(
     env: Mapping[str, str] | None = None,
     restarts: int = 0,
     http: tuple[str, int] | None = None,
+    log_dir: str | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -48,13 +50,15 @@ def keep(
     process succeeded. The code of a signal is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
     ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
     this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
+    With `log_dir`, the output of each rank is also written to a file there.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
     _fill_standard_descriptors()
     arrived: list[int] = []
+    logs = None if log_dir is None else RankLogs(log_dir)
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived)
+        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived, logs)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -70,6 +74,8 @@ class _Pipe(NamedTuple):
     source: IO[bytes]
     target: int
     stream: OutputStream
+    label: Callable[[], str]
+    """Returns the prefix of its lines."""
 
 
 class _Command(NamedTuple):
@@ -90,8 +96,9 @@ class _Supervisor:
         selector: selectors.BaseSelector,
         wake: socket.socket,
         arrived: list[int],
+        logs: RankLogs | None,
     ) -> None:
-        self._run, self._command = run, command
+        self._run, self._command, self._logs = run, command, logs
         self._selector, self._wake, self._arrived = selector, wake, arrived
         self._selector.register(wake, selectors.EVENT_READ)
         self._out = Cursor()
@@ -161,7 +168,7 @@ class _Supervisor:
         def as_pipe(source: IO[bytes], target: int) -> _Pipe:
             coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
             cursor = self._out if target == 1 else self._err
-            return _Pipe(source, target, OutputStream(rank, cursor, coloured=coloured, label=label))
+            return _Pipe(source, target, OutputStream(rank, cursor, coloured=coloured, label=label), label)
 
         register_output(process, self._selector, as_pipe)
 
@@ -197,6 +204,8 @@ class _Supervisor:
         data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
         if data:
             self._write(pipe.target, pipe.stream.feed(data, now=time.monotonic()))
+            if self._logs is not None:
+                self._logs.write(pipe.label(), data)
         else:
             self._selector.unregister(pipe.source)
             self._write(pipe.target, pipe.stream.end())
@@ -230,6 +239,9 @@ class _Supervisor:
             self._pause()
         elif signum is signal.SIGUSR1:
             self._write_operations()
+        elif signum is signal.SIGUSR2:
+            self._run.service.request_checkpoint()
+            self.note("SIGUSR2: the ranks are asked for a checkpoint")
         elif self._told is None:
             self._told = signum
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
@@ -335,9 +347,7 @@ class _Supervisor:
         rest, descriptor = memoryview(data), self._descriptors[target]
         while rest and descriptor.is_open():
             had_failed = bool(descriptor.failure)
-            patience = (
-                0.0 if self._killed else self._patience()
-            )  # output is written in order, so that no other output is due
+            patience = 0.0 if self._killed else self._patience()  # written in order: no other output is due
             try:
                 has_room = bool(select.select([self._wake], [target], [], patience)[1])
             except OSError as error:  # closed
@@ -376,7 +386,15 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
         wake.setblocking(False)
         ring.setblocking(False)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGCHLD):
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGTSTP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGCHLD,
+        ):
             # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))

@@ -262,9 +262,11 @@ class Generation:
         left = [self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost]
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if all(left) else "lost"
-        self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
+        peers = [self.node.peers[self.seats[rank]] for rank in lost]
+        why = ", ".join(dict.fromkeys(filter(None, (peer.failure or peer.reason for peer in peers))))
+        self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names, text=why))
         if lost:
-            failures = [self.node.peers[self.seats[rank]].failure for rank in lost]
+            failures = [peer.failure for peer in peers]
             level = logging.INFO if all(left) and not any(failures) else logging.WARNING
             text = text_of_loss(names, failures, left, view.ranks, on_loss=self.node.config.on_loss)
             logger.log(level, "%s: %s (view %d)", self.node.run, text, view.number)

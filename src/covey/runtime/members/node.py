@@ -98,6 +98,8 @@ class Node:
             links_come: the mesh of a cluster finds the other nodes, and hands the links over.
         """
         self.seat, self.size, self.run, self.config = seat, size, run, config
+        self.since = time.time()
+        """When this process was about to be in the run, in seconds since 1970."""
         self.credentials, self.card = credentials, card
         self.objection = objection
         self.host = card.contact.host

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.listener import MeshListener
     from covey.runtime.mesh.remote_node import RemoteNode
 
 POLL_SECONDS: Final = 0.05
@@ -35,12 +36,17 @@ ANSWERS: Final = {
     messages.Reach: messages.Reached,
     messages.NewSecret: messages.SecretKept,
     messages.Inspect: messages.Inspected,
+    messages.RequestCheckpoint: messages.CheckpointProgress,
 }
 
 
 @contextlib.contextmanager
-def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) -> Iterator[Visit]:
+def visiting(
+    cluster: Cluster, config: GroupConfig, *, announce: bool = True, listener: MeshListener | None = None
+) -> Iterator[Visit]:
     """Visit a cluster until the end of `with`; with `announce`, other nodes find the visitor, too.
+
+    `listener` hears what happens in the mesh.
 
     Raises:
         ConfigError: no port is free, or no interface matches.
@@ -49,7 +55,7 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
     own, ports = NodeIdentity.passing(), PORTS[::-1]
     endpoint = cluster_endpoint(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
     try:
-        mesh = control.run(_open(cluster, config, endpoint, announce=announce), LOOP_SECONDS)
+        mesh = control.run(_open(cluster, config, endpoint, listener, announce=announce), LOOP_SECONDS)
         try:
             yield Visit(mesh)
         finally:
@@ -81,11 +87,19 @@ class Visit:
         return control.run(look(), LOOP_SECONDS)
 
     def members(self) -> list[messages.PeerReport]:
-        """Return the linked nodes that are no visitors, and how they are reached from here."""
+        """Return the linked nodes that are neither visitors nor agents, and how they are reached from here."""
 
         async def look() -> list[messages.PeerReport]:
-            members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
-            return [each.report() for each in members]
+            in_runs = (each for each in self._by_name() if each.purpose not in ("visitor", "agent"))
+            return [each.report() for each in in_runs if each.link is not None]
+
+        return control.run(look(), LOOP_SECONDS)
+
+    def has_visitors(self) -> bool:
+        """Tell whether another visitor is linked."""
+
+        async def look() -> bool:
+            return any(each.purpose == "visitor" for each in self._by_name())
 
         return control.run(look(), LOOP_SECONDS)
 
@@ -148,7 +162,9 @@ async def _answer(remote: RemoteNode, question: messages.Question, within: float
         asking.cancel()
 
 
-async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, *, announce: bool) -> Mesh:
-    mesh = Mesh(cluster, config, endpoint, announce=announce)
+async def _open(
+    cluster: Cluster, config: GroupConfig, endpoint: Endpoint, listener: MeshListener | None, *, announce: bool
+) -> Mesh:
+    mesh = Mesh(cluster, config, endpoint, listener, announce=announce)
     await mesh.open()
     return mesh

@@ -1,4 +1,4 @@
-"""Linked nodes that take part in no run: visitors, and keepers. On the control loop.
+"""Linked nodes that take part in no run: visitors, keepers, and agents. On the control loop.
 
 Every holder of the secret may link, with any number of keys. So the links of each key are limited, and those of all
 together. When there are too many, the node that has not asked anything for longest is dropped. Keepers that a linked
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 LINKS_PER_KEY: Final = 4
 VISITORS_LIMIT: Final = 64
+
+
+def is_guest(purpose: str, own: str) -> bool:
+    """Tell whether a node with this purpose takes part in nothing that a node with the purpose `own` does.
+
+    Agents are linked with each other, and visitors with agents.
+    """
+    if purpose == "agent":
+        return own not in ("agent", "visitor")
+    return purpose == "keeper" or (purpose == "visitor" and own != "visitor")
 
 
 class Visitors:

@@ -98,6 +98,11 @@ class LanePoll:
         lanes = (lane for lane in self.by_rank.values() if not lane.is_ended)
         return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
 
+    def delivered_bytes(self) -> int:
+        """Return how much the present lanes have sent that the kernel does not hold any more."""
+        lanes = (lane for lane in self.by_rank.values() if not lane.is_ended)
+        return sum(lane.sent_bytes - lane.undelivered_bytes() for lane in lanes)
+
     def close(self, deadline: float) -> None:
         """Close all lanes, without discarding what their peers have not read yet; see `MessageLane.close`."""
         for lane in list(self.by_rank.values()):

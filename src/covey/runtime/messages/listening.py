@@ -65,12 +65,18 @@ class ListeningMessenger(Messenger):
         self._queued.append((dst, tag, data))
         self._ask_for_lane(dst)
 
-    def push(self, view: memoryview, dst: int, tag: int) -> None:
-        """Send bytes with the next `flush`; `view` is read until they are sent. For a lost rank, they are dropped."""
+    def push(self, view: memoryview, dst: int, tag: int) -> Work[None]:
+        """Start to send bytes; `view` is read until the work is done. If the rank is or gets lost, the work fails."""
         with self._lock:
-            if not self._driving.is_stopping:
-                self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
+            operation = self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
+            work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         self._ask_for_lane(dst)
+        return self._started(work)
+
+    def delivered_bytes(self) -> int:
+        """Return a number that changes while bytes are delivered."""
+        with self._lock:
+            return self._lanes.delivered_bytes()
 
     def flush(self) -> None:
         """Give the kernel what was queued, as far as it takes it; the rest follows in the background."""

@@ -43,6 +43,7 @@ class MessageLane:
         self.descriptor = sock.fileno()
         self._matcher = matcher
         self._began_at = matcher.progress(peer)
+        self.sent_bytes = 0
         self.is_ended = False
         """Nothing may be read or written after this."""
         self.is_blocked = False
@@ -71,6 +72,7 @@ class MessageLane:
             except BlockingIOError:
                 break
             self._matcher.sent(self.peer, count)
+            self.sent_bytes += count
         self.is_blocked = self.peer in self._matcher.ready
 
     def read(self) -> bool:

@@ -1,0 +1,115 @@
+"""The resident agent of a machine: a node of the cluster that is in no run, and starts programs for members."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from covey.agent.link_transport import LinkTransport
+from covey.agent.requests import CALL_BYTES
+from covey.agent.service import AgentService
+from covey.base.config import GroupConfig, ports_from
+from covey.net.settings_files import effective_environment
+from covey.runtime import loop as control
+from covey.runtime.calls.service import CallService
+from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.mesh.listener import MeshListener
+from covey.runtime.mesh.mesh import Mesh
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from covey.agent.permission import Permission
+    from covey.base.errors import AuthError
+    from covey.base.numbers import Seat
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.calls.transport import CallListener
+    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.remote_node import RemoteNode
+
+LOOP_SECONDS: Final = 10.0
+CALL_SECONDS: Final = 30.0
+
+
+def call_config(interfaces: str = "") -> GroupConfig:
+    """Return the settings of calls between terminals and agents."""
+    return GroupConfig(call_bytes=CALL_BYTES, timeout=CALL_SECONDS, interfaces=interfaces)
+
+
+class ResidentAgent(MeshListener):
+    """Links with the nodes of its cluster, and serves calls of those that may start programs here."""
+
+    def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> None:
+        self.mesh = Mesh(cluster, config, endpoint, self, purpose="agent")
+        self.permission = permission
+        self.stop: Callable[[AuthError], None] = lambda _error: None
+        """Called when this node may not be in the cluster any more, or its identity is in use elsewhere."""
+        self._transport: LinkTransport
+        self.calls = CallService(self._connect, call_config(config.interfaces), "agent")
+        self.service = AgentService(cluster.name, self._transport.card_of, self._note)
+        self.service.register(self.calls.functions)
+
+    async def open(self) -> None:
+        """Start to listen, to announce this machine and to search for other nodes."""
+        await self.mesh.open()
+        self.mesh.search.slow_down()
+
+    async def close(self) -> None:
+        """Close every link."""
+        await self.mesh.close()
+
+    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+        if isinstance(message, messages.AgentCall | messages.AgentRefusal):
+            self.mesh.visitors.asked(remote)
+            self._transport.heard(remote, message)
+
+    def identity_refused(self, error: AuthError) -> None:
+        self.stop(error)
+
+    def access_lost(self, error: AuthError) -> None:
+        self.stop(error)
+
+    def _connect(self, listener: CallListener) -> LinkTransport:
+        self._transport = LinkTransport(listener, self._objection, self._lost)
+        return self._transport
+
+    def _lost(self, seat: Seat) -> None:
+        self.service.lost(seat)
+
+    def _objection(self, card: messages.Card) -> str:
+        reason = self.permission.objection(card)
+        if reason:
+            self.mesh.audit.note_paced("program-refused", card.id, card, reason=reason)
+        return reason
+
+    def _note(self, event: str, card: messages.Card | None, run: str, reason: str) -> None:
+        self.mesh.audit.note(event, card, reason=f"{run}: {reason}")
+
+
+@contextlib.contextmanager
+def serving(cluster: Cluster, config: GroupConfig, permission: Permission) -> Iterator[ResidentAgent]:
+    """Serve members during the `with` block; at its end, all programs that were started are ended.
+
+    Raises:
+        ConfigError: no port is free, no interface matches, or the folder of the agent cannot be used.
+    """
+    ports = ports_from(effective_environment().get("COVEY_PORT", ""))
+    endpoint = cluster_endpoint(cluster, config, run="", ports=ports, has_lanes=False)
+    try:
+        agent = control.run(_open(cluster, config, endpoint, permission), LOOP_SECONDS)
+        try:
+            yield agent
+        finally:
+            agent.service.close()
+            agent.calls.close()
+            with contextlib.suppress(TimeoutError):
+                control.run(agent.close(), LOOP_SECONDS)
+    finally:
+        endpoint.leave()
+
+
+async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> ResidentAgent:
+    agent = ResidentAgent(cluster, config, endpoint, permission)
+    await agent.open()
+    return agent

@@ -1,0 +1,282 @@
+"""The programs that an agent has started, each a `covey run` of its own: their processes, output and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from covey.agent.outputs import OutputLog
+from covey.agent.requests import JobReport
+from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
+from covey.base.errors import ConfigError
+from covey.base.pace import Bucket
+from covey.net.home import private_folder
+from covey.runtime.keeper.keeper import TERM_GRACE
+from covey.runtime.keeper.supervisor import SIGNAL_GRACE
+from covey.runtime.processes import close_pipes, die_with, drain, exit_status, libc, register_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from covey.agent.requests import StartRequest
+
+RUNNING_LIMIT: Final = 16
+"""Programs that run at a time."""
+ENDED_LIMIT: Final = 16
+"""Programs that have ended and whose output can still be read."""
+STARTS_RATE, STARTS_BURST = 0.5, 16.0
+"""Starts a second, and at first."""
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
+"""What members may send."""
+TOKENS_LIMIT: Final = 64
+"""Signals of a program that are recognised if a terminal sends them twice."""
+LOOK_SECONDS: Final = 0.5
+READ_BYTES: Final = 64 << 10
+WORDS_SHOWN: Final = 200
+"""Characters of the arguments in a list of programs."""
+_START_SECONDS: Final = 30.0
+_STOP_SECONDS: Final = SIGNAL_GRACE + 2 * TERM_GRACE
+"""How long `covey run` may take to end its processes after SIGTERM."""
+
+
+class StartedJob:
+    """One program. Its thread starts the process, reads its output, and notes its end.
+
+    On Linux the process dies with the thread that started it, so the thread outlives it.
+    """
+
+    def __init__(self, number: int, request: StartRequest, started_by: str, folder: Path, log: OutputLog) -> None:
+        self.number, self.request, self.started_by, self.folder, self.log = number, request, started_by, folder, log
+        self.has_ended = threading.Event()
+        self._began_at = time.monotonic()
+        self._ran_seconds = 0.0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._followers = 0
+        self._alone_since: float | None = self._began_at
+        """Since when no terminal has followed a program that needs one."""
+        self._kill_at: float | None = None
+        self._tokens: deque[int] = deque(maxlen=TOKENS_LIMIT)
+
+    def start(self, argv: Sequence[str], env: dict[str, str], ended: Callable[[StartedJob], None]) -> None:
+        """Start the process; `ended` is called when it has ended, on the job's thread.
+
+        Raises:
+            ConfigError: it cannot be started.
+        """
+        started: Future[None] = Future()
+        thread = threading.Thread(
+            target=self._work, args=(argv, env, started, ended), name=f"covey-job-{self.number}", daemon=True
+        )
+        thread.start()
+        started.result(_START_SECONDS)
+
+    def report(self) -> JobReport:
+        """Describe the program."""
+        words, left = [], WORDS_SHOWN
+        for word in self.request.words:
+            words.append(word[:left])
+            left -= len(word)
+            if left <= 0:
+                break
+        code = self.log.code
+        seconds = time.monotonic() - self._began_at if code is None else self._ran_seconds
+        return JobReport(
+            self.number, self.request.run, tuple(words), self.request.processes, self.started_by, seconds, code,
+            str(self.folder),
+        )  # fmt: skip
+
+    def is_new(self, token: int) -> bool:
+        """Tell whether a signal has a token that none of the last ones had, and remember it."""
+        with self._lock:
+            if token in self._tokens:
+                return False
+            self._tokens.append(token)
+            return True
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to `covey run`, which passes it on; does nothing if the program has ended."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signum)
+
+    def stop(self) -> None:
+        """Ask the program to end, and kill it if it does not. Returns at once."""
+        self.send_signal(signal.SIGTERM)
+        self._kill_at = self._kill_at or time.monotonic() + _STOP_SECONDS
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Keep a program that needs a terminal from ending, during the `with` block."""
+        with self._lock:
+            self._followers += 1
+            self._alone_since = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._followers -= 1
+                if not self._followers:
+                    self._alone_since = time.monotonic()
+
+    def _work(
+        self, argv: Sequence[str], env: dict[str, str], started: Future[None], ended: Callable[[StartedJob], None]
+    ) -> None:
+        libc()  # loaded here, because little is safe between fork and exec
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid()),
+            )
+        except OSError as error:
+            self._finish(127)
+            started.set_exception(ConfigError(f"cannot start {argv[0]}: {error.strerror}"))
+            return
+        with self._lock:
+            self._process = process
+        started.set_result(None)
+        try:
+            with selectors.DefaultSelector() as selector:
+                register_output(process, selector, lambda _, target: target)
+                while process.poll() is None:
+                    if not self._relay(selector, LOOK_SECONDS):
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(LOOK_SECONDS)
+                    self._look(time.monotonic())
+                drain(lambda: self._relay(selector, 0.0))
+        finally:
+            close_pipes(process)
+            self._finish(exit_status(process.wait()))
+            ended(self)
+
+    def _finish(self, code: int) -> None:
+        self._ran_seconds = time.monotonic() - self._began_at
+        self.log.end(code)
+        self.has_ended.set()
+
+    def _relay(self, selector: selectors.BaseSelector, within: float) -> bool:
+        """Read what has come; False once both pipes are at their end."""
+        if not selector.get_map():
+            return False
+        for key, _ in selector.select(within):
+            data = os.read(key.fd, READ_BYTES)
+            if data:
+                self.log.append(key.data, data)
+            else:
+                selector.unregister(key.fileobj)
+        return bool(selector.get_map())
+
+    def _look(self, now: float) -> None:
+        """End a program whose terminal is gone, and kill one that does not end."""
+        lease, alone = self.request.lease, self._alone_since
+        if lease and alone is not None and now - alone > lease and self._kill_at is None:
+            self.log.append(2, f"covey: the terminal has been gone for {lease:g} s; stopping\n".encode())
+            self.stop()
+        if self._kill_at is not None and now > self._kill_at:
+            self.send_signal(signal.SIGKILL)
+
+
+class JobTable:
+    """The programs of one agent. Any thread may call any method."""
+
+    def __init__(self, folder: Path, ended: Callable[[StartedJob], None]) -> None:
+        """Keep output below `folder`; what an earlier agent has left there is removed. `ended` hears of each end."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._folder, self._ended = private_folder(folder), ended
+        self._lock = threading.Lock()
+        self._jobs: dict[int, StartedJob] = {}
+        self._last = 0
+        self._pace = Bucket(STARTS_RATE, STARTS_BURST)
+        self._is_closed = False
+
+    def start(self, request: StartRequest, argv: Sequence[str], work: Path, started_by: str) -> StartedJob:
+        """Start a program in the folder `work`.
+
+        Raises:
+            ConfigError: a program of this run runs here, too many run or were started, or it cannot be started.
+        """
+        with self._lock:
+            running = [job for job in self._jobs.values() if not job.has_ended.is_set()]
+            if self._is_closed:
+                raise ConfigError("the agent is being stopped")
+            if any(job.request.run == request.run for job in running):
+                raise ConfigError(
+                    f"run {request.run!r} runs here already; `covey stop {request.run}` ends it, or choose another name"
+                )
+            if len(running) >= RUNNING_LIMIT:
+                raise ConfigError(f"{RUNNING_LIMIT} programs run here already; `covey ps` lists them")
+            if not self._pace.take(time.monotonic()):
+                raise ConfigError("too many programs were started here in a short time; wait some seconds")
+            self._forget_old()
+            self._last += 1
+            log = OutputLog(private_folder(self._folder / str(self._last)))
+            job = self._jobs[self._last] = StartedJob(self._last, request, started_by, work, log)
+        job.start(argv, environment(), self._ended)
+        return job
+
+    def is_running(self, run: str) -> bool:
+        """Tell whether a program of this run runs."""
+        with self._lock:
+            return any(job.request.run == run and not job.has_ended.is_set() for job in self._jobs.values())
+
+    def get(self, number: int) -> StartedJob:
+        """Return a program by its number; ConfigError if there is none."""
+        with self._lock:
+            if (job := self._jobs.get(number)) is None:
+                raise ConfigError(f"there is no program {number} here; `covey ps --all` lists those that are known")
+            return job
+
+    def all(self) -> list[StartedJob]:
+        """Return all programs, the oldest first."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def close(self) -> None:
+        """End all programs, and wait for that."""
+        with self._lock:
+            self._is_closed = True
+            running = [job for job in self._jobs.values() if not job.has_ended.is_set()]
+        for job in running:
+            job.stop()
+        for job in running:
+            job.has_ended.wait(_STOP_SECONDS + TERM_GRACE)
+        for job in running:
+            job.send_signal(signal.SIGKILL)
+
+    def _forget_old(self) -> None:
+        ended = [job for job in self._jobs.values() if job.has_ended.is_set()]
+        for job in ended[: max(0, len(ended) - ENDED_LIMIT + 1)]:
+            del self._jobs[job.number]
+            job.log.remove()
+            shutil.rmtree(self._folder / str(job.number), ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of programs: that of this process, without the variables of a run."""
+    own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"}
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+def command(request: StartRequest, cluster: str, python: str) -> list[str]:
+    """Return the command of a program: a `covey run` of this interpreter, whose processes are run by `python`."""
+    own = ["--run", request.run, "--cluster", cluster, "-n", str(request.processes)]
+    chosen = ["--python", python] if python else []
+    return [sys.executable, "-m", "covey", "run", *own, *chosen, *request.options, *request.words]

@@ -1,0 +1,201 @@
+"""Starts a run on several agents: sends the working folder, makes environments, starts a share on each, follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
+from covey.agent.shares import Ended, Printed, Said
+from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.agent.callers import AgentCaller
+    from covey.agent.shares import Report
+    from covey.agent.snapshot import Snapshot
+    from covey.runtime.mesh.visit import Visit
+
+T = TypeVar("T")
+
+LEASE_SECONDS: Final = 20.0
+"""How long a program goes on after its terminal was lost, unless it was started with --detach."""
+AGAIN_SECONDS: Final = 15.0
+"""How long a terminal tries to reach an agent again; shorter than the lease."""
+PAUSE_SECONDS: Final = 0.2
+PUTS_AT_ONCE: Final = 12
+"""Chunks of files on the way: together they are less than what a link holds for a slow peer."""
+ASK_SECONDS: Final = 1.0
+
+
+class Launch(NamedTuple):
+    """What to start on each of several machines."""
+
+    run: str
+    processes: int
+    """On each machine."""
+    options: tuple[str, ...]
+    words: tuple[str, ...]
+    interpreter: Interpreter
+    lease: float
+
+
+class AgentShare:
+    """The program of a run on the machine of one agent."""
+
+    def __init__(self, agent: AgentCaller, number: int) -> None:
+        self.name, self._agent, self._number = agent.name, agent, number
+
+    def run(self, report: Callable[[Report], None]) -> None:
+        """Report the output until the program has ended; connect again if the agent is lost for a while."""
+        offset, lost_at = 0, 0.0
+        while True:
+            try:
+                for batch in self._agent.stream("follow", self._number, offset, True, True):
+                    if lost_at:
+                        report(Said("connected again"))
+                        lost_at = 0.0
+                    if batch.missing:
+                        report(Said(f"{batch.missing} bytes of output are missing here: they came too fast"))
+                    for stream, data in batch.records:
+                        report(Printed(stream, data))
+                    offset = batch.next
+                    if batch.code is not None:
+                        report(Ended(batch.code))
+                        return
+                raise ConnectError("the output ended early")
+            except ConnectError:
+                if not lost_at:
+                    lost_at = time.monotonic()
+                    report(Said("the agent is lost; trying to reach it again"))
+                elif time.monotonic() - lost_at > AGAIN_SECONDS:
+                    report(Ended(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s"))
+                    return
+                time.sleep(PAUSE_SECONDS)
+            except CoveyError as error:
+                report(Ended(1, str(error)))
+                return
+
+    def send_signal(self, signum: int) -> None:
+        """Pass a signal on, once, although the answer may be lost: a second SIGINT would kill."""
+        deadline, token = time.monotonic() + AGAIN_SECONDS, secrets.randbits(52)
+        while time.monotonic() < deadline:
+            try:
+                self._agent.call("send_signal", self._number, int(signum), token)
+            except ConnectError:
+                time.sleep(PAUSE_SECONDS)
+            except CoveyError:  # the program has ended
+                return
+            else:
+                return
+
+
+def launch(
+    agents: Sequence[AgentCaller], wanted: Launch, snapshot: Snapshot, note: Callable[[str], None]
+) -> list[AgentShare]:
+    """Start a program on all of the agents, or on none.
+
+    `note` gets lines about what happens, on any thread.
+
+    Raises:
+        CoveyError: a machine refused, or could not be reached; the text says which and why.
+    """
+
+    def prepare(agent: AgentCaller) -> None:
+        deliver(agent, wanted.run, snapshot, note)
+        if wanted.interpreter.requirements:
+            _make_environment(agent, wanted.interpreter, note)
+
+    request = StartRequest(wanted.run, wanted.processes, wanted.options, wanted.words, wanted.interpreter, wanted.lease)
+    for_all(agents, prepare)
+    numbers: dict[str, int] = {}
+
+    def start(agent: AgentCaller) -> None:
+        numbers[agent.name] = agent.call("start_program", request)
+
+    try:
+        for_all(agents, start)
+    except BaseException:
+        for agent in agents:
+            if agent.name in numbers:
+                with contextlib.suppress(CoveyError):
+                    agent.call("send_signal", numbers[agent.name], int(signal.SIGKILL), 0)
+        raise
+    return [AgentShare(agent, numbers[agent.name]) for agent in agents]
+
+
+def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[str], None]) -> int:
+    """Bring the files of a run on an agent to those of a snapshot; return how many were sent."""
+    number = agent.call("open_delivery", run)
+    for start in range(0, len(snapshot.entries), PAGE_ENTRIES):
+        agent.call("offer_files", number, snapshot.entries[start : start + PAGE_ENTRIES])
+    wanted = [index for page in agent.stream("missing_files", number) for index in page]
+    if any(not 0 <= index < len(snapshot.entries) for index in wanted):
+        raise ConfigError(f"{agent.name}: asked for a file that was not offered")
+    on_the_way: list[Any] = []
+    sent = 0
+    for index in wanted:
+        entry = snapshot.entries[index]
+        try:
+            with open(snapshot.folder / entry.path, "rb") as file:
+                for offset in range(0, max(1, entry.size), CHUNK_BYTES):
+                    data = file.read(min(CHUNK_BYTES, entry.size - offset))
+                    while len(on_the_way) >= PUTS_AT_ONCE:
+                        with agent.errors():
+                            on_the_way.pop(0).wait_or_cancel()
+                    with agent.errors():
+                        on_the_way.append(agent.begin("put_bytes", number, index, offset, data))
+                    sent += len(data)
+        except OSError as error:
+            raise ConfigError(f"{entry.path} cannot be read: {error.strerror}") from error
+    for work in on_the_way:
+        with agent.errors():
+            work.wait_or_cancel()
+    agent.call("finish_delivery", number)
+    if wanted:
+        note(f"{agent.name}: {len(wanted)} of {len(snapshot.entries)} files sent ({max(1, sent >> 10)} KiB)")
+    return len(wanted)
+
+
+def goes_on(visit: Visit, run: str) -> bool:
+    """Tell whether a node says that it is in this run: then the run decides what a failure means for the others."""
+    cards = [member.card for member in visit.members()]
+    answers = visit.ask_all(cards, messages.Ask(), ASK_SECONDS)
+    return any(isinstance(each, messages.Tell) and each.run == run and each.state == "running" for each in answers)
+
+
+def for_all(agents: Sequence[AgentCaller], function: Callable[[AgentCaller], None]) -> None:
+    """Call `function` with all agents at the same time; raise what went wrong, for all of them in one error."""
+    errors: dict[str, BaseException] = {}
+
+    def work(agent: AgentCaller) -> None:
+        try:
+            function(agent)
+        except BaseException as error:
+            errors[agent.name] = error
+
+    threads = [threading.Thread(target=work, args=(agent,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(errors) == 1 or any(not isinstance(error, CoveyError) for error in errors.values()):
+        raise next(
+            (error for error in errors.values() if not isinstance(error, CoveyError)), next(iter(errors.values()))
+        )
+    if errors:
+        raise ConfigError("\n".join(str(errors[name]) for name in sorted(errors)))
+
+
+def _make_environment(agent: AgentCaller, interpreter: Interpreter, note: Callable[[str], None]) -> None:
+    has_said = False
+    for _ in agent.stream("make_environment", interpreter):
+        if not has_said:
+            note(f"{agent.name}: making the environment of the requirements; this takes a while the first time")
+            has_said = True

@@ -1,0 +1,73 @@
+"""Shows the output of programs on several machines, for `covey logs`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import CoveyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from covey.agent.callers import AgentCaller
+    from covey.agent.requests import OutputBatch
+    from covey.agent.screen import Screen
+
+BATCHES_LIMIT: Final = 8
+"""Batches of one machine that wait to be shown."""
+
+
+def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: bool) -> None:
+    """Show what programs have written; `to_end`, also what they still write, until all have ended.
+
+    Raises:
+        CoveyError: an agent cannot be reached; the output of the others is shown first.
+    """
+    errors: list[CoveyError] = []
+    if to_end:
+        _read_together(programs, screen, errors)
+    else:
+        for agent, number in programs.items():
+            try:
+                for batch in agent.stream("follow", number, 0, False, False):
+                    _show(agent.name, batch, screen)
+            except CoveyError as error:
+                errors.append(error)
+            screen.ended(agent.name)
+    if errors:
+        raise errors[0]
+
+
+def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: list[CoveyError]) -> None:
+    batches: queue.Queue[tuple[AgentCaller, OutputBatch | CoveyError | None]] = queue.Queue(
+        BATCHES_LIMIT * len(programs)
+    )
+
+    def read(agent: AgentCaller, number: int) -> None:
+        try:
+            for batch in agent.stream("follow", number, 0, False, True):
+                batches.put((agent, batch))
+            batches.put((agent, None))
+        except CoveyError as error:
+            batches.put((agent, error))
+
+    for agent, number in programs.items():
+        threading.Thread(target=read, args=(agent, number), name="covey-logs", daemon=True).start()
+    left = len(programs)
+    while left:
+        agent, batch = batches.get()
+        if batch is None or isinstance(batch, CoveyError):
+            screen.ended(agent.name)
+            left -= 1
+            errors += [] if batch is None else [batch]
+        else:
+            _show(agent.name, batch, screen)
+
+
+def _show(machine: str, batch: OutputBatch, screen: Screen) -> None:
+    if batch.missing:
+        screen.note(f"{machine}: {batch.missing} bytes of output are no longer there")
+    for stream, data in batch.records:
+        screen.show(machine, stream, data)

@@ -1,0 +1,82 @@
+"""What ssh starts on another machine for `covey run --hosts`: reads what to start from its input, and starts it.
+
+The first line is JSON. Every further line is the number of a signal for the program. At the end of the input, which
+comes when the connection breaks, the program is told to end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Final
+
+from covey.agent.jobs import SIGNALS, environment
+from covey.runtime.processes import die_with, exit_status, libc
+
+LINE_LIMIT: Final = 1 << 20
+SECRET_BYTES: Final = 32
+USAGE_CODE: Final = 2
+
+
+def main() -> int:
+    """Start the program that the first line of the input describes; return its exit code."""
+    try:
+        request = json.loads(_first_line())
+        folder, words, secret = (
+            request["folder"],
+            [str(word) for word in request["words"]],
+            bytes.fromhex(request["secret"]),
+        )
+        if len(secret) != SECRET_BYTES:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        print("error: covey.agent.remote is started by `covey run --hosts`", file=sys.stderr)
+        return USAGE_CODE
+    if not os.path.isdir(folder):
+        print(f"error: there is no folder {folder} on this machine; make it, with the program in it", file=sys.stderr)
+        return USAGE_CODE
+    libc()
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "covey", *words],
+            cwd=folder,
+            env={**environment(), "COVEY_SECRET_FD": str(reading)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(reading,),
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with, os.getpid()),
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    threading.Thread(target=_pass_signals_on, args=(process,), daemon=True).start()
+    return exit_status(process.wait())
+
+
+def _first_line() -> bytes:
+    """Read the first line of the input, and nothing after it."""
+    line = bytearray()
+    while len(line) < LINE_LIMIT and not line.endswith(b"\n") and (letter := os.read(0, 1)):
+        line += letter
+    return bytes(line)
+
+
+def _pass_signals_on(process: subprocess.Popen[bytes]) -> None:
+    held = b""
+    while data := os.read(0, 64):  # not by a file object, whose lock this thread would hold when the process ends
+        *lines, held = (held + data)[-256:].split(b"\n")
+        for line in lines:
+            if line.isdigit() and int(line) in SIGNALS:
+                process.send_signal(int(line))
+    process.send_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a terminal shows of programs on several machines: whole lines, each with its machine and rank; and log files.
+
+`covey run` on each machine has put the prefix before each line, as in `[north 3] step 100`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+from typing import TYPE_CHECKING, Final
+
+from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.keeper.rank_logs import RankLogs
+
+WAIT_SECONDS: Final = 0.2
+_PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
+
+_NOTES: Final = re.compile(rb"(\A|\n)covey: ")
+"""Where a line of `covey run` itself begins."""
+
+
+class _Lines:
+    """The output of one stream of one machine: lines are shown once they are complete, or too long to wait for."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        self._held += data
+        cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
+        if len(self._held) - cut > LINE_LIMIT_BYTES:
+            cut = len(self._held)
+        text = bytes(self._held[:cut])
+        del self._held[:cut]
+        return text
+
+    def rest(self) -> bytes:
+        text = bytes(self._held)
+        self._held.clear()
+        return text + b"\n" if text else b""
+
+
+class Screen:
+    """Writes what programs print. On the main thread."""
+
+    def __init__(self, logs: RankLogs | None = None) -> None:
+        """With `logs`, also write a file for each rank."""
+        self._logs = logs
+        self._lines: dict[tuple[str, int], _Lines] = {}
+        self._cursor: dict[int, Cursor] = {1: Cursor(), 2: Cursor()}
+        self._is_closed = {1: False, 2: False}
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called now and then while the terminal does not take output: a pager may stand still."""
+
+    def show(self, machine: str, stream: int, data: bytes) -> None:
+        """Show output of a machine: 1 is standard output, 2 standard error."""
+        lines = self._lines.setdefault((machine, stream), _Lines())
+        self._write(machine, stream, lines, lines.feed(data))
+
+    def ended(self, machine: str) -> None:
+        """Show unfinished lines of a machine."""
+        for stream in (1, 2):
+            if (lines := self._lines.get((machine, stream))) is not None:
+                self._write(machine, stream, lines, lines.rest())
+
+    def note(self, text: str) -> None:
+        """Show a line about the run."""
+        self._put(2, self._cursor[2].make_room() + f"covey: {text}\n".encode())
+
+    def _write(self, machine: str, stream: int, lines: _Lines, text: bytes) -> None:
+        if not text:
+            return
+        text = _NOTES.sub(rb"\1covey: " + machine.encode() + b": ", text)
+        cursor = self._cursor[stream]
+        room = cursor.make_room(lines)  # type: ignore[arg-type]  # any object that stands for a stream will do
+        cursor.writer = None if text.endswith(b"\n") else lines  # type: ignore[assignment]
+        self._put(stream, room + text)
+        if self._logs is not None:
+            for line in text.splitlines(keepends=True):
+                found = _PREFIX.match(line)
+                label = found[1].decode(errors="replace") if found is not None else machine
+                self._logs.write(label, found[2] if found is not None else line)
+
+    def _put(self, stream: int, data: bytes) -> None:
+        """Write; a stream that cannot be written any more is left alone, and the run goes on."""
+        (sys.stdout if stream == 1 else sys.stderr).flush()
+        rest = memoryview(data)
+        while rest and not self._is_closed[stream]:
+            try:
+                if select.select([], [stream], [], WAIT_SECONDS)[1]:
+                    rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]  # so much is taken without a wait
+                else:
+                    self.while_waiting()
+            except OSError:
+                self._is_closed[stream] = True
+
+    def close(self) -> None:
+        """Show nothing more: the terminal does not take it, and is left."""
+        self._is_closed = {1: True, 2: True}

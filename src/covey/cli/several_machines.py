@@ -1,0 +1,219 @@
+"""`covey run --on` and `--hosts`: starts a run on several machines from one terminal."""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import typer
+
+from covey.base.config import group_config, split_list
+from covey.base.errors import ConfigError
+from covey.cli.terminal import working
+from covey.net.settings_files import effective_environment
+from covey.runtime.environment import ClusterOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
+    from covey.agent.requests import Interpreter
+    from covey.net.keys.clusters import Cluster
+
+REQUIREMENTS_BYTES: Final = 32 << 10
+OWN_CLUSTER: Final = "ssh"
+"""The name of the cluster of a run that ssh starts from a machine that is in none."""
+
+
+class Program(NamedTuple):
+    """What to start."""
+
+    script: str
+    arguments: tuple[str, ...]
+    run: str
+    is_module: bool
+    python: str | None
+
+
+def start(
+    program: Program,
+    *,
+    on: str | None,
+    hosts: str | None,
+    processes: int | None,
+    limits: Mapping[str, int | None],
+    options: Mapping[str, object],
+    requirements: str | None,
+    log_dir: str | None,
+    detach: bool,
+) -> int:
+    """Start a program on several machines; return its exit code.
+
+    `limits` and `options` are options of `covey run` for all of the machines.
+    """
+    if on is not None and hosts is not None:
+        raise ConfigError("--on is for machines with an agent, --hosts for machines without; give one of them")
+    if processes is not None and processes < 1:
+        raise ConfigError(f"-n {processes}: each machine needs at least one process")
+    if requirements is not None and program.python is not None:
+        raise ConfigError("--requirements makes an interpreter, and --python names one; give one of them")
+    if on is not None:
+        names = split_list(on)
+        return _on_agents(program, names, processes or 1, limits, options, requirements, log_dir, detach=detach)
+    assert hosts is not None
+    if detach or requirements is not None:
+        raise ConfigError("--detach and --requirements need an agent on each machine: use --on, and `covey up` there")
+    return _with_ssh(program, hosts, processes or 1, limits, options, log_dir)
+
+
+def passed_on(options: Mapping[str, object]) -> list[str]:
+    """Return options as words of a command line, without those that were not given."""
+    words = []
+    for name, value in options.items():
+        if value is None or value is False or (name == "--restarts" and value == 0):
+            continue
+        words.append(name)
+        if value is not True:
+            words.append(str(value.value if isinstance(value, enum.Enum) else value))
+    return words
+
+
+def sized(limits: Mapping[str, int | None], total: int) -> list[str]:
+    """Return the options that say how many nodes the run has: as given, or exactly those that are started."""
+    if any(value is not None for value in limits.values()):
+        return passed_on(limits)
+    return ["--size", str(total)]
+
+
+def _on_agents(
+    program: Program,
+    names: tuple[str, ...],
+    processes: int,
+    limits: Mapping[str, int | None],
+    options: Mapping[str, object],
+    requirements: str | None,
+    log_dir: str | None,
+    *,
+    detach: bool,
+) -> int:
+    from covey.agent.callers import calling
+    from covey.agent.launching import LEASE_SECONDS, Launch, goes_on, launch
+    from covey.agent.requests import check_run_name
+    from covey.agent.screen import Screen
+    from covey.agent.shares import SharedRun
+    from covey.agent.snapshot import take_snapshot
+    from covey.runtime.keeper.rank_logs import RankLogs
+
+    check_run_name(program.run)
+    if not names:
+        raise ConfigError("--on names no machine; write --on all, or --on north,south")
+    words = (script_in(Path.cwd(), program), *program.arguments)
+    interpreter = _interpreter(requirements, program.python)
+    logs = None if log_dir is None else RankLogs(log_dir)
+    env = effective_environment()
+    chosen = options.get("--cluster")
+    cluster = ClusterOptions(chosen if isinstance(chosen, str) else None).find(env)
+    of_all = passed_on({**options, "--cluster": None})  # agents are of one cluster
+    snapshot = take_snapshot(Path.cwd(), None if log_dir is None else Path(log_dir))
+    screen = Screen(logs)
+    with calling(cluster, group_config(env)) as terminal:
+        with working(f"looking for agents of {cluster.name} ..."):
+            agents = terminal.find(None if names == ("all",) else names)
+        total = processes * len(agents)
+        wanted = Launch(
+            program.run,
+            processes,
+            (*sized(limits, total), *of_all),
+            words,
+            interpreter,
+            0.0 if detach else LEASE_SECONDS,
+        )
+        shares = launch(agents, wanted, snapshot, screen.note)
+        if detach:
+            where = ", ".join(agent.name for agent in agents)
+            typer.echo(f"run {program.run!r} has been started on {where}")
+            typer.echo(f"`covey logs {program.run} -f` shows its output, `covey stop {program.run}` ends it")
+            return 0
+        return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run)).attend()
+
+
+def _with_ssh(
+    program: Program,
+    text: str,
+    processes: int,
+    limits: Mapping[str, int | None],
+    options: Mapping[str, object],
+    log_dir: str | None,
+) -> int:
+    from covey.agent.launching import goes_on
+    from covey.agent.screen import Screen
+    from covey.agent.shares import SharedRun
+    from covey.agent.ssh import SshShare, parse_hosts, ssh_command
+    from covey.runtime.keeper.rank_logs import RankLogs
+    from covey.runtime.mesh.visit import visiting
+
+    hosts = parse_hosts(text, processes)
+    logs = None if log_dir is None else RankLogs(log_dir)
+    env = effective_environment()
+    cluster = _cluster_for_ssh(options.get("--cluster"), env)
+    seeds = options.get("--seeds") or ",".join(host.name.rpartition("@")[2] for host in hosts)
+    of_all = {**options, "--cluster": cluster.name, "--seeds": seeds, "--run": program.run}
+    python = program.python or sys.executable
+    of_all |= {"--python": program.python}
+    total = sum(host.processes for host in hosts)
+    shares = []
+    for host in hosts:
+        words = ["run", "-n", str(host.processes), *sized(limits, total), *passed_on(of_all)]
+        words += [program.script, *program.arguments]
+        shares.append(SshShare(host, ssh_command(os.environ), python, words, cluster.secret.key))
+
+    def run_goes_on() -> bool:
+        with visiting(cluster, group_config(env), announce=False) as visit:
+            visit.look(1.0, until=lambda visit: bool(visit.members()))
+            return goes_on(visit, program.run)
+
+    return SharedRun(shares, Screen(logs), run_goes_on).attend()
+
+
+def script_in(folder: Path, program: Program) -> str:
+    """Return a script as a path in the folder that is sent; ConfigError if it lies elsewhere."""
+    if program.is_module or not os.path.isfile(program.script):
+        return program.script
+    path = Path(os.path.abspath(program.script))
+    if not path.is_relative_to(folder):
+        raise ConfigError(f"{program.script} is not in {folder}, which is sent; change to the folder of the program")
+    return str(path.relative_to(folder))
+
+
+def _interpreter(requirements: str | None, python: str | None) -> Interpreter:
+    from covey.agent.requests import Interpreter
+
+    if requirements is None:
+        return Interpreter(python or "")
+    try:
+        text = Path(requirements).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--requirements {requirements}: {getattr(error, 'strerror', None) or 'it is no text'}"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"--requirements {requirements} names no package; add covey, and what the program needs")
+    if len(text.encode()) > REQUIREMENTS_BYTES:
+        raise ConfigError(f"--requirements {requirements} is longer than {REQUIREMENTS_BYTES >> 10} KiB")
+    return Interpreter("", text)
+
+
+def _cluster_for_ssh(name: object, env: MutableMapping[str, str]) -> Cluster:
+    """Return the cluster of this machine; if it is in none, one with a new secret for this run only."""
+    from covey.net.keys import clusters
+    from covey.wire.secret import KEY_BYTES, ClusterSecret
+
+    chosen = name if isinstance(name, str) else None
+    has_secret = any(each in env for each in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_SECRET_FD", "COVEY_CLUSTER"))
+    if chosen is None and not has_secret and not clusters.list_clusters():
+        return clusters.Cluster(ClusterSecret(OWN_CLUSTER, secrets.token_bytes(KEY_BYTES)))
+    return replace(ClusterOptions(chosen).find(env), seeds=())

@@ -1,0 +1,149 @@
+"""`covey up`: makes this machine available to its cluster, as long as it runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.base.config import group_config
+from covey.base.errors import ConfigError
+from covey.cli.charter import machine_of
+from covey.cli.terminal import say
+from covey.net.keys import clusters
+from covey.net.keys.identity import ensure_identity, id_text, node_name, own_machine, resolve_id
+from covey.net.settings_files import effective_environment
+from covey.runtime.environment import ClusterOptions
+
+if TYPE_CHECKING:
+    from covey.agent.permission import Permission
+    from covey.net.keys.clusters import Cluster
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def up(
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE|all",
+            help="Let this machine (its name, or its id) start programs here; all: every member of the cluster.",
+            show_default="only this machine itself",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
+    ] = None,
+    interfaces: Annotated[
+        str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
+    ] = None,
+    unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False,
+) -> None:
+    """Let members of the cluster start programs on this machine, until Ctrl-C.
+
+    `covey run --on` starts programs here, `covey ps`, `covey logs` and `covey stop` are about them.
+
+    A machine that is allowed can run anything as your user. Without --allow, only this machine itself may.
+
+    When this command ends, the programs that it has started end with it. The audit log has every start.
+    """
+    env = effective_environment()
+    if interfaces is not None:
+        env["COVEY_INTERFACES"] = interfaces
+    found = ClusterOptions(cluster, None, None if seeds is None else tuple(seeds.split(","))).find(env)
+    if not clusters.cluster_path(found.name).exists():
+        raise ConfigError(
+            "covey up needs a machine that is in the cluster: run `covey enroll` with the join code first"
+        )
+    ensure_identity()
+    permission = permission_for(found, allow or [])
+    if unit:
+        options = [f"--cluster={found.name}", *(f"--allow={each}" for each in allow or [])]
+        options += [f"--{name}={value}" for name, value in (("interfaces", interfaces), ("seeds", seeds)) if value]
+        return typer.echo(unit_text(found.name, options), nl=False)
+    from covey.agent.agent import serving
+
+    ending = threading.Event()
+    problem: list[Exception] = []
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: ending.set())
+    with serving(found, group_config(env), permission) as agent:
+
+        def stop(error: Exception) -> None:
+            problem.append(error)
+            ending.set()
+
+        agent.stop = stop
+        say(f"{agent.mesh.card.name} is up in the cluster {found.name!r}; its id is {id_text(own_machine())}.")
+        if permission.is_for_all:
+            say("Every member of the cluster can run anything as your user.")
+        elif permission.machines:
+            say(f"{', '.join(allow or [])} can run anything as your user, and this machine itself.")
+        else:
+            say("Only this machine itself may start programs here; --allow lets others.")
+        sys.stdout.flush()
+        ending.wait()
+    if problem:
+        raise problem[0]
+
+
+def permission_for(cluster: Cluster, allow: list[str]) -> Permission:
+    """Return who may start programs here, by the ids of the machines that were named.
+
+    Raises:
+        ConfigError: a name is not known here, or means several machines.
+    """
+    from covey.agent.permission import Permission
+
+    here = node_name(os.uname().nodename, own_machine())
+    if "all" in allow:
+        return Permission(own_machine(), is_for_all=True, here=here)
+    names = clusters.known(cluster.name) if allow else {}
+    machines = set()
+    for word in allow:
+        try:
+            found = resolve_id(word, names)
+        except ConfigError as error:
+            hosts = {each for each, name in names.items() if name.lower().rpartition("-")[0] == word.lower()}
+            owners = {machine_of(cluster, each) for each in hosts}
+            if len(owners) != 1:
+                raise ConfigError(f"--allow {word}: {error}. `covey up` on a machine prints its id") from None
+            machines |= owners
+        else:
+            machines.add(machine_of(cluster, found))
+    return Permission(own_machine(), frozenset(machines), here=here)
+
+
+def unit_text(cluster: str, options: list[str]) -> str:
+    """Return a systemd user unit for an agent with these options."""
+    command = shlex.join([sys.executable, "-m", "covey", "up", *options]).replace("%", "%%")
+    home = os.environ.get("COVEY_HOME")
+    variable = f'Environment="COVEY_HOME={os.path.abspath(home)}"\n' if home else ""
+    return f"""\
+# covey up --unit > ~/.config/systemd/user/covey.service
+# systemctl --user daemon-reload; systemctl --user enable --now covey
+# loginctl enable-linger      # so that it runs while you are not logged in
+[Unit]
+Description=covey agent of the cluster {cluster}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+ExecStart={command}
+{variable}Restart=on-failure
+RestartSec=5
+KillMode=mixed
+TimeoutStopSec=60
+
+[Install]
+WantedBy=default.target
+"""

@@ -1,0 +1,259 @@
+"""`covey up` on two machines, and a third one that starts, lists, follows and stops programs there; and ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from tests.support import pipes
+from tests.support.machines import DEADLINE, Lab, Machine, end, new_lab
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+KEY = secrets.token_bytes(32)
+TRAIN = """
+import os, sys, time
+import covey
+from parts.numbers import START
+if "early" in sys.argv and os.environ["COVEY_HOME"].endswith("north"):
+    sys.exit(5)
+with covey.join() as group:
+    total = group.all_reduce(START * 10 ** group.rank)
+    print("rank", group.rank, "of", group.size, "sum", total, sys.argv[1:], flush=True)
+    print("home", os.path.basename(os.environ["COVEY_HOME"]), file=sys.stderr, flush=True)
+    open(f"checkpoint-{group.rank}", "a").write("saved ")
+    if "wait" in sys.argv:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            raise
+"""
+SSH = """#!/bin/sh
+# Stands for ssh: takes the options and the host away, and runs the command here, with the home of that host.
+while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
+host=$1; shift
+tr '\\0' ' ' < /proc/$$/cmdline >> "$LAB/command-lines"
+[ "$host" = nowhere ] && { echo "ssh: Could not resolve hostname nowhere" >&2; exit 255; }
+export COVEY_HOME="$LAB/$host"
+exec sh -c "$*"
+"""
+
+
+class Town(NamedTuple):
+    """Two machines with agents, and one from which a person starts programs."""
+
+    lab: Lab
+    north: Machine
+    south: Machine
+    desk: Machine
+    names: dict[str, str]
+    """The names of the agents, by machine."""
+
+
+def ready(agent: subprocess.Popen[str]) -> str:
+    """Return the name of an agent once it is up."""
+    line = pipes.stdout(agent).readline()
+    assert " is up in the cluster 'home'" in line, pipes.stderr(agent).read()
+    return line.split()[0]
+
+
+@pytest.fixture(scope="module")
+def town() -> Iterator[Town]:
+    with new_lab() as lab:
+        north, south, desk = (lab.machine(name, "home", KEY) for name in ("north", "south", "desk"))
+        desk.folder = lab.folder / "project"
+        (desk.folder / "parts").mkdir(parents=True)
+        (desk.folder / "parts" / "numbers.py").write_text("START = 1\n")
+        (desk.folder / "train.py").write_text(TRAIN)
+        (desk.folder / "large.bin").write_bytes(b"not sent")
+        (desk.folder / ".coveyignore").write_text("*.bin\n")
+        agents = {machine: machine.start("-m", "covey", "up", "--allow", "all") for machine in (north, south)}
+        names = {machine.home.name: ready(agent) for machine, agent in agents.items()}
+        yield Town(lab, north, south, desk, names)
+        for agent in agents.values():
+            agent.terminate()
+        assert [agent.wait(DEADLINE) for agent in agents.values()] == [0, 0]
+
+
+def work_of(machine: Machine) -> Path:
+    (folder,) = (machine.home / "agent" / "runs").glob("train-*")
+    return folder / "work"
+
+
+def lines_with(text: str, word: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if word in line)
+
+
+def started(town: Town, *words: str) -> subprocess.Popen[str]:
+    """Start a program on all machines, and return once two ranks have joined."""
+    terminal = town.desk.start("-m", "covey", "run", "--on", "all", "train.py", *words)
+    seen = [pipes.stdout(terminal).readline() for _ in range(2)]
+    assert all("of 2 sum 11" in line for line in seen), (seen, pipes.stderr(terminal).read())
+    return terminal
+
+
+def test_one_command_starts_a_run_on_all_machines_with_the_files_of_the_folder(town: Town) -> None:
+    ended = town.desk.covey("run", "--on", "all", "-n", "2", "--log-dir", "../logs", "train.py", "--lr", "0.1")
+    assert ended.returncode == 0, ended.stderr
+    host = re.escape(os.uname().nodename.partition(".")[0])
+    said = sorted(re.findall(rf"^\[{host} (\d)\] rank \1 of 4 sum 1111 \['--lr', '0.1'\]$", ended.stdout, re.MULTILINE))
+    assert said == ["0", "1", "2", "3"], ended.stdout
+    homes = re.findall(rf"^\[{host} \d\] home (\w+)$", ended.stderr, re.MULTILINE)
+    assert sorted(homes) == ["north", "north", "south", "south"], ended.stderr
+    assert ended.stderr.count("3 of 3 files sent") == 2
+    for machine in (town.north, town.south):
+        work = work_of(machine)
+        assert (work / "parts" / "numbers.py").read_text() == "START = 1\n"
+        assert not (work / "large.bin").exists()
+    logs = {path.name: path.read_text() for path in (town.lab.folder / "logs").iterdir()}
+    assert [name for name in sorted(logs) if "-rank-" in name] == [
+        f"{os.uname().nodename.partition('.')[0]}-rank-{rank}.log" for rank in range(4)
+    ]
+    assert all("of 4 sum 1111" in text for name, text in logs.items() if "-rank-" in name)
+
+    (town.desk.folder / "parts" / "numbers.py").write_text("START = 2\n")
+    again = town.desk.covey("run", "--on", ",".join(town.names.values()), "train.py")
+    (town.desk.folder / "parts" / "numbers.py").write_text("START = 1\n")
+    assert again.returncode == 0, again.stderr
+    assert len(lines_with(again.stdout, "of 2 sum 22")) == 2
+    assert again.stderr.count("1 of 3 files sent") == 2, "only what has changed is sent"
+    assert (work_of(town.north) / "checkpoint-0").exists() or (work_of(town.south) / "checkpoint-0").exists()
+
+
+def test_a_machine_that_fails_before_it_joins_stops_the_others_and_gives_the_exit_code(town: Town) -> None:
+    ended = town.desk.covey("run", "--on", "all", "train.py", "early")
+    assert ended.returncode == 5, ended.stderr
+    assert f"covey: stopping {town.names['south']}" in ended.stderr
+
+
+def test_ctrl_c_reaches_all_ranks(town: Town) -> None:
+    terminal = started(town, "wait")
+    terminal.send_signal(signal.SIGINT)
+    code, out, err = end(terminal)
+    assert code == 130, err
+    assert len(lines_with(out, "interrupted")) == 2
+    assert "Stopping… press Ctrl-C again to kill" in err
+
+
+def test_a_detached_run_is_listed_followed_and_stopped_from_any_machine(town: Town) -> None:
+    begun = town.desk.covey("run", "my-run", "--on", "all", "--detach", "train.py", "wait")
+    assert begun.returncode == 0, begun.stderr
+    assert "run 'my-run' has been started on" in begun.stdout
+    busy = town.desk.covey("run", "my-run", "--on", "all", "train.py")
+    assert busy.returncode == 2
+    assert busy.stderr.count("run 'my-run' runs here already; `covey stop my-run`") == 2
+
+    listed = json.loads(town.north.covey("ps", "--json").stdout)
+    assert sorted((row["run"], row["machine"], row["code"]) for row in listed) == sorted(
+        ("my-run", name, None) for name in town.names.values()
+    )
+    assert all(Path(row["folder"], "train.py").exists() for row in listed)
+    follower = town.south.start("-m", "covey", "logs", "my-run", "-f")
+    seen = [pipes.stdout(follower).readline() for _ in range(2)]
+    assert all("of 2 sum 11" in line for line in seen), (seen, pipes.stderr(follower).read())
+    stopped = town.south.covey("stop", "my-run")
+    assert stopped.returncode == 0, stopped.stderr
+    assert "'my-run' has ended on" in stopped.stdout
+    code, _, err = end(follower)
+    assert code == 0, err
+    table = town.desk.covey("ps", "--all").stdout
+    assert len(re.findall(r"^my-run +\S+ +ended with 143", table, re.MULTILINE)) == 2, table
+    shown = town.desk.covey("logs", "my-run").stdout
+    assert len(lines_with(shown, "of 2 sum 11")) == 2, shown
+    assert town.desk.covey("stop", "my-run").returncode == 2
+    noted = town.north.covey("audit", "--json", "--event", "program-signalled").stdout
+    assert "my-run: SIGTERM" in noted
+
+
+def test_only_an_allowed_machine_may_start_programs_and_every_start_is_in_the_audit_log(town: Town) -> None:
+    west = town.lab.machine("west", "home", KEY)
+    agent = west.start("-m", "covey", "up")
+    name = ready(agent)
+    refused = town.desk.covey("run", "--on", name, "train.py")
+    assert refused.returncode == 1, refused.stderr
+    asked = re.search(rf"may not use {name}: there, add --allow (\w{{52}}) to `covey up`", refused.stderr)
+    assert asked is not None, refused.stderr
+    west.folder = town.desk.folder
+    own = west.covey("run", "--on", name, "train.py")
+    assert own.returncode == 0, own.stderr
+    agent.terminate()
+    assert agent.wait(DEADLINE) == 0
+
+    again = west.start("-m", "covey", "up", "--allow", asked[1])
+    assert ready(again) == name
+    assert town.desk.covey("run", "--on", name, "train.py", "by desk").returncode == 0
+    again.terminate()
+    assert again.wait(DEADLINE) == 0
+    entries = [json.loads(line) for line in west.covey("audit", "--json").stdout.splitlines()]
+    programs = [(entry["event"], entry["reason"]) for entry in entries if entry["event"].startswith("program-")]
+    assert [event for event, _ in programs] == [
+        "program-refused",
+        *("program-started", "program-ended", "program-started", "program-ended"),
+    ]
+    assert programs[3][1] == "train: 1 processes: train.py by desk"
+    assert programs[4][1].startswith("train: exit code 0 after")
+
+
+def test_a_unit_for_systemd_has_the_command_with_its_options(town: Town) -> None:
+    ended = town.north.covey("up", "--unit", "--allow", "all")
+    assert ended.returncode == 0, ended.stderr
+    assert f"\nExecStart={sys.executable} -m covey up --cluster=home --allow=all\n" in ended.stdout
+    assert f'\nEnvironment="COVEY_HOME={town.north.home}"\n' in ended.stdout
+
+
+def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line(town: Town) -> None:
+    script = town.lab.folder / "ssh"
+    script.write_text(SSH)
+    script.chmod(0o755)
+    desk = town.lab.machine("desk", "home", KEY)
+    desk.folder = town.desk.folder
+    desk.env |= {"COVEY_SSH": str(script), "LAB": str(town.lab.folder)}
+    ended = desk.covey("run", "--hosts", "north,south:2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines_with(ended.stdout, "of 3 sum 111")) == 3
+    assert sorted(re.findall(r"home (\w+)", ended.stderr)) == ["north", "south", "south"]
+    seen = (town.lab.folder / "command-lines").read_text()
+    assert "BatchMode=yes" in seen
+    assert KEY.hex() not in seen
+    assert "train" not in seen
+
+    failed = desk.covey("run", "--hosts", "north,nowhere", "train.py")
+    assert failed.returncode == 255
+    assert "covey: nowhere: ssh could not connect" in failed.stderr
+    assert "covey: stopping north" in failed.stderr
+
+    waiting = desk.start("-m", "covey", "run", "--hosts", "north,south", "train.py", "wait")
+    assert all("of 2 sum 11" in pipes.stdout(waiting).readline() for _ in range(2))
+    waiting.send_signal(signal.SIGINT)
+    code, out, err = end(waiting)
+    assert code == 130, err
+    assert len(lines_with(out, "interrupted")) == 2
+
+
+def test_a_killed_ssh_ends_the_remote_ranks(town: Town) -> None:
+    """The input of `covey.agent.remote` ends with the connection."""
+    desk = town.lab.machine("desk", "home", KEY)
+    desk.folder = town.desk.folder
+    remote = town.south.start("-m", "covey.agent.remote")
+    words = ["run", "--run", "alone", "--cluster", "home", "--size", "1", "train.py", "wait"]
+    request = {"folder": str(desk.folder), "words": words, "secret": KEY.hex()}
+    pipes.stdin(remote).write(json.dumps(request) + "\n")
+    pipes.stdin(remote).flush()
+    assert "rank 0 of 1" in pipes.stdout(remote).readline()
+    begun = time.monotonic()
+    code, _, err = end(remote)
+    assert code == 143, err
+    assert time.monotonic() - begun < DEADLINE

@@ -1,0 +1,114 @@
+"""Orderly shutdown of real processes: closers in reverse order with deadlines, and calls that have begun finish."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.support.ranks import Ranks, await_go, covey, say, threading
+
+DEADLINE = 30.0
+
+
+def serve() -> str:
+    group = covey.join()
+    begun = threading.Event()
+
+    @group.node.rpc
+    def slow(seconds: float) -> str:
+        begun.set()
+        time.sleep(seconds)
+        return "finished"
+
+    order: list[str] = []
+    covey.on_shutdown(lambda: say("closed", order=order, size=group.size))  # the first one runs last
+
+    @covey.on_shutdown(timeout=0.2)
+    def hang() -> None:
+        order.append("hang")
+        time.sleep(60)
+
+    @covey.on_shutdown
+    def fail() -> None:
+        order.append("fail")
+        raise ValueError("as always")
+
+    @covey.on_shutdown
+    def again() -> None:
+        order.append("again")
+        covey.shutdown()  # from a closer: returns at once
+
+    group.barrier()
+    if group.rank == 0:
+        call = group.node.call_async(1, "slow", 1.0)
+        call.add_done_callback(lambda _: say("answered"))
+        say("calling")
+        result = str(call.wait())
+        try:  # it refuses new calls, and is gone soon
+            group.node.call(1, "slow", 0.0, timeout=10)
+        except (covey.ClosedError, covey.PeerLostError) as error:
+            result += f", then {type(error).__name__}"
+        say("returned", result=result)
+        await_go()
+    else:
+        begun.wait(20)
+        say("serving")
+        time.sleep(60)
+    return ""
+
+
+def test_a_process_that_is_told_to_end_closes_in_order_and_finishes_its_calls() -> None:
+    with Ranks(2, serve, lanes="unix") as ranks:
+        ranks.hear("serving", [1])
+        ranks.signal(1, signal.SIGTERM)
+        (closed,) = ranks.hear("closed", [1])
+        assert closed["order"] == ["again", "fail", "hang"]
+        assert closed["size"] == 2
+        (answered,) = ranks.hear("answered", [0])
+        assert answered["at"] < closed["at"]
+        assert ranks.results([0])[0].startswith("finished, then ")
+        ranks.await_exit([1], code=143)
+        errors = ranks.errors(1)
+        assert "ValueError: as always" in errors
+        assert "hang did not end within 0.2 s; the shutdown goes on without it" in errors
+
+
+PROGRAM = """
+import covey, signal, sys, time
+{before}
+group = covey.join()
+covey.on_shutdown(lambda: print("first", flush=True))
+covey.on_shutdown(lambda: print("second", group.barrier(), flush=True))
+print("ready", flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "signum", "code"),
+    [
+        ("", "", None, 0),
+        ("", "covey.shutdown(); covey.shutdown()", None, 0),
+        ("", "time.sleep(60)", signal.SIGINT, -2),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))", "time.sleep(60)", signal.SIGTERM, 5),
+    ],
+    ids=["at-exit", "called-twice", "ctrl-c", "own-handler"],
+)
+def test_closers_run_once_however_a_process_ends(before: str, then: str, signum: int | None, code: int) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(before=before, then=then)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        if signum is not None:
+            program.send_signal(signum)
+        out, _ = program.communicate(timeout=DEADLINE)
+        assert out == "second None\nfirst\n"
+        assert program.returncode == code
+    finally:
+        program.kill()
+        program.wait(DEADLINE)

@@ -1,0 +1,179 @@
+"""A run on several machines as its terminal sees it: output, signals, failures and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from covey.agent import shares
+from covey.agent.screen import Screen
+from covey.agent.shares import Ended, Printed, Report, Said, SharedRun, failure_code
+from covey.runtime.keeper.rank_logs import RankLogs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DEADLINE = 20.0
+
+
+class ScriptedShare:
+    """A share that reports what a test has written down, and ends when it gets a signal."""
+
+    def __init__(self, name: str, *reports: Report, on_signal: dict[int, Report] | None = None) -> None:
+        self.name, self.signals = name, list[int]()
+        self._reports, self._on_signal = reports, on_signal
+        self._ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
+
+    def run(self, report: Callable[[Report], None]) -> None:
+        for each in self._reports:
+            report(each)
+        if self._on_signal is not None:
+            report(self._ends.get(timeout=DEADLINE))
+
+    def send_signal(self, signum: int) -> None:
+        self.signals.append(signum)
+        if self._on_signal and signum in self._on_signal:
+            self._ends.put(self._on_signal[signum])
+
+
+def test_lines_of_machines_do_not_mix_and_notes_name_their_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.show("north", 1, b"[north 0] st")
+    screen.show("south", 1, b"[south 1] one\n[south 1] tw")
+    screen.show("north", 1, b"ep 1\n")
+    screen.show("north", 2, b"covey: [north 0] failed with exit code 7\n")
+    screen.ended("south")
+    shown = capfd.readouterr()
+    assert shown.out == "[south 1] one\n[north 0] step 1\n[south 1] tw\n"
+    assert shown.err == "covey: north: [north 0] failed with exit code 7\n"
+
+
+def test_each_rank_has_a_log_file_without_the_prefix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(RankLogs(str(tmp_path / "logs")))
+    screen.show("north-ab12", 1, b"[north 0] a\n[north 10] b\n[north] waiting\n[north 0] ")
+    screen.show("north-ab12", 2, b"covey: a note\n[../../x 3] c\n")
+    screen.show("north-ab12", 1, b"z\n")
+    assert {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()} == {
+        "north-rank-0.log": "a\nz\n",
+        "north-rank-10.log": "b\n",
+        "north.log": "waiting\n",
+        "north-ab12.log": "covey: north-ab12: a note\n",
+        "_.._x-rank-3.log": "c\n",
+    }
+    assert list(tmp_path.iterdir()) == [tmp_path / "logs"]
+
+
+def test_a_run_that_succeeds_everywhere_shows_its_output_and_returns_0(capfd: pytest.CaptureFixture[str]) -> None:
+    parts = [ScriptedShare(name, Printed(1, f"[{name}] x\n".encode()), Said("hello"), Ended(0)) for name in "ab"]
+    assert SharedRun(parts, Screen(), lambda: False).attend() == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == ["[a] x", "[b] x"]
+    assert sorted(shown.err.splitlines()) == ["covey: a: hello", "covey: b: hello"]
+
+
+def test_after_a_failure_the_others_are_stopped_unless_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "FAILURE_SECONDS", 0.01)
+    waiting = ScriptedShare("waits", on_signal={signal.SIGTERM: Ended(143)})
+    assert SharedRun([ScriptedShare("fails", Ended(7)), waiting], Screen(), lambda: False).attend() == 7
+    assert waiting.signals == [signal.SIGTERM]
+
+    surviving = ScriptedShare("survives", on_signal={})
+    asked: list[int] = []
+
+    def goes_on() -> bool:
+        asked.append(1)
+        surviving._ends.put(Ended(0))
+        return True
+
+    assert SharedRun([ScriptedShare("fails", Ended(7)), surviving], Screen(), goes_on).attend() == 7
+    assert surviving.signals == []
+    assert asked
+
+
+def test_the_exit_code_is_that_of_the_cause_not_of_ranks_that_lost_a_peer() -> None:
+    assert failure_code([]) == 0
+    assert failure_code([1, 1]) == 1
+    assert failure_code([1, 7, 9]) == 7
+    assert failure_code([139, 1]) == 139
+
+
+@pytest.mark.parametrize(
+    ("sent", "end", "code"),
+    [(signal.SIGINT, 130, 130), (signal.SIGTERM, 143, 143), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 129, 129)],
+)
+def test_a_signal_is_passed_on_to_all_machines_and_decides_the_exit_code(sent: int, end: int, code: int) -> None:
+    parts = [ScriptedShare(name, Said("ready"), on_signal={sent: Ended(end)}) for name in "abc"]
+    threading.Timer(0.1, os.kill, (os.getpid(), sent)).start()
+    before = signal.getsignal(sent)
+    assert SharedRun(parts, Screen(), lambda: False).attend() == code
+    assert [part.signals for part in parts] == [[sent]] * 3
+    assert signal.getsignal(sent) == before
+
+
+def test_a_second_ctrl_c_is_passed_on_too_and_a_third_leaves() -> None:
+    stubborn = ScriptedShare("a", on_signal={})
+
+    def press() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.05)
+
+    threading.Timer(0.1, press).start()
+    assert SharedRun([stubborn], Screen(), lambda: False).attend() == 130
+    assert stubborn.signals[:2] == [signal.SIGINT] * 2
+    stubborn._ends.put(Ended(130))
+
+
+def test_ctrl_c_is_passed_on_while_the_terminal_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        screen = Screen()
+        with monkeypatch.context() as patched:
+            write, select_ = os.write, select.select
+            patched.setattr(os, "write", lambda stream, data: write(writing if stream == 1 else stream, data))
+            patched.setattr(
+                select, "select", lambda r, w, x, t: select_(r, [writing if s == 1 else s for s in w], x, t)
+            )
+            part = ScriptedShare("a", Printed(1, b"stuck\n"), on_signal={signal.SIGINT: Ended(130)})
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(1.0, lambda: os.read(reading, 1 << 16)).start()
+            assert SharedRun([part], screen, lambda: False).attend() == 130
+            assert part.signals == [signal.SIGINT]
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_flood_of_output_waits_for_the_screen() -> None:
+    most, lock = [0], threading.Lock()
+    waiting = [0]
+
+    class Flooding(ScriptedShare):
+        def run(self, report: Callable[[Report], None]) -> None:
+            for _ in range(1000):
+                with lock:
+                    waiting[0] += 1
+                    most[0] = max(most[0], waiting[0])
+                report(Printed(1, b"x"))
+            report(Ended(0))
+
+    class Slow(Screen):
+        def show(self, machine: str, stream: int, data: bytes) -> None:
+            with lock:
+                waiting[0] -= 1
+
+    assert SharedRun([Flooding("a")], Slow(), lambda: False).attend() == 0
+    assert most[0] <= shares.BACKLOG_REPORTS + 2
