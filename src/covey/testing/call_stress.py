@@ -111,7 +111,7 @@ def take_part(group: Group, stress: CallStress) -> dict[str, int]:
                 continue
             assert np.array_equal(result, data[::-1]), f"call {number} of node {group.rank} has a wrong result"
             report["answered"] += 1
-        del works, data, result
+        del works, work, data, result  # a work has its result
         _await_silence(group)
         group.barrier()
         gc.collect()

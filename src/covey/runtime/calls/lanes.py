@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
-from covey.net.hardware import hardware
+from covey.net.cores import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.messages.routing import MessageRouting
@@ -160,7 +160,7 @@ class CallLanes:
             return False
         contacts = [peer.contact for peer in self.node.peers.values()]
         here = 1 + sum(contact is not None and contact.host == self.node.host for contact in contacts)
-        return here <= hardware().cores
+        return here <= usable_cores()
 
     @property
     def size(self) -> int:
