@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     if _OWN_HOME:
-        shutil.rmtree(_OWN_HOME)
+        shutil.rmtree(_OWN_HOME, ignore_errors=True)  # a process that a test has left may still write there
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

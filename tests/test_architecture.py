@@ -78,14 +78,14 @@ THIRD_PARTY = {
     "metrics": {"prometheus_client"},
     "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
     "agent": {"msgspec"},
-    "cli": {"numpy", "msgspec", "rich", "typer"},
+    "cli": {"numpy", "msgspec", "rich", "typer", "cryptography"},
     "torch": {"numpy", "torch"},
     "ray": {"ray"},
     "dask": {"distributed", "cloudpickle"},
     "integrations": {"torch", "lightning", "transformers"},
     "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
-OPPONENTS = {"torch", "mpi4py"}
+OPPONENTS = {"torch", "mpi4py", "grpc"}
 """Only the benchmark measures itself against these, and only when asked to. `torch` stands on torch, too."""
 
 FILES = sorted(SRC.rglob("*.py"))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.survivors import Members, covey, np, say
+from tests.support.jobs import SOURCE, wait_until
+from tests.support.survivors import DEADLINE, Members, covey, np, say
 
 
 def train(on_loss: str) -> dict[str, Any]:
@@ -90,3 +96,67 @@ def test_a_process_that_is_alone_has_checkpoints() -> None:
         for path, name in (("a\nb", ""), ("x" * 1001, ""), ("", "two words"), ("", "x" * 101)):
             with pytest.raises(covey.ConfigError, match="printable"):
                 group.request_checkpoint(path, id=name)
+
+
+SCRIPT = """
+import covey, os, sys, time
+with covey.join() as group:
+    print("ready", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        group.barrier()
+        time.sleep(0.005)
+        if checkpoint := group.checkpoint_pending:
+            with open(f"{sys.argv[1]}-{group.rank}", "a") as file:
+                print(checkpoint.path, checkpoint.since, file=file)
+            group.end_checkpoint("disk full" if checkpoint.path == "full" and group.rank == 1 else "")
+        done = group.all_reduce(os.path.exists(sys.argv[1]), "or")
+        if done:
+            break
+"""
+
+
+def test_a_command_and_a_signal_to_covey_run_ask_a_run_of_this_machine(tmp_path: Path) -> None:
+    name = f"job{os.getpid()}"
+    script, stop = tmp_path / f"{name}.py", tmp_path / "stop"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "COVEY_HOME": str(tmp_path / "home")}
+    covey_command = [sys.executable, "-m", "covey"]
+    job = subprocess.Popen(
+        [*covey_command, "run", "-n", "2", str(script), str(stop)],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def ask(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [*covey_command, "checkpoint", *options]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
+
+    try:
+        assert job.stdout is not None
+        for _ in range(2):
+            assert job.stdout.readline().endswith("ready\n")
+        saved = ask(name, "--path", "/a b", "--wait", "--json")
+        assert saved.returncode == 0, saved.stderr
+        facts = json.loads(saved.stdout)
+        assert (facts["run"], facts["state"], facts["failed"]) == (name, "over", "")
+        failed = ask(name, "--path", "full", "--wait")
+        assert failed.returncode == 1, failed.stderr
+        assert failed.stdout.endswith(" failed: rank 1: disk full\n")
+        refused = ask(name, "--path", "x" * 1001)
+        assert refused.returncode == 2
+        assert "1000 printable characters" in refused.stderr
+        job.send_signal(signal.SIGUSR2)
+        files = [Path(f"{stop}-{rank}") for rank in range(2)]
+        wait_until(lambda: all(path.read_text().count("\n") == 3 for path in files))
+        assert files[0].read_text() == files[1].read_text()
+        lines = files[0].read_text().splitlines()
+        assert [line.rpartition(" ")[0] for line in lines] == ["/a b", "full", ""]
+        stop.touch()
+        _, errors = job.communicate(timeout=DEADLINE)
+        assert job.returncode == 0, errors
+        assert "covey: SIGUSR2: the ranks are asked for a checkpoint\n" in errors
+        gone = ask(name)
+        assert gone.returncode == 2
+        assert f"no run '{name}' goes on here" in gone.stderr
+    finally:
+        job.kill()
+        job.wait(DEADLINE)

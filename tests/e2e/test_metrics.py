@@ -244,6 +244,11 @@ def test_a_run_of_a_cluster_can_be_traced_from_any_of_its_machines(lab: Any) -> 
     ended = machine.covey("trace", "mine", "--out", str(machine.home / "mine.json"))
     assert ended.returncode == 0, ended.stderr
     assert re.match(r"\d+ operations? of 2 ranks in ", ended.stdout)
+    asked = machine.covey("checkpoint", "mine", "--path", "/backup", "--json")
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout)["state"] in ("requested", "pending")
+    again = machine.covey("checkpoint", "mine", "--json")
+    assert json.loads(again.stdout)["id"] == json.loads(asked.stdout)["id"]  # the programs have not ended it
     wrong = machine.covey("trace", "yours")
     assert wrong.returncode == 2
     assert "is in a run 'yours'; runs: 'mine'" in wrong.stderr

@@ -227,6 +227,15 @@ def test_a_job_that_takes_long_holds_up_no_other_message(pair: Pair) -> None:
     until(blocks)  # the first may run elsewhere: until there is a thread that stands by
 
 
+def test_messengers_that_have_nothing_to_do_use_no_processor_time(pair: Pair) -> None:
+    for _ in range(50):
+        pair.asker.ask("echo job").wait(PATIENCE)
+    time.sleep(0.05)  # the threads that look from time to time go to sleep
+    began = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - began < 0.05
+
+
 def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair) -> None:
     until(lambda: bool(pair.asker.ask("echo job").wait(PATIENCE)) and pair.answerer.ran[-1][1])
     pair.asker.ask("echo job blocked")

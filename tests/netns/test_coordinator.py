@@ -47,4 +47,4 @@ def test_workers_on_other_hosts_register_and_join_with_the_secret_only() -> None
         assert [finish(worker).code for worker in workers] == [0, 0]
         ended = finish(stranger)
         assert ended.code == 1
-        assert "'w2' got no rank within 2 s: the coordinator" in ended.err
+        assert "'w2' got no rank within the timeout of 2 s: the coordinator" in ended.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from dataclasses import replace
@@ -11,19 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.agents import CONFIG, DEADLINE, a_caller, an_agent, wait_until
 
 from covey.agent import jobs, outputs, service, snapshot
-from covey.agent.agent import serving
 from covey.agent.callers import calling
 from covey.agent.link_transport import SESSIONS_PER_LINK
-from covey.agent.permission import Permission
 from covey.agent.requests import FileEntry, StartRequest
-from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net import audit_reader
-from covey.net.keys import clusters
-from covey.net.keys.clusters import Cluster
-from covey.net.keys.identity import ensure_identity, own_machine
 from covey.runtime import loop as control
 from covey.runtime.links.link import BACKLOG_LIMIT
 from covey.runtime.members import audit
@@ -31,45 +25,14 @@ from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 from covey.wire.calls import CallPayload, CallRequest, encode_call_message
-from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.agent.agent import ResidentAgent
-    from covey.agent.callers import AgentCaller, Terminal
+    from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.remote_node import RemoteNode
 
-DEADLINE = 20.0
-CONFIG = GroupConfig(interfaces="lo")
-
 pytestmark = pytest.mark.usefixtures("home")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def an_agent(*, is_allowed: bool = True, is_denied: bool = False) -> Iterator[tuple[Cluster, ResidentAgent]]:
-    """An agent in this process, and its cluster; this machine may use it, or only another one may."""
-    ensure_identity()
-    denied = frozenset({own_machine()}) if is_denied else frozenset[bytes]()
-    cluster = Cluster(ClusterSecret("lab", secrets.token_bytes(32)), denied=denied)
-    clusters.save(cluster)
-    permission = Permission(own_machine() if is_allowed else bytes(32), here="north")
-    with serving(cluster, CONFIG, permission) as agent:
-        yield cluster, agent
-
-
-@contextlib.contextmanager
-def a_caller(cluster: Cluster) -> Iterator[tuple[Terminal, AgentCaller]]:
-    with calling(cluster, CONFIG) as terminal:
-        wait_until(lambda: bool(terminal.agents()))
-        yield terminal, terminal.agents()[0]
 
 
 class Member(MeshListener):
@@ -113,7 +76,7 @@ def test_a_member_that_is_not_allowed_can_call_nothing_and_learns_what_to_do() -
         for function, arguments in (
             ("start_program", (started,)),
             ("open_delivery", ("train",)),
-            ("send_signal", (1, 9)),
+            ("send_signal", (1, 9, 0)),
         ):
             with pytest.raises(AuthError, match="may not use north: there, add --allow"):
                 caller.call(function, *arguments)
@@ -166,9 +129,9 @@ def test_an_allowed_member_cannot_leave_the_folder_of_a_run_or_use_the_transfer_
 def test_only_a_few_signals_can_be_sent_and_only_to_programs_of_the_agent() -> None:
     with an_agent() as (cluster, _), a_caller(cluster) as (_, caller):
         with pytest.raises(ConfigError, match="signal 19 cannot be sent"):
-            caller.call("send_signal", 1, 19)
+            caller.call("send_signal", 1, 19, 0)
         with pytest.raises(ConfigError, match="there is no program 1 here"):
-            caller.call("send_signal", 1, 15)
+            caller.call("send_signal", 1, 15, 0)
         with pytest.raises(ConfigError, match="there is no program 5 here"):
             list(caller.stream("follow", 5, 0, True, True))
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import secrets
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from tests.support.authorities import Authority
 from tests.support.coordinators import coordinate, status, work
 from tests.support.machines import end, heard, new_lab
 
 from covey.base.errors import ConfigError
 from covey.coordinator import security
 from covey.coordinator.certificates import derived, key_of, subject_of
-from covey.coordinator.pem_files import PemFiles
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
+from covey.net.keys.pem_files import PemFiles
 from covey.runtime.environment import ClusterOptions
 from covey.wire.secret import ClusterSecret
 
@@ -31,51 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.machines import Lab, Machine
-
-
-class Authority:
-    """An organisation that signs certificates."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-        self.key = ec.generate_private_key(ec.SECP256R1())
-        self.write("ca.pem", self._sign(self.key, name, is_authority=True))
-
-    def issue(self, subject: str, file: str = "") -> dict[str, str]:
-        """Write a new key and a certificate; return the options that name them."""
-        file = file or f"{self.name}-{subject}"
-        key = ec.generate_private_key(ec.SECP256R1())
-        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        (self.folder / f"{file}.key").write_bytes(key.private_bytes(*form))
-        (self.folder / f"{file}.pem").write_bytes(self._sign(key, subject, is_authority=False))
-        return {
-            "tls_ca": str(self.folder / f"{self.name}-ca.pem"),
-            "tls_cert": str(self.folder / f"{file}.pem"),
-            "tls_key": str(self.folder / f"{file}.key"),
-        }
-
-    def write(self, name: str, content: bytes) -> None:
-        (self.folder / f"{self.name}-{name}").write_bytes(content)
-
-    def _sign(self, key: ec.EllipticCurvePrivateKey, subject: str, *, is_authority: bool) -> bytes:
-        def named(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)] if text else [])
-
-        now = datetime.datetime.now(datetime.UTC)
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        return (
-            x509.CertificateBuilder()
-            .subject_name(named(subject))
-            .issuer_name(named(self.name))
-            .serial_number(x509.random_serial_number())
-            .public_key(key.public_key())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(names), critical=not subject)
-            .sign(self.key, hashes.SHA256())
-            .public_bytes(serialization.Encoding.PEM)
-        )
 
 
 def options(files: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from covey.proto import checkpointing
 from covey.proto.checkpointing import Begun, Checkpoint, Checkpointing, Ended, Named, Send
 from covey.wire import checkpoint as wire
 
-SEEDS = 2400
+SEEDS = 2000
 LEAD = 3
 """How many operations a member may be ahead of the slowest one."""
 

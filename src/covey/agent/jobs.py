@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +40,8 @@ STARTS_RATE, STARTS_BURST = 0.5, 16.0
 """Starts a second, and at first."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
 """What members may send."""
+TOKENS_LIMIT: Final = 64
+"""Signals of a program that are recognised if a terminal sends them twice."""
 LOOK_SECONDS: Final = 0.5
 READ_BYTES: Final = 64 << 10
 WORDS_SHOWN: Final = 200
@@ -65,6 +68,7 @@ class StartedJob:
         self._alone_since: float | None = self._began_at
         """Since when no terminal has followed a program that needs one."""
         self._kill_at: float | None = None
+        self._tokens: deque[int] = deque(maxlen=TOKENS_LIMIT)
 
     def start(self, argv: Sequence[str], env: dict[str, str], ended: Callable[[StartedJob], None]) -> None:
         """Start the process; `ended` is called when it has ended, on the job's thread.
@@ -93,6 +97,14 @@ class StartedJob:
             self.number, self.request.run, tuple(words), self.request.processes, self.started_by, seconds, code,
             str(self.folder),
         )  # fmt: skip
+
+    def is_new(self, token: int) -> bool:
+        """Tell whether a signal has a token that none of the last ones had, and remember it."""
+        with self._lock:
+            if token in self._tokens:
+                return False
+            self._tokens.append(token)
+            return True
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to `covey run`, which passes it on; does nothing if the program has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import threading
 import time
@@ -82,14 +83,17 @@ class AgentShare:
                 return
 
     def send_signal(self, signum: int) -> None:
-        """Pass a signal on."""
-        deadline = time.monotonic() + AGAIN_SECONDS
+        """Pass a signal on, once, although the answer may be lost: a second SIGINT would kill."""
+        deadline, token = time.monotonic() + AGAIN_SECONDS, secrets.randbits(52)
         while time.monotonic() < deadline:
-            with contextlib.suppress(ConnectError):
-                with contextlib.suppress(CoveyError):  # the program has ended
-                    self._agent.call("send_signal", self._number, int(signum))
+            try:
+                self._agent.call("send_signal", self._number, int(signum), token)
+            except ConnectError:
+                time.sleep(PAUSE_SECONDS)
+            except CoveyError:  # the program has ended
                 return
-            time.sleep(PAUSE_SECONDS)
+            else:
+                return
 
 
 def launch(
@@ -121,7 +125,7 @@ def launch(
         for agent in agents:
             if agent.name in numbers:
                 with contextlib.suppress(CoveyError):
-                    agent.call("send_signal", numbers[agent.name], int(signal.SIGKILL))
+                    agent.call("send_signal", numbers[agent.name], int(signal.SIGKILL), 0)
         raise
     return [AgentShare(agent, numbers[agent.name]) for agent in agents]
 

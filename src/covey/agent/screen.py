@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 from typing import TYPE_CHECKING, Final
 
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from covey.runtime.keeper.rank_logs import RankLogs
 
+WAIT_SECONDS: Final = 0.2
 _PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
 
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
@@ -51,6 +55,8 @@ class Screen:
         self._lines: dict[tuple[str, int], _Lines] = {}
         self._cursor: dict[int, Cursor] = {1: Cursor(), 2: Cursor()}
         self._is_closed = {1: False, 2: False}
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called now and then while the terminal does not take output: a pager may stand still."""
 
     def show(self, machine: str, stream: int, data: bytes) -> None:
         """Show output of a machine: 1 is standard output, 2 standard error."""
@@ -83,12 +89,17 @@ class Screen:
 
     def _put(self, stream: int, data: bytes) -> None:
         """Write; a stream that cannot be written any more is left alone, and the run goes on."""
-        if self._is_closed[stream]:
-            return
         (sys.stdout if stream == 1 else sys.stderr).flush()
         rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(stream, rest) :]
-        except OSError:
-            self._is_closed[stream] = True
+        while rest and not self._is_closed[stream]:
+            try:
+                if select.select([], [stream], [], WAIT_SECONDS)[1]:
+                    rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]  # so much is taken without a wait
+                else:
+                    self.while_waiting()
+            except OSError:
+                self._is_closed[stream] = True
+
+    def close(self) -> None:
+        """Show nothing more: the terminal does not take it, and is left."""
+        self._is_closed = {1: True, 2: True}

@@ -157,13 +157,17 @@ class AgentService:
         job = self.jobs.start(request, jobs.command(request, self._cluster, python), work, _machine_name(card))
         return job.number
 
-    def send_signal(self, number: Number, signum: Number) -> None:
-        """Send a signal to a program."""
+    def send_signal(self, number: Number, signum: Number, token: Number) -> None:
+        """Send a signal to a program, unless it had one with the same token, which is not 0: a caller that lost its
+        connection repeats its last call.
+        """
         if signum not in jobs.SIGNALS:
             raise ConfigError(
                 f"signal {signum} cannot be sent; use one of {', '.join(each.name for each in jobs.SIGNALS)}"
             )
         job = self.jobs.get(number)
+        if token and not job.is_new(token):
+            return
         self._note("program-signalled", self._card_of(_caller()), job.request.run, signal.Signals(signum).name)
         job.send_signal(signum)
 

@@ -24,6 +24,8 @@ FAILURE_SECONDS: Final = 2.0
 """How long the others may take to notice a failure by themselves, before they are stopped."""
 BACKLOG_REPORTS: Final = 64
 """Reports of one share that wait to be shown; then the share waits."""
+KILLS: Final = 2
+"""Ctrl-C that are passed on; with the next one the terminal leaves."""
 SIGNALLED: Final = 128
 """Exit codes above this mean a signal."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -82,8 +84,11 @@ class SharedRun:
     def __init__(self, shares: Sequence[Share], screen: Screen, goes_on: Callable[[], bool]) -> None:
         """`goes_on` tells whether the nodes of the run go on after a failure: then the others are not stopped."""
         self._shares, self._screen, self._goes_on = shares, screen, goes_on
-        self._reports: queue.SimpleQueue[tuple[int, Report] | int] = queue.SimpleQueue()
-        """The number of a share and its report; or a signal. Signal handlers may put into a queue of this kind."""
+        self._reports: queue.SimpleQueue[tuple[int, Report] | None] = queue.SimpleQueue()
+        """The number of a share and its report; None after a signal: handlers may put into a queue of this kind."""
+        self._arrived: list[int] = []
+        """Signals that have come."""
+        screen.while_waiting = self._react
         self._room = [threading.Semaphore(BACKLOG_REPORTS) for _ in shares]
         self._alive = dict(enumerate(shares))
         self._told: int | None = None
@@ -108,9 +113,9 @@ class SharedRun:
                 wait = None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
                 with contextlib.suppress(queue.Empty):
                     self._take(self._reports.get(timeout=wait))
-                if self._interrupts > 2:
-                    self._screen.note("left before all programs have ended")
-                    return 130
+                self._react()
+                if self._interrupts > KILLS:
+                    return 128 + signal.SIGINT
                 if self._stop_at is not None and time.monotonic() >= self._stop_at:
                     self._stop_others()
         if self._told is not None and (self._told != signal.SIGTERM or not (self._has_finished or self._codes)):
@@ -124,10 +129,8 @@ class SharedRun:
 
         return report
 
-    def _take(self, report: tuple[int, Report] | int) -> None:
+    def _take(self, report: tuple[int, Report] | None) -> None:
         match report:
-            case int():
-                self._on_signal(report)
             case (number, what):
                 self._room[number].release()
                 share = self._shares[number]
@@ -140,15 +143,19 @@ class SharedRun:
                         self._screen.ended(share.name)
                         self._on_end(number, code, why)
 
-    def _on_signal(self, signum: int) -> None:
-        if self._told is None:
-            self._told = signum
-            typed = signum == signal.SIGINT
-            self._screen.note("Stopping… press Ctrl-C again to kill" if typed else f"{signal_name(signum)}: stopping…")
-            self._send(signum)
-        elif signum == signal.SIGINT:
-            self._send(signum)
-        self._interrupts += signum == signal.SIGINT
+    def _react(self) -> None:
+        """Pass on the signals that have come; also while the terminal takes no output."""
+        while self._arrived:
+            signum = self._arrived.pop(0)
+            self._interrupts += signum == signal.SIGINT
+            is_first, self._told = self._told is None, self._told or signum
+            if is_first or signum == signal.SIGINT:
+                self._send(signum)
+            if self._interrupts > KILLS:
+                self._screen.close()
+            elif is_first:
+                typed = "Stopping… press Ctrl-C again to kill"
+                self._screen.note(typed if signum == signal.SIGINT else f"{signal_name(signum)}: stopping…")
 
     def _on_end(self, number: int, code: int, why: str) -> None:
         del self._alive[number]
@@ -183,7 +190,8 @@ class SharedRun:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def note(signum: int, _: object) -> None:
-            self._reports.put(signum)
+            self._arrived.append(signum)
+            self._reports.put(None)
 
         with contextlib.ExitStack() as stack:
             for signum in SIGNALS:

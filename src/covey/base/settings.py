@@ -142,6 +142,15 @@ _ROWS: Final = (
         _NETWORK, "insecure", Flag(), False,
         "Allow unencrypted connections between the machines of a launcher's run.", files=USER_FILE,
     ),
+    _tuned(
+        _NETWORK, "tls_ca", AnyText("a path"), "",
+        "PEM file with the authority of your organisation: nodes of the cluster need a certificate from it, too.",
+        files=USER_FILE,
+    ),
+    _tuned(
+        _NETWORK, "tls_cert", AnyText("a path"), "", "PEM file with the certificate of this machine.", files=USER_FILE
+    ),
+    _tuned(_NETWORK, "tls_key", AnyText("a path"), "", "PEM file with the key of that certificate.", files=USER_FILE),
     _of_group(
         _OPERATIONS, "timeout", Seconds(), 1800.0,
         "How long an operation may take before it raises DeadlineError. A lost process is noticed long before.",

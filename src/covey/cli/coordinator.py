@@ -150,7 +150,9 @@ def checkpoint(
     if phase == "failed":
         raise CoveyError(f"checkpoint {found.id} failed: {printable(found.error)}")
     if wait and phase != "done":
-        raise DeadlineError(f"checkpoint {found.id} is {phase}: {len(found.ended)} workers have ended it")
+        raise DeadlineError(
+            f"checkpoint {found.id} is {phase} after the timeout of --wait: {len(found.ended)} workers have ended it"
+        )
     say(f"Checkpoint {found.id} to {printable(found.path)!r} is {phase}.")
 
 
@@ -170,8 +172,8 @@ def _security(
     from covey.coordinator.extra import require_grpc
 
     require_grpc()
-    from covey.coordinator.pem_files import PemFiles
     from covey.coordinator.security import choose_security
+    from covey.net.keys.pem_files import PemFiles
 
     return choose_security(host, PemFiles.of(tls_ca, tls_cert, tls_key), ClusterOptions(cluster))
 

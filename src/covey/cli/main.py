@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
+    "checkpoint": "Ask all ranks of a run to save a checkpoint.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
     "config": "Print the settings in effect, and where each comes from.",
     "clusters": "List the clusters that this machine is in.",

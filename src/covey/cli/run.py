@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
@@ -19,6 +19,11 @@ from covey.base.errors import ConfigError
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from covey.base.config import GroupConfig
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
@@ -170,6 +175,16 @@ def run(
             "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
         ),
     ] = False,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="PEM file: nodes also need a certificate of this authority."),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file with the certificate of this machine.")
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file with the key of that certificate.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
     ] = False,
@@ -237,8 +252,9 @@ def run(
         settings["COVEY_COMPRESS"] = check_compress(compress)
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
-    of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
-    if processes is not None and all(option is None for option in of_cluster):
+    sizes = (min_size, max_size, size)
+    others = (run_name, cluster, wait, seeds, interfaces, tie_breaker, new or None, tls_ca, tls_cert, tls_key)
+    if processes is not None and all(option is None for option in (*sizes, *others)):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
@@ -263,6 +279,9 @@ def run(
         "COVEY_SEEDS": seeds,
         "COVEY_INTERFACES": interfaces,
         "COVEY_TIE_BREAKER": tie_breaker,
+        "COVEY_TLS_CA": _whole_path(tls_ca),
+        "COVEY_TLS_CERT": _whole_path(tls_cert),
+        "COVEY_TLS_KEY": _whole_path(tls_key),
         "COVEY_RUN_MIN_HOSTS": None if size is not None or min_size is not None else MIN_HOSTS,
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
@@ -317,7 +336,6 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
-    from covey.base.config import GroupConfig
     from covey.base.seeds import split_seeds
     from covey.net.discovery.interfaces import parse_pattern
     from covey.net.settings_files import effective_environment
@@ -341,11 +359,24 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         from covey.runtime.joining.cluster_join import forget_lineages
 
         variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
-    service = ClusterKeeperService(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
+    service = ClusterKeeperService(cluster, _keeper_config(env))
     if not is_passed_on:
         return functools.partial(ClusterRun, processes, variables, service)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
     return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
+
+
+def _keeper_config(env: Mapping[str, str]) -> GroupConfig:
+    """Return what the keeper needs of the settings of its processes."""
+    from covey.base.config import GroupConfig
+
+    names = ("interfaces", "tls_ca", "tls_cert", "tls_key")
+    given: dict[str, Any] = {name: env.get(f"COVEY_{name.upper()}", "") for name in names}
+    return GroupConfig(**given)
+
+
+def _whole_path(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def is_run_name(word: str, following: str) -> bool:

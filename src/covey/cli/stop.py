@@ -44,7 +44,7 @@ def stop(
         if not running:
             raise ConfigError(f"no agent runs {run!r}; `covey ps` lists the runs")
         for agent, number in running:
-            agent.call("send_signal", number, int(signal.SIGKILL if kill else signal.SIGTERM))
+            agent.call("send_signal", number, int(signal.SIGKILL if kill else signal.SIGTERM), 0)
         with working(f"waiting for the end of {run} ..."):
             _await_end(running)
     say(f"{run!r} has ended on {', '.join(agent.name for agent, _ in running)}.")

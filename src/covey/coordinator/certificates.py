@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from covey.net.keys.identity import machine_secret
+from covey.net.keys.pem_files import KeyAndCertificates
 
 if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret
@@ -30,14 +31,6 @@ _ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC6325
 """The number of points of P-256."""
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
-
-
-class KeyAndCertificates(NamedTuple):
-    """What one end of a connection needs, as PEM."""
-
-    key: bytes
-    chain: bytes
-    authorities: bytes
 
 
 def derived(secret: ClusterSecret, earlier: ClusterSecret | None, role: str) -> KeyAndCertificates:

@@ -76,7 +76,7 @@ def explained(error: Any, address: str) -> CoveyError:
     if code in FINAL:
         return ConfigError(f"the coordinator at {address}: {details}")
     if code == "DEADLINE_EXCEEDED":
-        return DeadlineError(f"the coordinator at {address} did not answer in time: {details}")
+        return DeadlineError(f"the coordinator at {address} did not answer within the timeout of the call: {details}")
     if code == "UNAVAILABLE" and "refused" in details:
         return ConnectError(f"the coordinator at {address} cannot be reached: no program listens there")
     if code == "UNAVAILABLE":

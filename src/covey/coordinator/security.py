@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConfigError
-from covey.coordinator.certificates import SERVER_NAME, KeyAndCertificates, derived, key_of, subject_of
+from covey.coordinator.certificates import SERVER_NAME, derived, key_of, subject_of
 from covey.coordinator.extra import require_grpc
 from covey.coordinator.refusal import Reason, RefusalError
 from covey.net.keys import clusters
@@ -24,8 +24,8 @@ from covey.runtime.environment import ClusterOptions, is_loopback
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.coordinator.pem_files import PemFiles
     from covey.net.keys.clusters import Cluster
+    from covey.net.keys.pem_files import KeyAndCertificates, PemFiles
     from covey.wire.secret import ClusterSecret
 
 TOKEN_KEY: Final = "covey-token"

@@ -104,7 +104,9 @@ class Session:
             if self._error is not None:
                 raise self._error
             waited = self._progress or f"the coordinator at {self._address} was not reached"
-            raise DeadlineError(f"worker {self._terms.worker_id!r} got no rank within {timeout:g} s: {waited}")
+            raise DeadlineError(
+                f"worker {self._terms.worker_id!r} got no rank within the timeout of {timeout:g} s: {waited}"
+            )
 
     @property
     def is_registered(self) -> bool:

@@ -66,7 +66,7 @@ class WorkerNodeConfig:
     insecure: bool | None = None
     """Let the ranks talk to other machines in clear text."""
     tls_ca: str | None = None
-    """PEM file with the authority of the coordinator's certificate."""
+    """PEM file with the authority of the coordinator's certificate, and of those of workers on other machines."""
     tls_cert: str | None = None
     """PEM file with the certificate of this worker."""
     tls_key: str | None = None
@@ -109,6 +109,8 @@ class WorkerNode:
         self._session: Session | None = None
         self._group: Group | None = None
         self._round = 0
+        self._pid = 0
+        """The process that started it."""
 
     def start(self) -> Self:
         """Register, wait for a rank, and join the run.
@@ -121,6 +123,7 @@ class WorkerNode:
         with self._changing:
             if self._session is not None:
                 raise ConfigError(f"worker {self.worker_id!r} is started already; close it first")
+            self._pid = os.getpid()
             try:
                 self._start()
             except BaseException:
@@ -130,9 +133,13 @@ class WorkerNode:
         return self
 
     def close(self) -> None:
-        """Leave the group, unregister, and end all threads. A second call does nothing; `start` may follow."""
-        with self._changing:
-            self._end()
+        """Leave the group, unregister, and end all threads. A second call does nothing; `start` may follow.
+
+        In a process that was forked from the worker, it does nothing: the worker is its parent.
+        """
+        if self._pid in (0, os.getpid()):
+            with self._changing:
+                self._end()
 
     @property
     def worker_id(self) -> str:
@@ -214,10 +221,10 @@ class WorkerNode:
         from covey.coordinator.extra import require_grpc
 
         require_grpc()
-        from covey.coordinator.pem_files import PemFiles
         from covey.coordinator.security import choose_security
         from covey.coordinator.session import Session, WorkerTerms
         from covey.net.keys import secret_sources
+        from covey.net.keys.pem_files import PemFiles
         from covey.runtime.joining.bootstrap import join_at
 
         config = self.config
@@ -227,6 +234,9 @@ class WorkerNode:
             effective_environment(),
             insecure=config.insecure,
             on_loss=config.on_loss,
+            tls_ca=config.tls_ca,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
             **from_argument(config.settings or {}),
         )
         host = seeds.parse(config.coordinator).host

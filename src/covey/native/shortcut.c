@@ -34,7 +34,7 @@ struct entry {
 
 /* What a group that survives losses adds; all NULL in others. */
 struct atomic {
-    PyObject *operations, *commit, *running, *complete, *barrier, *undo, *nothing;
+    PyObject *operations, *commit, *running, *complete, *barrier, *undo;
 };
 
 struct shortcut {
@@ -75,21 +75,20 @@ static void shortcut_release(PyObject *self)
     Py_CLEAR(atomic->complete);
     Py_CLEAR(atomic->barrier);
     Py_CLEAR(atomic->undo);
-    Py_CLEAR(atomic->nothing);
 }
 
 /* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns), and in a group that
  * survives losses (AtomicOperations, Commit, its phases of a running and a complete operation, the barrier's plan, the
- * undo buffer, an empty array) */
+ * undo buffer) */
 static int shortcut_fill(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *parts[5];
     long long spin_ns, yield_ns, stall_ns;
     struct atomic atomic = {0};
-    if (!PyArg_ParseTuple(args, "OOOO!OLLL|(OOOOOOO)", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
+    if (!PyArg_ParseTuple(args, "OOOO!OLLL|(OOOOOO)", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
                           &spin_ns, &yield_ns, &stall_ns, &atomic.operations, &atomic.commit, &atomic.running,
-                          &atomic.complete, &atomic.barrier, &atomic.undo, &atomic.nothing))
+                          &atomic.complete, &atomic.barrier, &atomic.undo))
         return -1;
     if (name_dtype == NULL) {
         name_dtype = PyUnicode_InternFromString("dtype");
@@ -112,7 +111,6 @@ static int shortcut_fill(PyObject *self, PyObject *args)
     Py_XINCREF(atomic.complete);
     Py_XINCREF(atomic.barrier);
     Py_XINCREF(atomic.undo);
-    Py_XINCREF(atomic.nothing);
     shortcut->atomic = atomic;
     for (int index = 0; index < 5; index++)
         Py_INCREF(parts[index]);
@@ -264,12 +262,22 @@ static bool take_output(const struct shortcut *shortcut, const struct entry *ent
     return false;
 }
 
+/* The memory of a call without an array. */
+static Py_buffer nothing(void)
+{
+    static Py_ssize_t no_axes[1];
+    static uint8_t no_bytes[1];
+    return (Py_buffer){.buf = no_bytes, .itemsize = 1, .shape = no_axes};
+}
+
 /* Finds how a call runs, and takes its arrays; NULL, with or without an error, if it needs the long way. */
 static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyObject *x, PyObject *what, PyObject *out)
 {
     Py_buffer view, out_view;
-    PyObject *dtype;
-    if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
+    PyObject *dtype = Py_None;
+    if (x == Py_None)
+        view = nothing();
+    else if (!look_at(shortcut, x, out == NULL ? PyBUF_WRITABLE | PyBUF_ND : PyBUF_ND, &view, &dtype))
         return NULL;
     struct entry *entry = find(shortcut, dtype, what, view.ndim, view.shape);
     if (entry == NULL || entry->output.is_there != (out != NULL) ||
@@ -293,11 +301,10 @@ static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyOb
 static enum reason look_at_barrier(struct shortcut *shortcut, struct operation *operation, const struct entry *entry)
 {
     struct runner *runner = (struct runner *)shortcut->runner;
-    Py_buffer nothing;
     bool change_pending = runner->change_pending;
     runner_finish(runner);
-    if (PyObject_GetBuffer(shortcut->atomic.nothing, &nothing, PyBUF_WRITABLE | PyBUF_ND) < 0 ||
-        !runner_take(runner, &nothing))
+    Py_buffer no_array = nothing();
+    if (!runner_take(runner, &no_array))
         return NO_MEMORY;
     operation->plan = shortcut->atomic.barrier;
     operation->reduction = operation->undo = NULL;
@@ -380,7 +387,7 @@ static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_
     Py_RETURN_TRUE;
 }
 
-/* run(x, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+/* run(x or None, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
  * records the call, which is returned, and resumes the runner. */
 static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import RemoteProtocolError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire.messages import MAX_MEMBERS, NAME_LIMIT, Count, Reason, Worded
 
 PATH_LIMIT: Final = 1000
@@ -104,3 +104,14 @@ def decode_checkpoint(data: bytes) -> CheckpointMessage:
         return _messages.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message about a checkpoint: {error}") from error
+
+
+def check_order(path: str, checkpoint_id: str) -> None:
+    """Raise ConfigError for a path or an id that members would take for a broken protocol; an empty id is fine."""
+    if len(path) > PATH_LIMIT or not path.isprintable():
+        raise ConfigError(f"the path {path[:50]!r} must be up to {PATH_LIMIT} printable characters")
+    is_plain = checkpoint_id.isascii() and checkpoint_id.isprintable() and " " not in checkpoint_id
+    if len(checkpoint_id) > NAME_LIMIT or not is_plain:
+        raise ConfigError(
+            f"the id {checkpoint_id[:50]!r} must be up to {NAME_LIMIT} printable ASCII characters without spaces"
+        )

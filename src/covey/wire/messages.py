@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ RANKS_LIMIT: Final = 4096
 """Ranks that one message names."""
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
+CERTIFICATES_LIMIT: Final = 6
+"""Certificates of an organisation that a node presents."""
 WAITING_LIMIT: Final = 64
 """How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
@@ -53,6 +55,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text about many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+Certificate = Annotated[bytes, msgspec.Meta(max_length=8192)]
+"""A certificate, as DER."""
 NodeId = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
@@ -149,6 +153,14 @@ def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
     return msgspec.structs.replace(card, contact=contact)
 
 
+class Papers(msgspec.Struct, frozen=True, array_like=True):
+    """What an organisation's certificate says about a node: a signature by its key over the node's id."""
+
+    certificates: Annotated[tuple[Certificate, ...], msgspec.Meta(min_length=1, max_length=CERTIFICATES_LIMIT)]
+    """The certificate of the node's machine, then those above it, without the authority."""
+    signature: Annotated[bytes, msgspec.Meta(max_length=1024)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The first message of the end that opens a link."""
 
@@ -167,6 +179,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     charter: Charter | None = None
     """The latest charter that the sender knows: a node that has missed it may not know that the sender is allowed."""
     settings: SharedSettings = ""
+    papers: Papers | None = None
+    """What proves that the organisation knows the sender, if there is one."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -178,6 +192,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """As in Hello."""
     charter: Charter | None = None
     """As in Hello."""
+    papers: Papers | None = None
+    """As in Hello."""
+
+
+Opening = TypeVar("Opening", Hello, Welcome)
 
 
 class Refusal(Worded, frozen=True, array_like=True, tag=3):
@@ -479,6 +498,11 @@ def surviving(founded: Founded) -> Founded:
     return msgspec.structs.replace(founded, on_loss="continue")
 
 
+def with_papers(message: Opening, papers: Papers) -> Opening:
+    """Return the same Hello or Welcome with papers."""
+    return msgspec.structs.replace(message, papers=papers)
+
+
 def founded_with(founded: Founded, members: tuple[SeatedMember, ...], tie_breaker: int) -> Founded:
     """Return the same generation with these members."""
     return msgspec.structs.replace(founded, members=members, tie_breaker=tie_breaker)
@@ -600,9 +624,30 @@ class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):
     reason: Text
 
 
+class RequestCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """Asks for a checkpoint of the receiver's run: keepers, and visitors."""
+
+    id: Name
+    """Its own id, or empty for a new one."""
+    path: Text
+    is_question: bool = False
+    """Only asks for the state of the checkpoint with this id."""
+
+
+class CheckpointProgress(Worded, frozen=True, array_like=True, tag=39):
+    """Answer to RequestCheckpoint."""
+
+    id: Name
+    """That of the checkpoint that the request is for."""
+    state: Name
+    """`requested`, `pending` or `over`; `refused`; empty if the receiver knows no such checkpoint."""
+    text: Text
+    """Which ranks could not save, or why the request is refused; empty otherwise."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
-Question = Ask | Reach | NewSecret | Inspect
-Answer = Tell | Reached | SecretKept | Inspected
+Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
+Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
 Control = (
     Roster
     | Ready
@@ -638,6 +683,8 @@ Control = (
     | Past
     | AgentCall
     | AgentRefusal
+    | RequestCheckpoint
+    | CheckpointProgress
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import select
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -127,6 +129,32 @@ def test_a_second_ctrl_c_is_passed_on_too_and_a_third_leaves() -> None:
     threading.Timer(0.1, press).start()
     assert SharedRun([stubborn], Screen(), lambda: False).attend() == 130
     assert stubborn.signals[:2] == [signal.SIGINT] * 2
+    stubborn._ends.put(Ended(130))
+
+
+def test_ctrl_c_is_passed_on_while_the_terminal_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        screen = Screen()
+        with monkeypatch.context() as patched:
+            write, select_ = os.write, select.select
+            patched.setattr(os, "write", lambda stream, data: write(writing if stream == 1 else stream, data))
+            patched.setattr(
+                select, "select", lambda r, w, x, t: select_(r, [writing if s == 1 else s for s in w], x, t)
+            )
+            part = ScriptedShare("a", Printed(1, b"stuck\n"), on_signal={signal.SIGINT: Ended(130)})
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(1.0, lambda: os.read(reading, 1 << 16)).start()
+            assert SharedRun([part], screen, lambda: False).attend() == 130
+            assert part.signals == [signal.SIGINT]
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_flood_of_output_waits_for_the_screen() -> None:

@@ -98,8 +98,8 @@ def test_a_name_in_the_argument_that_is_no_setting_is_an_error_with_the_nearest_
 
 def test_the_file_of_a_working_folder_cannot_weaken_security() -> None:
     weakening = {setting.name for setting in SETTINGS.values() if setting.files == USER_FILE}
-    assert weakening == {"insecure", "seeds"}
-    values: dict[str, Any] = {"insecure": True, "seeds": ["192.0.2.1:47700"]}
+    assert weakening == {"insecure", "seeds", "tls_ca", "tls_cert", "tls_key"}
+    values: dict[str, Any] = {"insecure": True, "seeds": ["192.0.2.1:47700"], "tls_ca": "ca.pem"}
     for name, value in values.items():
         with pytest.raises(
             ConfigError, match=f"{name} cannot be set by the folder of a program.*{SETTINGS[name].variable}"

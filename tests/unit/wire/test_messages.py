@@ -64,6 +64,8 @@ CONTROLS: list[Any] = [
     messages.CheckpointNews((3 << 32) + 1, b"body"),
     messages.AgentCall(7, 1, b"a message about a call"),
     messages.AgentRefusal(7, "south may not use north"),
+    messages.RequestCheckpoint("monday", "/backup", True),
+    messages.CheckpointProgress("monday", "over", "rank 1: disk full"),
 ]
 
 
@@ -85,7 +87,7 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
                      "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31,
                      "Inspect": 32, "Inspected": 33, "CheckpointNews": 34, "Past": 35, "AgentCall": 36,
-                     "AgentRefusal": 37}  # fmt: skip
+                     "AgentRefusal": 37, "RequestCheckpoint": 38, "CheckpointProgress": 39}  # fmt: skip
     assert set(names) == {
         kind.__name__ for union in (messages.HandshakeMessage, messages.Control) for kind in get_args(union)
     }
@@ -101,10 +103,9 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
     assert messages.decode_handshake(msgspec.msgpack.encode([*raw, "new"])) == HELLO
-    *start, card, on_loss, charter, settings = raw
-    assert (
-        messages.decode_handshake(msgspec.msgpack.encode([*start, [*card, "new"], on_loss, charter, settings])) == HELLO
-    )
+    *start, card, on_loss, charter, settings, papers = raw
+    longer = [*start, [*card, "new"], on_loss, charter, settings, papers]
+    assert messages.decode_handshake(msgspec.msgpack.encode(longer)) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
     assert messages.decode_handshake(msgspec.msgpack.encode([*start, card[:6]])) == older
 

@@ -141,7 +141,7 @@ def ddp(
 
 @app.command()
 def compress(
-    codecs: Annotated[str, typer.Option(help="Codecs, separated by commas.")] = CODECS,
+    codecs: Annotated[str, typer.Option(help="Codecs, separated by commas; none is always there.")] = CODECS,
     links: Annotated[str, typer.Option(help="Speeds of links in Mbit/s, separated by commas.")] = "100,1000,10000",
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 4,
     size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
@@ -154,7 +154,7 @@ def compress(
     from covey.cli.bench import compress as trials
 
     trial = trials.Trial(
-        codecs=tuple(split_items(codecs)),
+        codecs=tuple(dict.fromkeys(("none", *split_items(codecs)))),
         links=tuple(float(word) for word in parse_names(links)),
         size=ranks,
         nbytes=parse_size(size),

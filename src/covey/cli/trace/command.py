@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from covey.base.config import check_timeout, group_config
+from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, DeadlineError, RemoteProtocolError
-from covey.base.text import listed, printable
+from covey.base.text import listed
 from covey.cli.layout import Column, room, table
-from covey.cli.terminal import plural, say, working
+from covey.cli.runs import find_run, here, visiting_members
+from covey.cli.terminal import plural, say
 from covey.cli.trace.merge import chrome_trace, merge
-from covey.net.local_runs import find_local_run, local_runs
-from covey.net.settings_files import effective_environment
-from covey.runtime.environment import ClusterOptions
+from covey.net.local_runs import LocalRunFound
 from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from covey.cli.trace.merge import Timeline
     from covey.net.keys.clusters import Cluster
-    from covey.net.local_runs import LocalRunFound
 
 ANSWER_SECONDS: Final = 5.0
 FILE_LIMIT_BYTES: Final = 1 << 26
@@ -112,7 +110,7 @@ def read_latest(place: Path) -> list[Flight]:
     """Return what the processes of the run whose file is the newest have written around that time."""
     files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not files:
-        raise ConfigError(f"there are no files of ranks in {place}; name a run that goes on{_here()}, or the files")
+        raise ConfigError(f"there are no files of ranks in {place}; name a run that goes on{here()}, or the files")
     newest, at = read(files[0]), files[0].stat().st_mtime
     flights = [newest]
     for path in files[1:]:
@@ -133,22 +131,10 @@ def ask_run(name: str, cluster: str | None, wait: float) -> tuple[str, list[Flig
         ConfigError: there is no such run.
         DeadlineError: no member has answered.
     """
-    run = find_local_run(name) if cluster is None else None
-    if run is not None:
-        return run.name, ask_local_run(run), None
-    try:
-        found = ClusterOptions(cluster).find(effective_environment())
-    except ConfigError as error:
-        if cluster is not None:
-            raise
-        raise ConfigError(f"no run {name!r} goes on here{_here()}, and no cluster can be asked: {error}") from None
+    found = find_run(name, cluster)
+    if isinstance(found, LocalRunFound):
+        return found.name, ask_local_run(found), None
     return name, *ask_cluster(name, found, wait)
-
-
-def _here() -> str:
-    """Return the names of the runs on this machine, to be put behind what a message says of them."""
-    names = listed(dict.fromkeys(run.name for run in local_runs()))
-    return f" (here: {names})" if names else ""
 
 
 def ask_local_run(run: LocalRunFound) -> list[Flight]:
@@ -174,22 +160,7 @@ def _checked(run: str, flights: list[Flight], size: int, noun: str) -> list[Flig
 
 def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], dict[str, float]]:
     """Ask the members of a run of a cluster; see `ask_run`."""
-    from covey.runtime.mesh.visit import visiting
-
-    with visiting(found, group_config(effective_environment()), announce=False) as visit:
-        with working(f"looking for nodes of {found.name} ..."):
-            visit.look(wait)
-        seen = visit.members()
-        told = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
-        runs = {answer.run for answer in told if isinstance(answer, messages.Tell)}
-        if run not in runs:
-            names = listed(repr(printable(name)) for name in sorted(runs)) or "none"
-            raise ConfigError(f"no node of cluster {found.name!r} is in a run {run!r}; runs: {names}")
-        members = [
-            state
-            for state, answer in zip(seen, told, strict=True)
-            if isinstance(answer, messages.Tell) and answer.run == run and answer.rank >= 0
-        ]
+    with visiting_members(run, found, wait) as (visit, members, size):
         cards = [state.card for state in members]
 
         def ask(question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
@@ -198,9 +169,7 @@ def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], di
 
         flights = collect(ask)
     ahead = {state.card.contact.host: state.clock_offset for state in members}
-    known = {peer.card.id for tell in told if isinstance(tell, messages.Tell) and tell.run == run
-             for peer in tell.peers if peer.rank >= 0}  # fmt: skip
-    return _checked(run, flights, len(known | {card.id for card in cards}), "member"), ahead
+    return _checked(run, flights, size, "member"), ahead
 
 
 # The table

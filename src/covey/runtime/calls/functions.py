@@ -22,7 +22,7 @@ _FIRST_RUNS: Final = 8
 """How often a function runs before it may count as short."""
 
 
-class HandlerPace:
+class CallPace:
     """How long a function takes, by its last runs. Threads may lose a run of another one; that does no harm."""
 
     __slots__ = ("_average", "_runs")
@@ -49,7 +49,7 @@ class CallableFunction(NamedTuple):
     signature: Signature
     is_async: bool
     is_stream: bool
-    pace: HandlerPace
+    pace: CallPace
 
 
 def callable_function(name: str, function: Any) -> CallableFunction:
@@ -61,7 +61,7 @@ def callable_function(name: str, function: Any) -> CallableFunction:
     plain = function if inspect.isroutine(function) else type(function).__call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(plain)
     is_async = is_async or inspect.isasyncgenfunction(plain)
-    return CallableFunction(name, function, signature, is_async, is_stream, HandlerPace())
+    return CallableFunction(name, function, signature, is_async, is_stream, CallPace())
 
 
 class FunctionRegistry:

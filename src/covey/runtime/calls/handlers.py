@@ -91,8 +91,13 @@ class HandlerLoop:
         self._tasks: dict[object, asyncio.Task[None]] = {}
         self._is_closed = False
 
-    def run(self, key: object, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, which raises nothing but CancelledError, as the task of this key. Returns at once."""
+    def run(
+        self, key: object, coroutine: Coroutine[Any, Any, None], never_ran: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run a coroutine, which raises nothing, as the task of this key. Returns at once.
+
+        A task can be cancelled before its coroutine runs for the first time: then `never_ran` is called, on the loop.
+        """
         with self._lock:
             if self._is_closed:
                 coroutine.close()
@@ -100,7 +105,7 @@ class HandlerLoop:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._serve, args=(self._loop,), name=f"{self._name} loop", daemon=True).start()
-            self._loop.call_soon_threadsafe(self._start, key, coroutine)
+            self._loop.call_soon_threadsafe(self._start, key, coroutine, never_ran)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -112,15 +117,17 @@ class HandlerLoop:
                 loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    def _start(self, key: object, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, key: object, coroutine: Coroutine[Any, Any, None], never_ran: Callable[[], None]) -> None:
         assert self._loop is not None
         task = self._tasks[key] = self._loop.create_task(coroutine)
-        task.add_done_callback(lambda task: self._ended(key, task))
+        task.add_done_callback(lambda task: self._ended(key, task, never_ran))
 
-    def _ended(self, key: object, task: asyncio.Task[None]) -> None:
+    def _ended(self, key: object, task: asyncio.Task[None], never_ran: Callable[[], None]) -> None:
         if self._tasks.get(key) is task:
             del self._tasks[key]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            never_ran()
+        elif (error := task.exception()) is not None:
             logger.error("a handler of calls failed: %r", error)
 
     def cancel(self, key: object) -> None:

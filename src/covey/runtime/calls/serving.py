@@ -1,7 +1,7 @@
 """Serves the calls of other nodes: finds the function, decodes its arguments, runs it, and reports its end to the core.
 
 Each call under way is a `_Serving`. Functions run on handler threads or on the loop of asynchronous functions. Those
-that were short so far run on the thread that has received the call (`functions.HandlerPace`). A stream is advanced one
+that were short so far run on the thread that has received the call (`functions.CallPace`). A stream is advanced one
 item at a time, so that it holds no thread between two items.
 """
 
@@ -111,7 +111,7 @@ class Serving:
             use = "stream, which makes items: use node.stream" if function.is_stream else "function: use node.call"
             self._refuse(serving, wire.ARGUMENTS, f"{request.name!r} is a {use}")
         elif function.is_async:
-            self._loop.run(serving.key, self._run_async(serving, parts))
+            self._loop.run(serving.key, self._run_async(serving, parts), lambda: self._never_ran(serving))
         else:
             is_short = function.pace.is_short and not request.payload.sizes
             if not is_short or function.is_stream or not self._run_soon(lambda: self._run(serving, parts)):
@@ -122,7 +122,7 @@ class Serving:
         serving = self._under_way[peer, number]
         assert serving.function is not None
         if serving.function.is_async:
-            self._loop.run(serving.key, self._step_async(serving))
+            self._loop.run(serving.key, self._step_async(serving), lambda: self._never_ran(serving))
         else:
             self._on_thread(serving, lambda: self._step(serving))
 
@@ -245,6 +245,12 @@ class Serving:
             self._raised(serving, error)
         else:
             self._yield(serving, item)
+
+    def _never_ran(self, serving: _Serving) -> None:
+        """Note that a function was cancelled before it began, or a stream before it made its next item."""
+        if serving.generator is not None:
+            self._loop.run(serving.key, _close_async(serving.generator))
+        self._stopped(serving)
 
     # Ends
 

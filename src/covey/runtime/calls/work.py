@@ -61,7 +61,8 @@ class CallWork(Work[T]):
     def conclude(self, result: Any, error: BaseException | None) -> None:
         """End the call, and wake the thread that waits for it."""
         super().conclude(result, error)
-        self._maker.work_ended()
+        if self._drive is not None:  # else this process is a fork, and threads of the parent may have held locks
+            self._maker.work_ended()
 
     def answered(self, decode: Callable[[], T]) -> None:
         """End with a result, which `decode` computes on the thread that first asks for it."""

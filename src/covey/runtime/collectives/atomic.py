@@ -16,7 +16,7 @@ from covey.base.numbers import Rank
 from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
-from covey.runtime.collectives.attempt import Attempt, HandedOver, DisagreedError, HaltedError
+from covey.runtime.collectives.attempt import Attempt, DisagreedError, HaltedError, HandedOver
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.undo_buffer import UndoBuffer
 from covey.runtime.fault import Fault

@@ -176,7 +176,7 @@ class Attempt(EnginePart):
             return None
         if atomic is not None:
             assert self.undo is not None
-            atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native, self._nothing[0])
+            atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native)
         return self._native.make_shortcut(self.engine, self.number, atomic)
 
     def open_shortcut(self) -> None:

@@ -225,8 +225,8 @@ class Shortcut:
             *atomic,
         )
         self.run = self._made.run
-        """`run(x, what)`, or `run(x, what, out)`, returns False if the call must go the long way, True if it has
-        returned, or the begun call."""
+        """`run(x, what)`, `run(None, what)` or `run(x, what, out)` returns False if the call must go the long way, True
+        if it has returned, or the begun call."""
         self.begin = self._made.begin
         """As `run`, but without waiting: another thread goes on with a begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -272,6 +272,14 @@ class Shortcut:
                 attempt.prefix(call, COMMIT_PHASE),
                 *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
+
+    def add_barrier(self, what: Any, call: Call, plan: Plan, attempt: Attempt) -> None:
+        """Let calls without an array take the shortcut."""
+        prepared, prefixes = (
+            self._executor.prepared_plan(plan),
+            (attempt.prefix(call, 0), attempt.prefix(call, COMMIT_PHASE)),
+        )
+        self._made.add(None, (), what, call, prepared, None, attempt.size, *prefixes)
 
 
 class NativeUndoBuffer:

@@ -57,8 +57,8 @@ def checkpoint_state(group: Group, checkpoint_id: str) -> tuple[str, str]:
     checkpoints = group._checkpoints()
 
     async def look() -> tuple[str, str]:
-        state, failed = checkpoints.state_of(checkpoint_id)
-        return state, "; ".join(f"rank {each.seat}: {each.error}" for each in failed)
+        told = checkpoints.progress(checkpoint_id)
+        return told.state, told.text
 
     return control.run(look(), LOOK_SECONDS)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from covey.net.discovery.interfaces import is_own_address
 from covey.runtime.members.process_table import ProcessTable, Rounds
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.remote_node import RemoteNode
+
+CHECKPOINT_SECONDS: Final = 30.0
+"""How long a process may take to answer a request for a checkpoint."""
 
 
 class ClusterKeeper(MeshListener):
@@ -69,6 +72,14 @@ class ClusterKeeper(MeshListener):
             rank: answer if isinstance(answer, messages.Inspected) else None
             for rank, answer in zip(own, answers, strict=True)
         }
+
+    def request_checkpoint(self) -> None:
+        """Have one of its own processes ask the other members for a checkpoint."""
+        members = () if self._run is None else self._run.members
+        remotes = (self.mesh.met.get(member.card.id) for member in members)
+        own = next((remote for remote in remotes if remote is not None and self._is_own(remote)), None)
+        if own is not None:
+            self.mesh.spawn(_request(own))
 
     def linked(self, remote: RemoteNode) -> None:
         if self._is_own(remote):
@@ -132,3 +143,9 @@ class ClusterKeeper(MeshListener):
         if vouch.processes:
             for remote in list(self.mesh.met.values()):
                 remote.send(vouch)
+
+
+async def _request(remote: RemoteNode) -> None:
+    """Request a checkpoint, and take the answer, which must not be taken for that to a later question."""
+    with contextlib.suppress(TimeoutError):
+        await remote.ask(messages.RequestCheckpoint("", ""), CHECKPOINT_SECONDS)

@@ -135,6 +135,15 @@ class LocalKeeper:
         answers = await self._inspections.ask(links, question, within)
         return {} if generation is None else {generation.rank_of[life]: answer for life, answer in answers.items()}
 
+    def request_checkpoint(self) -> None:
+        """Have a member of the latest generation ask the others for a checkpoint."""
+        generation = self._generations[max(self._generations)] if self._generations else None
+        link = (
+            next((self._links[life] for life in generation.lives if life in self._links), None) if generation else None
+        )
+        if link is not None:
+            link.send(messages.encode(messages.RequestCheckpoint("", "")))
+
     # Links with processes
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:

@@ -87,6 +87,10 @@ class KeeperService:
         """Ask the processes; return the answers by rank, None for those that did not come. On any thread."""
         return _inspect(self._local_keeper, question, within)
 
+    def request_checkpoint(self) -> None:
+        """Ask the run for a checkpoint, and do not wait. On any thread."""
+        _request_checkpoint(self._local_keeper)
+
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
         if self._local_keeper is not None:
@@ -191,6 +195,10 @@ class ClusterKeeperService:
         """Ask the processes; return the answers by rank, None for those that did not come. On any thread."""
         return _inspect(self._cluster_keeper, question, within)
 
+    def request_checkpoint(self) -> None:
+        """Ask the run for a checkpoint, and do not wait. On any thread."""
+        _request_checkpoint(self._cluster_keeper)
+
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
         if self._cluster_keeper is not None:
@@ -255,6 +263,13 @@ def _inspect(
     with contextlib.suppress(TimeoutError):  # the loop is busy
         return {} if keeper is None else control.run(keeper.inspect(question, within), within + LOOP_SECONDS)
     return {}
+
+
+def _request_checkpoint(keeper: LocalKeeper | ClusterKeeper | None) -> None:
+    from covey.runtime import loop as control
+
+    if keeper is not None:
+        control.soon(keeper.request_checkpoint)
 
 
 def _let_the_loop_catch_up() -> None:

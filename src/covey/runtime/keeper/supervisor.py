@@ -239,6 +239,9 @@ class _Supervisor:
             self._pause()
         elif signum is signal.SIGUSR1:
             self._write_operations()
+        elif signum is signal.SIGUSR2:
+            self._run.service.request_checkpoint()
+            self.note("SIGUSR2: the ranks are asked for a checkpoint")
         elif self._told is None:
             self._told = signum
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
@@ -383,7 +386,15 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
         wake.setblocking(False)
         ring.setblocking(False)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGCHLD):
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGTSTP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGCHLD,
+        ):
             # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))

@@ -15,11 +15,12 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
 from covey.net.descriptors import explain, is_exhausted, is_scarce, track
+from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
 from covey.wire import door, messages, proofs
 from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
@@ -52,6 +53,16 @@ class ScarceError(ConnectError):
     """This process can open no socket now: it, or the system, has too many files open."""
 
 
+class PapersCheck(Protocol):
+    """Makes papers of own nodes, and checks those of others; may read files."""
+
+    def papers(self, node_id: bytes) -> messages.Papers:
+        """Return the papers of a node of this machine."""
+
+    def objection(self, node_id: bytes, papers: messages.Papers | None) -> str:
+        """Return why the papers of a node are not accepted; empty if they are."""
+
+
 @dataclass
 class LinkCredentials:
     """What proves membership. `token` is used if `tls` is None.
@@ -62,6 +73,8 @@ class LinkCredentials:
     door_key: bytes = field(repr=False)
     token: bytes = field(default=b"", repr=False)
     tls: Credentials | None = None
+    organisation: PapersCheck | None = None
+    """With TLS: whose certificates both ends have to present, if an organisation's are needed."""
     earlier: LinkCredentials | None = None
     """The credentials before the last change."""
     until: float = 0.0
@@ -75,7 +88,7 @@ class LinkCredentials:
     def become(self, other: LinkCredentials) -> None:
         """Take over other credentials in place: holders of this object use them from now on."""
         self.door_key, self.token, self.tls = other.door_key, other.token, other.tls
-        self.earlier, self.until = other.earlier, other.until
+        self.organisation, self.earlier, self.until = other.organisation, other.earlier, other.until
 
     def good(self) -> tuple[LinkCredentials, ...]:
         """Return the credentials that are valid now, the preferred first."""
@@ -190,6 +203,9 @@ async def _dial(
                     link, peer = await Link.dialled(sock, channel)
                 except ConnectError as error:
                     raise HungUpError(f"{spell(where)} did not accept this cluster's secret") from error
+                if credentials.organisation is not None:
+                    papers = await control.aside(credentials.organisation.papers, hello.card.id)
+                    hello = messages.with_papers(hello, papers)
                 link.send(messages.encode(hello))
                 answer = await link.receive()
             else:
@@ -200,6 +216,8 @@ async def _dial(
             case messages.Welcome() as welcome:
                 if welcome.card.id != peer:
                     raise AuthError(f"{spell(where)} poses as a node whose key it does not have")
+                if problem := await _objection(credentials, peer, welcome.papers):
+                    raise AuthError(f"{spell(where)}: {problem}")
                 return link, welcome, peer
             case messages.Refusal(reason, retry):
                 raise RefusedError(reason, retry=retry)
@@ -250,7 +268,7 @@ async def admit(
                 is_ours = False
                 link, peer = await Link.accepted(sock, tls, first)
                 hello = _as_hello(await link.receive())
-                answer = _judge(judge, hello, peer)
+                answer = await _answer(credentials, judge, hello, peer)
                 link.send(messages.encode(answer))
             else:
                 hello, answer, peer = *await _check(sock, credentials.token, said, judge), b""
@@ -270,6 +288,28 @@ async def admit(
         elif link is not None:
             link.abort()
         raise
+
+
+async def _objection(credentials: LinkCredentials, peer: bytes, papers: messages.Papers | None) -> str:
+    """Return why the papers of the node at the other end are not accepted; empty if they are, or are not needed."""
+    if credentials.organisation is None or credentials.tls is None:
+        return ""
+    return await control.aside(credentials.organisation.objection, peer, papers)
+
+
+async def _answer(
+    credentials: LinkCredentials,
+    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+    hello: messages.Hello,
+    peer: bytes,
+) -> messages.Welcome | messages.Refusal:
+    """Return the answer to a Hello over TLS, with papers if the organisation needs them."""
+    if problem := await _objection(credentials, peer, hello.papers):
+        return messages.Refusal(problem, retry=True)  # it may get a new certificate
+    answer = _judge(judge, hello, peer)
+    if isinstance(answer, messages.Welcome) and credentials.organisation is not None:
+        return messages.with_papers(answer, await control.aside(credentials.organisation.papers, answer.card.id))
+    return answer
 
 
 def _judge(

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from covey.base.errors import BusyError, ClosedError, ConfigError, DeadlineError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
+from covey.runtime.counters import process
 from covey.runtime.events import CHECKPOINT, Event
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from covey.proto.checkpointing import Checkpoint, Checkpointing, Effect
     from covey.runtime.driver import CoreDriver
@@ -108,7 +109,9 @@ class Checkpoints:
             DeadlineError: the members did not answer within `timeout` seconds.
             ClosedError: this process has left the run.
         """
-        _check(path, checkpoint_id)
+        from covey.wire.checkpoint import check_order  # most runs have no checkpoints
+
+        check_order(path, checkpoint_id)
         outcome: Future[str] = Future()
         control.soon(self._request, path, checkpoint_id, outcome)
         try:
@@ -162,12 +165,35 @@ class Checkpoints:
             self._core.repeat(seat, time.monotonic())
             self._settle()
 
-    def state_of(self, checkpoint_id: str) -> tuple[str, tuple[Unsaved, ...]]:
-        """Return whether a checkpoint is `requested`, `pending` or `over`, or "" if unknown; and which ranks failed."""
+    def asked(self, message: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]) -> None:
+        """Answer a keeper or a visitor, once the members know which checkpoint the request is for."""
+        if message.is_question:
+            send(self.progress(message.id))
+            return
+        outcome: Future[str] = Future()
+        outcome.add_done_callback(lambda outcome: send(self._progress_of(outcome, message.id)))
+        from covey.wire.checkpoint import check_order
+
+        try:
+            check_order(message.path, message.id)
+        except ConfigError as error:
+            outcome.set_exception(error)
+        else:
+            self._request(message.path, message.id, outcome)
+
+    def _progress_of(self, outcome: Future[str], asked: str) -> messages.CheckpointProgress:
+        error = outcome.exception()
+        if error is not None:
+            return messages.CheckpointProgress(asked, "refused", str(error))
+        return self.progress(outcome.result())
+
+    def progress(self, checkpoint_id: str) -> messages.CheckpointProgress:
+        """Tell how a checkpoint is."""
         core = self._core
         if core is None:
-            return "", ()
-        return core.state_of(checkpoint_id), core.failures(checkpoint_id)
+            return messages.CheckpointProgress(checkpoint_id, "", "")
+        failed = self._reasons(core.failures(checkpoint_id))
+        return messages.CheckpointProgress(checkpoint_id, core.state_of(checkpoint_id), failed)
 
     def close(self) -> None:
         """End all requests and looks."""
@@ -260,12 +286,14 @@ class Checkpoints:
 
     def _tell_end(self, checkpoint_id: str, failed: Sequence[Unsaved]) -> None:
         if failed:
-            ranks = [self._rank_of(each.seat) for each in failed]
-            reasons = "; ".join(f"rank {rank}: {each.error}" for rank, each in zip(ranks, failed, strict=True))
+            reasons = self._reasons(failed)
             logger.warning("checkpoint %s failed: %s", checkpoint_id, reasons)
             self._tell(f"failed {checkpoint_id}: {reasons}", [each.seat for each in failed])
         else:
             self._tell(f"ended {checkpoint_id}", self._view[1])
+
+    def _reasons(self, failed: Sequence[Unsaved]) -> str:
+        return "; ".join(f"rank {self._rank_of(each.seat)}: {each.error}" for each in failed)
 
     def _rank_of(self, seat: int) -> int:
         return int(seat) if self._node is None else self._node.generation_table.rank_of(Seat(seat))
@@ -283,17 +311,13 @@ def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-def _check(path: str, checkpoint_id: str) -> None:
-    """Raise ConfigError for what other members would take for a broken protocol."""
-    from covey.wire.checkpoint import PATH_LIMIT
-
-    if len(path) > PATH_LIMIT or not path.isprintable():
-        raise ConfigError(f"path={path[:50]!r} must be up to {PATH_LIMIT} printable characters")
-    is_plain = checkpoint_id.isascii() and checkpoint_id.isprintable() and " " not in checkpoint_id
-    if len(checkpoint_id) > messages.NAME_LIMIT or not is_plain:
-        raise ConfigError(
-            f"id={checkpoint_id[:50]!r} must be up to {messages.NAME_LIMIT} printable ASCII characters without spaces"
-        )
+def answer_visitor(message: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]) -> None:
+    """Answer a node that asks this process for a checkpoint of its run. On the control loop."""
+    node = next((node for node in list(process.nodes) if not node.is_closing), None)
+    if node is None:
+        send(messages.CheckpointProgress(message.id, "refused", "this process is in no run"))
+    else:
+        node.checkpoints.asked(message, send)
 
 
 def request_all() -> None:

@@ -305,6 +305,9 @@ class GenerationTable:
         match message:
             case messages.Inspect():
                 self._answer(message)
+            case messages.RequestCheckpoint():
+                if self.keeper is not None:
+                    self._node.checkpoints.asked(message, self.keeper.send)
             case messages.Vouch(processes):
                 self._node.losses.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):

@@ -53,7 +53,7 @@ class LauncherMesh:
         self._refusal = ""
         self._tells_roster = node.seat == 0 and any(peer.contact is None for peer in node.peers.values())
         """Ranks of one host know each other's sockets from the start."""
-        self._visitors = RankVisitors()
+        self._visitors = RankVisitors(node.checkpoints)
 
     def form(self, timeout: float) -> None:
         """Return once every rank is linked with every other and knows it.

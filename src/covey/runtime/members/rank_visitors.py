@@ -9,6 +9,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.links.link import Link
+    from covey.runtime.members.checkpoints import Checkpoints
     from covey.runtime.metrics.inspection import PacedAnswers
 
 VISITORS_LIMIT: Final = 8
@@ -17,7 +18,8 @@ VISITORS_LIMIT: Final = 8
 class RankVisitors:
     """The links of commands with this rank. One too many ends the oldest."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._links: list[Link] = []
         self._answers: PacedAnswers | None = None
 
@@ -40,6 +42,8 @@ class RankVisitors:
         if isinstance(message, messages.Inspect):
             self._answers = self._answers or PacedAnswers()
             link.send(messages.encode(self._answers.answer(message, b"")))
+        elif isinstance(message, messages.RequestCheckpoint):
+            self._checkpoints.asked(message, lambda progress: link.send(messages.encode(progress)))
 
     def _ended(self, link: Link) -> None:
         if link in self._links:

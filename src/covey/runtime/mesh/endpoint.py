@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from covey.net.discovery.host_registry import HostRegistry
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.identity import NodeIdentity
+    from covey.net.keys.organisation import Organisation
     from covey.wire.secret import ClusterSecret
 
 BACKLOG: Final = 256
@@ -107,7 +108,8 @@ def cluster_endpoint(
             listeners.append(undo.enter_context(local))
         port = listener.getsockname()[1]
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
-        credentials = _credentials_of(cluster, own)
+        organisation = _organisation(config)
+        credentials = _credentials_of(cluster, own, organisation)
         host = host_token(Path(temporary_folder()))
         contact = Contact(host, addresses, path)
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False
@@ -140,17 +142,30 @@ def cluster_endpoint(
     objection = functools.partial(_objection, cluster, own.name)
 
     def follow(changed: Cluster) -> None:
-        credentials.become(_credentials_of(changed, own))
+        credentials.become(_credentials_of(changed, own, organisation))
 
     return Endpoint(credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit)
 
 
-def _credentials_of(cluster: Cluster, own: NodeIdentity) -> LinkCredentials:
+def _organisation(config: GroupConfig) -> Organisation | None:
+    """Return the organisation whose certificates the settings name, if they name some."""
+    if not (config.tls_ca or config.tls_cert or config.tls_key):
+        return None
+    from covey.net.keys.organisation import Organisation
+    from covey.net.keys.pem_files import PemFiles
+
+    files = PemFiles.of(config.tls_ca, config.tls_cert, config.tls_key)
+    assert files is not None
+    return Organisation(files)
+
+
+def _credentials_of(cluster: Cluster, own: NodeIdentity, organisation: Organisation | None) -> LinkCredentials:
     """Return credentials of a cluster's secret, and of the one before it while that is good."""
     from covey.net.keys.tls import Credentials
 
     def of(secret: ClusterSecret) -> LinkCredentials:
-        return LinkCredentials(secret.derive("door"), tls=Credentials(secret.derive("node-ca"), own.private))
+        tls = Credentials(secret.derive("node-ca"), own.private)
+        return LinkCredentials(secret.derive("door"), tls=tls, organisation=organisation)
 
     credentials, now = of(cluster.secret), time.time()
     if (earlier := cluster.earlier(now)) is not None:

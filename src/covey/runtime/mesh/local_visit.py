@@ -94,6 +94,24 @@ class LocalVisit:
 
         return control.run(ask_all(), within + LOOP_SECONDS)
 
+    def ask_one(self, question: messages.RequestCheckpoint, within: float) -> messages.CheckpointProgress | None:
+        """Ask the first rank that has accepted a link; return its answer, None if none came in time."""
+        if not self._links:
+            return None
+        link = self._links[min(self._links)]
+
+        async def ask() -> messages.CheckpointProgress | None:
+            link.send(messages.encode(question))
+            with contextlib.suppress(CoveyError, TimeoutError):
+                async with asyncio.timeout(within):
+                    while True:
+                        answer = messages.decode_control(await link.receive())
+                        if isinstance(answer, messages.CheckpointProgress):
+                            return answer
+            return None
+
+        return control.run(ask(), within + LOOP_SECONDS)
+
     async def close(self) -> None:
         """End all links."""
         for link in self._links.values():

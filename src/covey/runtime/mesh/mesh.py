@@ -25,6 +25,7 @@ from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.handshake import admit
 from covey.runtime.loop import aside
+from covey.runtime.members.checkpoints import answer_visitor
 from covey.runtime.mesh.admission import Admission
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
 from covey.runtime.mesh.follower import DialOutcome, HintFollower
@@ -168,7 +169,8 @@ class Mesh:
                     self.follower.moved()
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
-        await self.dial(addresses, seed=seed)
+        if not self._is_linked(Hint(addresses)):  # an agent may be there, which is no node of a run
+            await self.dial(addresses, seed=seed)
 
     async def _dial_hint(self, hint: Hint) -> DialOutcome:
         return await self.dial(hint.addresses, same_host=hint.same_host, interface=hint.interface, limits=self._limits)
@@ -321,9 +323,18 @@ class Mesh:
                     answer_keeper(message, remote.send)
                 else:
                     remote.send(self._inspections.answer(message, remote.card.id))
+            case messages.RequestCheckpoint():
+                self.visitors.asked(remote)
+                answer_visitor(message, remote.send)
             case messages.NewSecret():
                 self._secret_changes.receive(remote, message)
-            case messages.Tell() | messages.Reached() | messages.SecretKept() | messages.Inspected():
+            case (
+                messages.Tell()
+                | messages.Reached()
+                | messages.SecretKept()
+                | messages.Inspected()
+                | messages.CheckpointProgress()
+            ):
                 remote.answered(message)
             case messages.Charter():
                 self.rules.heard(message, remote.card.name)

@@ -36,6 +36,7 @@ ANSWERS: Final = {
     messages.Reach: messages.Reached,
     messages.NewSecret: messages.SecretKept,
     messages.Inspect: messages.Inspected,
+    messages.RequestCheckpoint: messages.CheckpointProgress,
 }
 
 

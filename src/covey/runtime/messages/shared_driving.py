@@ -15,6 +15,7 @@ background thread does not step aside.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from covey.runtime.messages.driving_thread import DrivenMessages
     from covey.runtime.messages.lending import MessengerLock
     from covey.runtime.work import Work
+
+logger = logging.getLogger("covey")
 
 LINGER_SECONDS: Final = 0.003
 """How long messages may be unattended. The thread that stands by looks as often, while others are busy."""
@@ -239,7 +242,7 @@ class SharedDriving(DrivingThread):
                 self._needed.notify()
         try:
             while self.jobs:
-                self.jobs.popleft()()
+                self._run_safely(self.jobs.popleft())
         finally:
             with self._lock:
                 self._job_thread = None
@@ -248,6 +251,12 @@ class SharedDriving(DrivingThread):
                     self._driver = threading.get_ident()
             messages.flush()
         return is_free
+
+    def _run_safely(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException:  # jobs guard what they call; this is a fault of covey
+            logger.exception("%s: messages go on after an error of a job", self._name)
 
     def join_background(self) -> None:
         """Wait until the background threads have ended, except one that runs a job. Without the lock."""

@@ -105,3 +105,20 @@ def test_tasks_run_on_a_loop_of_their_own_and_end_with_it() -> None:
     wait_for(ended, 1)
     loop.run(4, task(0.0))  # closed: it does not run, and is not left unawaited
     assert set(names) == {"test loop loop"}
+
+
+def test_a_task_that_is_cancelled_before_it_began_is_reported() -> None:
+    loop, told, ran = HandlerLoop("test early cancel"), threading.Semaphore(0), list[int]()
+
+    async def task(number: int) -> None:
+        ran.append(number)
+
+    async def hold_up() -> None:
+        for number in range(3):  # while this runs, both requests wait for the loop
+            loop.run(number, task(number), told.release)
+            loop.cancel(number)
+
+    loop.run("first", hold_up())
+    wait_for(told, 3)
+    assert ran == []
+    loop.close()

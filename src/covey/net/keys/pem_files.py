@@ -6,16 +6,23 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 from covey.base.errors import ConfigError
-from covey.coordinator.certificates import KeyAndCertificates
 
 logger = logging.getLogger("covey")
+
+
+class KeyAndCertificates(NamedTuple):
+    """What one end of a connection needs, as PEM."""
+
+    key: bytes
+    chain: bytes
+    authorities: bytes
 
 
 @dataclass

@@ -1,0 +1,117 @@
+"""Terminals and agents over real links: what is lost with a link, and what is not."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.agents import CONFIG, DEADLINE, a_caller, an_agent, wait_until
+
+from covey.agent import callers
+from covey.agent.launching import AgentShare, deliver
+from covey.agent.requests import StartRequest
+from covey.agent.shares import Ended, Printed, Said
+from covey.agent.snapshot import take_snapshot
+from covey.base.errors import ConfigError
+from covey.net.keys.identity import id_text
+from covey.runtime import loop as control
+from covey.runtime.mesh.visit import visiting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from covey.agent.agent import ResidentAgent
+    from covey.agent.shares import Report
+
+pytestmark = pytest.mark.usefixtures("home")
+
+COUNTING = "i=0; while [ $i -lt 40 ]; do echo line $i; i=$((i+1)); sleep 0.05; done; exit 3"
+
+
+def abort_links(agent: ResidentAgent) -> None:
+    for session in list(agent._transport._sessions.values()):
+        control.soon(session.link.abort)
+
+
+def test_a_terminal_that_loses_its_link_continues_where_it_was(tmp_path: Path) -> None:
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        request = StartRequest("train", 1, (), ("x",), lease=10.0)
+        job = agent.service.jobs.start(request, ["sh", "-c", COUNTING], tmp_path, "here")
+        reports: list[Report] = []
+        share = AgentShare(caller, job.number)
+        thread = threading.Thread(target=share.run, args=(reports.append,), daemon=True)
+        thread.start()
+        for lines in (5, 20):
+            wait_until(lambda lines=lines: sum(isinstance(each, Printed) for each in reports) >= lines)  # type: ignore[misc]
+            abort_links(agent)
+        thread.join(DEADLINE)
+        printed = b"".join(each.data for each in reports if isinstance(each, Printed))
+        assert printed == b"".join(b"line %d\n" % number for number in range(40))
+        assert reports[-1] == Ended(3)
+        assert [each.text for each in reports if isinstance(each, Said)].count("connected again") == 2
+
+
+def test_a_signal_that_finds_no_link_is_sent_over_the_next_one(tmp_path: Path) -> None:
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        job = agent.service.jobs.start(StartRequest("train", 1, (), ("x",)), ["sleep", "60"], tmp_path, "here")
+        assert list(caller.stream("programs"))
+        abort_links(agent)
+        AgentShare(caller, job.number).send_signal(15)
+        assert job.has_ended.wait(DEADLINE)
+        assert job.log.code == 143
+
+
+def test_a_signal_that_is_repeated_because_its_answer_was_lost_is_sent_once(tmp_path: Path) -> None:
+    count = "trap 'echo got it' INT; echo ready; i=0; while [ $i -lt 20 ]; do sleep 0.1; i=$((i+1)); done"
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        job = agent.service.jobs.start(StartRequest("train", 1, (), ("x",)), ["sh", "-c", count], tmp_path, "here")
+        wait_until(lambda: bool(job.log.read(0).records))
+        for token in (7, 7, 8):
+            caller.call("send_signal", job.number, 2, token)
+            threading.Event().wait(0.3)
+        assert job.has_ended.wait(DEADLINE)
+        printed = b"".join(data for _, data in job.log.read(0).records)
+        assert printed == b"ready\ngot it\ngot it\n"
+
+
+def test_files_of_many_chunks_and_pages_arrive_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "large").write_bytes(bytes(range(256)) * 8000)
+    for number in range(600):
+        (folder / f"file-{number}").write_text(str(number))
+    notes: list[str] = []
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        assert deliver(caller, "train", take_snapshot(folder), notes.append) == 601
+        (work,) = (agent.service._folder / "runs").glob("train-*/work")
+        assert {path.name: path.read_bytes() for path in work.iterdir()} == {
+            path.name: path.read_bytes() for path in folder.iterdir()
+        }
+        (folder / "file-7").write_text("seven")
+        assert deliver(caller, "train", take_snapshot(folder), notes.append) == 1
+    assert notes == [f"{caller.name}: 601 of 601 files sent (2001 KiB)", f"{caller.name}: 1 of 601 files sent (1 KiB)"]
+
+
+def test_agents_are_found_by_name_host_and_id_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "NAMED_SECONDS", 0.3)
+    with an_agent() as (cluster, agent), a_caller(cluster) as (terminal, caller):
+        card = agent.mesh.card
+        for name in (card.name, card.name.upper(), card.host_name, card.id.hex(), id_text(card.id)[:6]):
+            assert [each.name for each in terminal.find([name])] == [caller.name]
+        with pytest.raises(ConfigError, match=rf"no agent 'nowhere' was found \(there: {card.name}\)"):
+            terminal.find([card.name, "nowhere"])
+
+
+def test_a_node_that_finds_only_an_agent_at_its_seed_does_not_dial_it_again_and_again() -> None:
+    with an_agent() as (cluster, agent):
+        port = agent.mesh.card.contact.addresses[0].port
+        seeded = replace(cluster, seeds=(f"127.0.0.1:{port}",))
+        with visiting(seeded, CONFIG, announce=False) as visit:
+            wait_until(lambda: bool(visit.mesh.met))
+            visit.mesh.search._needs_seeds = lambda: True  # as for a node of a run, to which an agent is a guest
+            visit.look(1.0)
+            links = list(agent.mesh.visitors)
+            visit.look(2.5)
+            assert set(agent.mesh.visitors) <= set(links)
