@@ -305,7 +305,7 @@ def own_thread(rank: int, size: int, store: str) -> None:
     ):
         call()
         assert others() == before
-    dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait()  # not over at once, as a small one may be
     assert len(others()) == len(before) + 1
 
 

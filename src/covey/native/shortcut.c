@@ -34,7 +34,7 @@ struct entry {
 
 /* What a group that survives losses adds; all NULL in others. */
 struct atomic {
-    PyObject *operations, *commit, *running, *complete, *barrier, *undo, *nothing;
+    PyObject *operations, *commit, *running, *complete, *barrier, *undo;
 };
 
 struct shortcut {
@@ -75,21 +75,20 @@ static void shortcut_release(PyObject *self)
     Py_CLEAR(atomic->complete);
     Py_CLEAR(atomic->barrier);
     Py_CLEAR(atomic->undo);
-    Py_CLEAR(atomic->nothing);
 }
 
 /* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns), and in a group that
  * survives losses (AtomicOperations, Commit, its phases of a running and a complete operation, the barrier's plan, the
- * undo buffer, an empty array) */
+ * undo buffer) */
 static int shortcut_fill(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *parts[5];
     long long spin_ns, yield_ns, stall_ns;
     struct atomic atomic = {0};
-    if (!PyArg_ParseTuple(args, "OOOO!OLLL|(OOOOOOO)", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
+    if (!PyArg_ParseTuple(args, "OOOO!OLLL|(OOOOOO)", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
                           &spin_ns, &yield_ns, &stall_ns, &atomic.operations, &atomic.commit, &atomic.running,
-                          &atomic.complete, &atomic.barrier, &atomic.undo, &atomic.nothing))
+                          &atomic.complete, &atomic.barrier, &atomic.undo))
         return -1;
     if (name_dtype == NULL) {
         name_dtype = PyUnicode_InternFromString("dtype");
@@ -112,7 +111,6 @@ static int shortcut_fill(PyObject *self, PyObject *args)
     Py_XINCREF(atomic.complete);
     Py_XINCREF(atomic.barrier);
     Py_XINCREF(atomic.undo);
-    Py_XINCREF(atomic.nothing);
     shortcut->atomic = atomic;
     for (int index = 0; index < 5; index++)
         Py_INCREF(parts[index]);
@@ -303,11 +301,10 @@ static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyOb
 static enum reason look_at_barrier(struct shortcut *shortcut, struct operation *operation, const struct entry *entry)
 {
     struct runner *runner = (struct runner *)shortcut->runner;
-    Py_buffer nothing;
     bool change_pending = runner->change_pending;
     runner_finish(runner);
-    if (PyObject_GetBuffer(shortcut->atomic.nothing, &nothing, PyBUF_WRITABLE | PyBUF_ND) < 0 ||
-        !runner_take(runner, &nothing))
+    Py_buffer no_array = nothing();
+    if (!runner_take(runner, &no_array))
         return NO_MEMORY;
     operation->plan = shortcut->atomic.barrier;
     operation->reduction = operation->undo = NULL;

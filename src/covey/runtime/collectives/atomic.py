@@ -16,7 +16,7 @@ from covey.base.numbers import Rank
 from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
-from covey.runtime.collectives.attempt import Attempt, Begun, DisagreedError, HaltedError
+from covey.runtime.collectives.attempt import Attempt, DisagreedError, HaltedError, HandedOver
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.undo_buffer import UndoBuffer
 from covey.runtime.fault import Fault
@@ -154,7 +154,7 @@ class AtomicOperations(EnginePart):
         """
         attempt, result = self.attempt, None
         is_in_barrier = is_begun and self._commit.is_complete
-        attempt.begin(knows_change=engine.knows_change, begun=Begun(is_begun + is_in_barrier))
+        attempt.begin(knows_change=engine.knows_change, begun=HandedOver(is_begun + is_in_barrier))
         try:
             try:
                 result = body(attempt)

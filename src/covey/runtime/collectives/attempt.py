@@ -51,7 +51,7 @@ COMMIT_PHASE: Final = 0xFFFF
 """The phase of the barrier in which the ranks that have completed learn that all have."""
 
 
-class Begun(enum.IntEnum):
+class HandedOver(enum.IntEnum):
     """What a shortcut has begun of the current operation."""
 
     NOTHING = 0
@@ -111,9 +111,9 @@ class Attempt(EnginePart):
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
-        self._begun = Begun.NOTHING
+        self._begun = HandedOver.NOTHING
 
-    def begin(self, *, knows_change: bool, begun: Begun = Begun.NOTHING) -> None:
+    def begin(self, *, knows_change: bool, begun: HandedOver = HandedOver.NOTHING) -> None:
         """Start the current operation of the group, for the first time or again; a shortcut may have `begun` it."""
         self._phase, self.knows_change, self._begun = 0, knows_change, begun
 
@@ -154,7 +154,7 @@ class Attempt(EnginePart):
             operation.call, COMMIT_PHASE
         )
         self.deadline = operation.deadline
-        if self._begun is Begun.BARRIER:
+        if self._begun is HandedOver.BARRIER:
             assert self._native is not None
             self._native.resume(self)
             return
@@ -176,7 +176,7 @@ class Attempt(EnginePart):
             return None
         if atomic is not None:
             assert self.undo is not None
-            atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native, self._nothing[0])
+            atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native)
         return self._native.make_shortcut(self.engine, self.number, atomic)
 
     def open_shortcut(self) -> None:
@@ -191,11 +191,11 @@ class Attempt(EnginePart):
 
     def resume_begun(self) -> bool:
         """Go on with the operation, if a shortcut has begun it in this attempt; return whether its result is here."""
-        if self._begun is Begun.OPERATION:
-            self._begun = Begun.NOTHING
+        if self._begun is HandedOver.OPERATION:
+            self._begun = HandedOver.NOTHING
             self.resume()
             return True
-        return self._begun is Begun.BARRIER
+        return self._begun is HandedOver.BARRIER
 
     def drop_begun(self) -> None:
         """Give up an operation that a shortcut has begun."""

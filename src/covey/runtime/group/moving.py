@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
 from covey.plan import barrier, choose
 from covey.runtime.buffers import Operand, readable, writable
@@ -221,8 +222,14 @@ class Moves(Issuer):
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
         shortcut = None if async_op else self._engine.shortcut
-        if shortcut is not None and self._took_shortcut(shortcut, BARRIER, None, timeout=timeout):
-            return None
+        if shortcut is not None:
+            if timeout is not None:
+                check_timeout(timeout)
+            outcome = shortcut.run(None, BARRIER)  # as `_took_shortcut`, whose call would be a tenth of the time
+            if outcome is True:
+                return None
+            if outcome is not False:
+                return self._resume(None, outcome, timeout)
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
