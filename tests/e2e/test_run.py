@@ -565,3 +565,14 @@ def test_help_lists_every_command_and_imports_none() -> None:
     )
     assert "loaded: []" in done.stdout
     assert all(name in done.stdout for name in ("run", "bench", "demo"))
+
+
+def test_each_rank_has_a_log_file_if_one_is_asked_for(
+    covey_run: Callable[..., Keeper], script: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = script("print('out of', rank)\nprint('error of', rank, file=sys.stderr)")
+    code, out, err = covey_run("-n", "2", "--log-dir", "logs", name).finish()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[0] out of 0", "[1] out of 1"]
+    logs = {path.name: sorted(path.read_text().splitlines()) for path in (tmp_path / "logs").iterdir()}
+    assert logs == {f"rank-{rank}.log": [f"error of {rank}", f"out of {rank}"] for rank in range(2)}

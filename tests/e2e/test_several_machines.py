@@ -214,25 +214,6 @@ def test_a_unit_for_systemd_has_the_command_with_its_options(town: Town) -> None
     assert f'\nEnvironment="COVEY_HOME={town.north.home}"\n' in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("--on", "all", "--hosts", "a"), "give one of them"),
-        (("--hosts", "a", "--detach"), "use --on"),
-        (("--on", "nobody-here"), "no agent 'nobody-here' was found"),
-        (("--detach",), "go with --on"),
-        (("--on", "all", "--metrics", "9000"), "--metrics does not go with --on"),
-        (("--on", "all", "--requirements", "missing.txt"), "missing.txt: No such file"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_with_a_remedy(
-    town: Town, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], problem: str
-) -> None:
-    ended = town.desk.covey("run", *words, "train.py")
-    assert ended.returncode == 2
-    assert problem in ended.stderr
-
-
 def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line(town: Town) -> None:
     script = town.lab.folder / "ssh"
     script.write_text(SSH)

@@ -10,7 +10,8 @@ import pytest
 import typer.main
 
 from covey.base.errors import ConfigError
-from covey.cli.run import app, check_compress, command_line, is_run_name, share_of_run
+from covey.cli.run import OnLoss, app, check_compress, command_line, is_run_name, share_of_run
+from covey.cli.several_machines import Program, passed_on, script_in, sized
 from covey.net.keys import secret_sources
 
 if TYPE_CHECKING:
@@ -158,3 +159,49 @@ def test_a_mistyped_codec_is_an_error_before_anything_is_started(compress: str, 
     assert check_compress("embed.*=topk(0.01), *=int8") == "embed.*=topk(0.01), *=int8"
     with pytest.raises(ConfigError, match=error):
         typer.main.get_command(app).main(["-n", "2", "--compress", compress, "train.py"], standalone_mode=False)
+
+
+def test_another_interpreter_runs_the_script_if_there_is_one() -> None:
+    assert command_line("train.py", [], module=False, python="/bin/sh") == ["/bin/sh", "train.py"]
+    assert command_line("nest.egg", [], module=True, python="sh")[1:] == ["-m", "nest.egg"]
+    with pytest.raises(ConfigError, match="--python /nowhere/python: there is no such program"):
+        command_line("train.py", [], module=False, python="/nowhere/python")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--on", "all", "--hosts", "a"), "give one of them"),
+        (("--on", ","), "--on names no machine"),
+        (("--on", "all", "-n", "0"), "at least one process"),
+        (("--on", "all", "--requirements", "r.txt", "--python", "p"), "give one of them"),
+        (("--on", "all", "--requirements", "missing.txt"), "missing.txt: No such file"),
+        (("--on", "all", "--requirements", "train.py"), "names no package"),
+        (("--on", "all", "--http", "9000"), "--http does not go with --on"),
+        (("--hosts", "a", "--detach"), "use --on"),
+        (("--hosts", "a:x"), "--hosts a:x"),
+        (("--detach",), "go with --on"),
+        (("--requirements", "r.txt"), "go with --on"),
+    ],
+)
+def test_options_for_several_machines_that_do_not_fit_are_refused_with_a_remedy(
+    words: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        typer.main.get_command(app).main(["run", *words, "train.py"][1:], standalone_mode=False)
+
+
+def test_a_script_outside_of_the_folder_that_is_sent_is_refused(folder: Path) -> None:
+    inside = Program(str(folder / "train.py"), (), "train", False, None)
+    assert script_in(folder, inside) == "train.py"
+    (folder / "other").mkdir()
+    with pytest.raises(ConfigError, match="is not in"):
+        script_in(folder / "other", inside)
+    assert script_in(folder, Program("nvidia-smi", (), "x", False, None)) == "nvidia-smi"
+
+
+def test_options_of_all_machines_are_passed_on_as_they_were_given() -> None:
+    given = {"--on-loss": OnLoss.CONTINUE, "--wait": 5.0, "-m": True, "--new": False, "--seeds": None, "--restarts": 0}
+    assert passed_on(given) == ["--on-loss", "continue", "--wait", "5.0", "-m"]
+    assert sized({"--size": None, "--min": 2, "--max": None}, 8) == ["--min", "2"]
+    assert sized({"--size": None, "--min": None, "--max": None}, 8) == ["--size", "8"]
