@@ -90,6 +90,9 @@ Effect = Send | Begun | Ended | Named | LookAgain
 class Checkpointing:
     """The checkpoints of a run at one member; members are known by their seats. A `TimedCore`."""
 
+    no_limit: Final = NEVER
+    """The limit while no checkpoint is under way."""
+
     def __init__(self, me: int, issued: Callable[[], int]) -> None:
         """Begin without an epoch. `issued` returns how many operations the program has issued in this generation."""
         self._me, self._issued = me, issued

@@ -6,10 +6,10 @@ run, and after them the groups are closed, by the program or at the end of the p
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long: it turns numbers into enums
 import atexit
 import logging
 import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
@@ -161,9 +161,9 @@ def signalled(signum: int, _frame: object) -> None:
     """Shut down because of a signal, and end the program. A second Ctrl-C ends it at once."""
     is_first = not _closers.is_running
     if is_first:
-        logger.info("%s: shutting down", signal.Signals(signum).name)
+        logger.info("%s: shutting down", "SIGINT" if signum == _signal.SIGINT else "SIGTERM")
         shutdown()
-    if signum == signal.SIGINT:
+    if signum == _signal.SIGINT:
         raise KeyboardInterrupt
     if is_first:
         raise SystemExit(128 + signum)
@@ -172,9 +172,9 @@ def signalled(signum: int, _frame: object) -> None:
 def _handle_signals() -> None:
     """Handle SIGTERM and SIGINT, unless the program does. Python can set handlers on its main thread only."""
     if threading.current_thread() is threading.main_thread():
-        for signum, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-            if signal.getsignal(signum) is usual:
-                signal.signal(signum, signalled)
+        for signum, usual in ((_signal.SIGTERM, _signal.SIG_DFL), (_signal.SIGINT, _signal.default_int_handler)):
+            if _signal.getsignal(signum) == usual:
+                _signal.signal(signum, signalled)
 
 
 def _drain_calls() -> None:

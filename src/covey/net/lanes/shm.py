@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import platform
-import secrets
 import sys
 from typing import Any, Final
 
@@ -80,6 +79,7 @@ def unlinked(nbytes: int) -> int:
     """Make a segment by `shm_open`, whose name no other process can have opened; return its descriptor."""
     # Of the standard library, for multiprocessing.shared_memory.
     import _posixshmem  # type: ignore[import-not-found]
+    import secrets  # slow to load: it loads OpenSSL
 
     name = f"/covey-{secrets.token_hex(8)}"  # macOS takes 31 characters
     descriptor: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)

@@ -21,6 +21,8 @@ class CheckpointForms(Issuer):
 
     _alone: Checkpoints | None = None
     """Those of a group of one, which has no node."""
+    _known: Checkpoints | None = None
+    """Those of the run, once the program has looked for one."""
     _parent_ranks: tuple[int, ...] | None
 
     @property
@@ -31,7 +33,10 @@ class CheckpointForms(Issuer):
         your works before you save. `end_checkpoint` clears it. Reading it takes no time, except for the few
         milliseconds in which the ranks agree on a request.
         """
-        engine, checkpoints = self._engine, self._checkpoints()
+        if self._known is not None and self._known.is_idle:
+            return None
+        engine = self._engine
+        checkpoints = self._known = self._checkpoints()
         try:
             return checkpoints.look(engine, engine.config.timeout)
         except ClosedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long: it turns numbers into enums
 import threading
 
 from covey.runtime import loop as control
@@ -11,8 +11,8 @@ from covey.runtime.signals import handle
 
 def handle_user_signals() -> None:
     """Act on SIGUSR1 and SIGUSR2, unless the program handles them itself."""
-    handle(signal.SIGUSR1, _write)
-    handle(signal.SIGUSR2, _request)
+    handle(_signal.SIGUSR1, _write)
+    handle(_signal.SIGUSR2, _request)
 
 
 # The thread that was interrupted may hold any lock, so the control loop does the rest.

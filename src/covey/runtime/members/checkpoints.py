@@ -81,6 +81,11 @@ class Checkpoints:
         """Tell whether checkpoints begin after operations of this group."""
         return self._group is not None and self._group() is group
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no look of the program can see a checkpoint, however many operations it has issued."""
+        return self._core is None or self._core.limit == self._core.no_limit
+
     def look(self, group: CheckpointedGroup, timeout: float) -> Checkpoint | None:
         """Return the checkpoint that all ranks see after as many operations; wait until the members have agreed.
 
