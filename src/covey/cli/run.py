@@ -218,7 +218,7 @@ def run(
         several_machines.refuse({"--http": http, "--insecure": insecure})
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
-        terms = several_machines.Terms(processes, limits, of_all, log_dir, detach)
+        terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach)
         raise typer.Exit(several_machines.start(wanted, terms, on=on, hosts=hosts))
     if requirements is not None or detach:
         raise ConfigError("--requirements and --detach go with --on: they are about programs that agents start")

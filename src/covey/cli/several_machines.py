@@ -41,7 +41,7 @@ class Program(NamedTuple):
     """A file."""
 
 
-class Terms(NamedTuple):
+class FanOut(NamedTuple):
     """How to start it on all of the machines."""
 
     processes: int | None
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     detach: bool
 
 
-def start(program: Program, terms: Terms, *, on: str | None, hosts: str | None) -> int:
+def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None) -> int:
     """Start a program on several machines, with agents (`on`) or ssh (`hosts`); return its exit code."""
     if on is not None and hosts is not None:
         raise ConfigError("--on is for machines with an agent, --hosts for machines without; give one of them")
@@ -105,7 +105,7 @@ def sized(limits: Mapping[str, int | None], total: int) -> list[str]:
     return ["--size", str(total)]
 
 
-def _on_agents(program: Program, terms: Terms, names: tuple[str, ...]) -> int:
+def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     from covey.agent.callers import calling
     from covey.agent.launching import LEASE_SECONDS, Launch, goes_on, launch
     from covey.agent.requests import check_run_name
@@ -147,7 +147,7 @@ def _on_agents(program: Program, terms: Terms, names: tuple[str, ...]) -> int:
         return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run)).attend()
 
 
-def _with_ssh(program: Program, terms: Terms, text: str) -> int:
+def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     from covey.agent.launching import goes_on
     from covey.agent.screen import Screen
     from covey.agent.shares import SharedRun

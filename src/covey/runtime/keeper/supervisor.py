@@ -69,7 +69,7 @@ def keep(
 
 
 class _Pipe(NamedTuple):
-    """One output stream of one rank: the pipe, the descriptor that its output is written to, the prefix of its lines."""
+    """One output stream of one rank: the pipe, the descriptor that its output goes to, the prefix of its lines."""
 
     source: IO[bytes]
     target: int
