@@ -29,11 +29,16 @@ class Sanitizer(NamedTuple):
     tests: tuple[str, ...]
 
 
-LANES: Final = ("tests/contract/test_native_lanes.py", "tests/security/test_native_rings.py")
+LANES: Final = (
+    "tests/contract/test_native_lanes.py",
+    "tests/security/test_native_rings.py",
+    "tests/security/test_native_messages.py",
+)
 GROUPS: Final = (
     "tests/contract/test_random_programs.py",
     "tests/contract/test_executors.py",
     "tests/contract/test_repeated_calls.py",
+    "tests/contract/test_short_messages.py",
 )
 SANITIZERS: Final = {
     "address": Sanitizer(
@@ -59,7 +64,7 @@ SANITIZERS: Final = {
         "libtsan.so",
         {"TSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:report_signal_unsafe=0"},
         # It does not see how Python's end of a ring orders its accesses, so both ends are compiled ones.
-        (*LANES, *GROUPS[:1], "-k", "(True and not False) or random_program"),
+        (*LANES, GROUPS[0], GROUPS[-1], "-k", "(True and not False) or random_program or short_messages"),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 from tests.support.compiled import needs_native, use_executors
 from tests.support.values import LANES, all_values, same, total, values
 
+import covey
 from covey import MismatchError
 from covey.base.dtypes import BFLOAT16
 from covey.net.native import native_crypto
@@ -208,3 +210,83 @@ def test_a_lane_that_may_call_python_to_seal_does_not_in_a_shortcut(
 
     with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=is_slow):
         assert run_threads(2, body, lanes="secure") == [(True, not is_slow, not is_slow)] * 2
+
+
+@needs_native
+def test_a_repeated_call_with_a_timeout_takes_the_shortcut_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_executors(monkeypatch, "native")
+    has_raised = threading.Event()
+
+    def body(group: Group) -> None:
+        shortcut = group._engine.shortcut
+        assert shortcut is not None
+        run, outcomes = shortcut.run, list[Any]()
+
+        def watched(*args: Any) -> Any:
+            outcomes.append(run(*args))
+            return outcomes[-1]
+
+        shortcut.run = watched
+        for seed in REPEATED:
+            x = values(group.rank, 5, np.float32, seed)
+            group.all_reduce(x, timeout=30)
+            same(x, total("sum", 2, 5, np.float32, seed))
+        assert outcomes[0] is False
+        assert False not in outcomes[1:]
+        if group.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(covey.DeadlineError):
+                group.all_reduce(x, timeout=0.02)
+            assert time.monotonic() - began < 15
+            has_raised.set()
+        else:
+            assert has_raised.wait(30)
+        with pytest.raises(covey.ConfigError):
+            group.all_reduce(x, timeout=-1)
+
+    run_threads(2, body)
+
+
+@on_every_lane
+def test_asynchronous_repetitions_are_begun_at_once_and_end_in_order(lanes: str) -> None:
+    def body(group: Group) -> None:
+        for seed in range(12):
+            x, y = (values(group.rank, 9, np.float32, seed + each) for each in (0, 100))
+            if seed % 3 == group.rank:
+                time.sleep(0.003)
+            ended = list[Any]()
+            works = [group.all_reduce(x, async_op=True, timeout=30), group.all_reduce(y, async_op=True)]
+            for work in works:
+                work.add_done_callback(ended.append)
+            if seed % 2:
+                group.barrier()
+            assert works[1].wait() is y
+            assert works[0].wait() is x
+            assert works[0].contributors == (0, 1)
+            same(x, total("sum", 2, 9, np.float32, seed))
+            same(y, total("sum", 2, 9, np.float32, seed + 100))
+            assert ended == works
+
+    run_threads(2, body, lanes=lanes)
+
+
+@needs_native
+def test_an_asynchronous_repetition_sends_before_any_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that comes last finds what it needs, so its work is done when it is returned."""
+    use_executors(monkeypatch, "native")
+    has_begun = [threading.Event() for _ in range(3)]
+
+    def body(group: Group) -> list[bool]:
+        x, found = values(group.rank, 4), []
+        group.all_reduce(x)
+        for turn in has_begun:
+            if group.rank == 1:
+                assert turn.wait(30)
+            work = group.all_reduce(x, async_op=True)
+            found.append(work.done())
+            turn.set()
+            work.wait()
+            group.barrier()
+        return found
+
+    assert run_threads(2, body)[1] == [True] * 3

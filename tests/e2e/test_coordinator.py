@@ -36,6 +36,7 @@ def test_training_goes_on_while_the_coordinator_is_killed_and_started_again(lab:
     assert [heard(worker) for worker in workers] == [["before", -1, 0, 0, False, False, True]] * 3
     assert [heard(worker) for worker in workers] == [["started", rank, 3, 1, True, True, ""] for rank in range(3)]
     assert ask(workers, "step") == [[SUM]] * 3
+    assert ask(workers[:1], "fork") == [[0, 3, 1, True, True]]  # the worker is the parent, and still registered
 
     coordinator.kill()
     coordinator.wait(10)

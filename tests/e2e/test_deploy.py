@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import kubernetes_validate
 import pytest
 import yaml
+from tests.support import pipes
 from tests.support.jobs import LAUNCHERS, Job, finish_all, new_job
 
 if TYPE_CHECKING:
@@ -109,6 +111,32 @@ def test_what_the_containers_run_trains_a_model(job: Job) -> None:
         ended = finish_all(processes)
         assert [each.code for each in ended] == [0] * len(processes), "\n".join(each.err for each in ended)
         assert f"{len(processes)} ranks found [1." in "".join(each.out for each in ended)
+
+
+def test_the_coordinator_of_the_manifest_becomes_ready(job: Job) -> None:
+    service, kept = documents("kubernetes/coordinator.yaml")
+    container = kept["spec"]["template"]["spec"]["containers"][0]
+    assert service["spec"]["selector"] == kept["spec"]["template"]["metadata"]["labels"]
+    assert service["metadata"]["name"] == kept["spec"]["serviceName"]
+    ports = {service["spec"]["ports"][0]["port"], container["ports"][0]["containerPort"]}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def here(command: list[str]) -> list[str]:
+        """Return a command with a port and folders of this test; on loopback, but with the secret all the same."""
+        assert any(f":{each}" in part for part in command for each in ports)
+        replaced = [part.replace(":29300", f":{port}").replace("0.0.0.0", "127.0.0.1") for part in command[1:]]
+        return [sys.executable, "-m", "covey", *(part.replace("/state", str(job.folder)) for part in replaced)]
+
+    secret = job.folder / "secret"
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex(32))
+    coordinator = begin(job, here(container["command"]), COVEY_SECRET_FILE=secret)
+    assert "with the secret of the cluster" in pipes.stdout(coordinator).readline()
+    probe = begin(job, here(container["readinessProbe"]["exec"]["command"]), COVEY_SECRET_FILE=secret)
+    assert finish_all([probe])[0].out == "No worker has registered yet.\n"
+    coordinator.terminate()
+    assert finish_all([coordinator])[0].code == 0
 
 
 def test_a_slurm_job_is_queued_again_when_a_rank_fails(job: Job) -> None:

@@ -98,17 +98,15 @@ print("ready", flush=True)
     ids=["at-exit", "called-twice", "ctrl-c", "own-handler"],
 )
 def test_closers_run_once_however_a_process_ends(before: str, then: str, signum: int | None, code: int) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(before=before, then=then)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        if signum is not None:
-            program.send_signal(signum)
-        out, _ = program.communicate(timeout=DEADLINE)
-        assert out == "second None\nfirst\n"
-        assert program.returncode == code
-    finally:
-        program.kill()
-        program.wait(DEADLINE)
+    command = [sys.executable, "-c", PROGRAM.format(before=before, then=then)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            if signum is not None:
+                program.send_signal(signum)
+            program.wait(DEADLINE)
+            assert program.stdout.read() == "second None\nfirst\n"  # `communicate` would miss what was read ahead
+            assert program.returncode == code
+        finally:
+            program.kill()

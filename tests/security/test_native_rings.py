@@ -6,7 +6,6 @@ The memory of each ring lies between two pages that cannot be touched: a step ou
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import random
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support.compiled import needs_native
+from tests.support.guarded import GuardedMemory
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
 
 from covey.base.native import native
@@ -44,22 +44,13 @@ class Victim:
     def __init__(self) -> None:
         from covey.net.lanes.native import NativeRingLane
 
-        self._whole = mmap.mmap(-1, 6 * mmap.PAGESIZE)
-        self._view = memoryview(self._whole)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._whole))
-        self._protect(0)
-        self.memory = self._view[mmap.PAGESIZE : -mmap.PAGESIZE]
+        self._guarded = GuardedMemory(4)
+        self.memory = self._guarded.view
         self.words = self.memory[:1024].cast("Q")
         self.bytes_in = self.memory[1024 + CAPACITY :]
         mine, self.doorbell = socket.socketpair()
         self.lane = NativeRingLane(self.memory, CAPACITY, mine, first=True, kind="shm")
         self.end: NativeEnd | None = None
-
-    def _protect(self, how: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        for page in (0, 5):
-            at = ctypes.c_void_p(self._start + page * mmap.PAGESIZE)
-            assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), how) == 0, ctypes.get_errno()
 
     def starts(self, sends: list[Any], recvs: list[Any]) -> NativeEnd:
         if self.end is not None:
@@ -73,7 +64,7 @@ class Victim:
             self.end.close()
         self.lane.close()
         self.doorbell.close()
-        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        self._guarded.close()
 
 
 @pytest.fixture

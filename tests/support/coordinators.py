@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 30.0
 WORKER = """
-import json, sys, time
+import json, os, sys, time
 import numpy as np
 import covey
 
@@ -49,6 +49,13 @@ for line in sys.stdin:
             time.sleep(0.005)
         node.group.end_checkpoint("no room" if checkpoint.path == "full" and node.rank == 1 else "")
         say(checkpoint.path, checkpoint.since, node.group.sequence)
+    elif order == "fork":
+        child = os.fork()
+        if not child:
+            node.close()  # as at the end of a program
+            os._exit(0)
+        os.waitpid(child, 0)
+        say(*told())
     elif order == "tell":
         say(*told(), node.problem)
     elif order == "again":

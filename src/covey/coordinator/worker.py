@@ -109,6 +109,8 @@ class WorkerNode:
         self._session: Session | None = None
         self._group: Group | None = None
         self._round = 0
+        self._pid = 0
+        """The process that started it."""
 
     def start(self) -> Self:
         """Register, wait for a rank, and join the run.
@@ -121,6 +123,7 @@ class WorkerNode:
         with self._changing:
             if self._session is not None:
                 raise ConfigError(f"worker {self.worker_id!r} is started already; close it first")
+            self._pid = os.getpid()
             try:
                 self._start()
             except BaseException:
@@ -130,9 +133,13 @@ class WorkerNode:
         return self
 
     def close(self) -> None:
-        """Leave the group, unregister, and end all threads. A second call does nothing; `start` may follow."""
-        with self._changing:
-            self._end()
+        """Leave the group, unregister, and end all threads. A second call does nothing; `start` may follow.
+
+        In a process that was forked from the worker, it does nothing: the worker is its parent.
+        """
+        if self._pid in (0, os.getpid()):
+            with self._changing:
+                self._end()
 
     @property
     def worker_id(self) -> str:

@@ -3,6 +3,7 @@
 
 static struct kind *const kinds[] = {
     &ring_kind, &stream_kind, &sealed_kind, &plan_kind, &reduction_kind, &undo_kind, &recorder_kind, &runner_kind, &shortcut_kind,
+    &message_end_kind,
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 

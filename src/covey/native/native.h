@@ -45,7 +45,7 @@ struct kind {
     PyObject *type;
 };
 extern struct kind ring_kind, stream_kind, sealed_kind, plan_kind, reduction_kind, undo_kind, recorder_kind, runner_kind,
-    shortcut_kind;
+    shortcut_kind, message_end_kind;
 static inline bool is_of(PyObject *object, const struct kind *kind) { return (PyObject *)Py_TYPE(object) == kind->type; }
 
 /* What became of an attempt to move a transfer. */
@@ -182,6 +182,7 @@ struct undo {
     int64_t count, room;
 };
 bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes);
+void undo_forget(struct undo *undo);
 
 /* One rank's part of a collective. Ranges count elements. */
 struct send_move {

@@ -126,7 +126,7 @@ bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes)
     return true;
 }
 
-static void undo_forget(struct undo *undo)
+void undo_forget(struct undo *undo)
 {
     for (int64_t index = 0; index < undo->count; index++)
         if (undo->ranges[index].is_own)

@@ -18,6 +18,7 @@ enum {
 };
 enum record_outcome { RUNNING, RETURNED, FAILED };
 
+/* covey/runtime/recorder.py reads these two as bytes. */
 struct record {
     uint64_t sequence, peers;
     int64_t begun_ns, ended_ns, sent, received;
@@ -178,115 +179,24 @@ static PyObject *method_end(PyObject *self, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-/* records(after) -> [(sequence, operation, outcome, begun ns, ended ns, sent, received, peers, phases, view)] */
-static PyObject *method_records(PyObject *self, PyObject *arg)
-{
-    struct recorder *recorder = (struct recorder *)self;
-    uint64_t after = PyLong_AsUnsignedLongLong(arg);
-    if (PyErr_Occurred())
-        return NULL;
-    PyObject *list = PyList_New(0);
-    uint64_t first = recorder->last >= RECORDS ? recorder->last - RECORDS + 1 : 1;
-    for (uint64_t sequence = after >= first ? after + 1 : first; list != NULL && sequence <= recorder->last; sequence++) {
-        struct record record = recorder->records[sequence % RECORDS];
-        if (record.sequence != sequence)
-            continue;
-        if (record.outcome == RUNNING)
-            read_progress(recorder, &record);
-        PyObject *item = Py_BuildValue("(KiiLLLLKiI)", (unsigned long long)record.sequence, (int)record.operation,
-                                       (int)record.outcome, (long long)record.begun_ns, (long long)record.ended_ns,
-                                       (long long)record.sent, (long long)record.received,
-                                       (unsigned long long)record.peers, (int)record.phases, (unsigned int)record.view);
-        if (item == NULL || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-/* totals() -> [(operation, count, failures, ns, sent, received, (count by bucket, ...))] */
-static PyObject *method_totals(PyObject *self, PyObject *unused)
+/* snapshot() -> (the last sequence, then as bytes: traffic by rank, totals by operation, records by sequence % RECORDS) */
+static PyObject *method_snapshot(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct recorder *recorder = (struct recorder *)self;
-    PyObject *list = PyList_New(0);
-    for (int operation = 0; list != NULL && operation < OPERATIONS; operation++) {
-        const struct totals *totals = &recorder->totals[operation];
-        if (totals->count == 0)
-            continue;
-        PyObject *buckets = PyTuple_New(BUCKETS);
-        for (int index = 0; buckets != NULL && index < BUCKETS; index++) {
-            PyObject *number = PyLong_FromLongLong(totals->buckets[index]);
-            if (number == NULL || PyTuple_SetItem(buckets, index, number) < 0)
-                Py_CLEAR(buckets);
-        }
-        PyObject *item = buckets == NULL ? NULL
-                                         : Py_BuildValue("(iLLLLLO)", operation, (long long)totals->count,
-                                                         (long long)totals->failures, (long long)totals->ns,
-                                                         (long long)totals->sent, (long long)totals->received, buckets);
-        Py_XDECREF(buckets);
-        if (item == NULL || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-/* traffic() -> [(bytes sent, sends, bytes received, receives)], by rank */
-static PyObject *method_traffic(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct recorder *recorder = (struct recorder *)self;
-    PyObject *list = PyList_New(0);
-    for (int32_t rank = 0; list != NULL && rank < recorder->size; rank++) {
-        struct traffic *traffic = &recorder->traffic[rank];
-        PyObject *item = Py_BuildValue("(LLLL)", (long long)atomic_load_explicit(&traffic->sent_bytes, memory_order_relaxed),
-                                       (long long)atomic_load_explicit(&traffic->sends, memory_order_relaxed),
-                                       (long long)atomic_load_explicit(&traffic->received_bytes, memory_order_relaxed),
-                                       (long long)atomic_load_explicit(&traffic->receives, memory_order_relaxed));
-        if (item == NULL || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-/* busy(since ns) -> (ns after that in which an operation ran, when the first of them began or 0) */
-static PyObject *method_busy(PyObject *self, PyObject *arg)
-{
-    struct recorder *recorder = (struct recorder *)self;
-    long long since = PyLong_AsLongLong(arg);
-    if (since == -1 && PyErr_Occurred())
-        return NULL;
-    int64_t busy = 0, first = 0, now = monotonic_ns();
-    for (uint64_t sequence = recorder->last, left = RECORDS; sequence > 0 && left > 0; sequence--, left--) {
-        const struct record *record = &recorder->records[sequence % RECORDS];
-        int64_t ended_ns = record->outcome == RUNNING ? now : record->ended_ns;
-        if (record->sequence != sequence || ended_ns <= since)
-            break;
-        first = record->begun_ns < since ? since : record->begun_ns;
-        busy += ended_ns - first;
-    }
-    return Py_BuildValue("(LL)", (long long)busy, (long long)first);
-}
-
-/* running() -> when the operation in progress began, or 0 */
-static PyObject *method_running(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct recorder *recorder = (struct recorder *)self;
-    const struct record *record = &recorder->records[recorder->last % RECORDS];
-    return PyLong_FromLongLong(record->outcome == RUNNING ? record->begun_ns : 0);
+    struct record *last = &recorder->records[recorder->last % RECORDS];
+    if (last->outcome == RUNNING)
+        read_progress(recorder, last);
+    return Py_BuildValue("(Ky#y#y#)", (unsigned long long)recorder->last, (const char *)recorder->traffic,
+                         (Py_ssize_t)(recorder->size * sizeof *recorder->traffic), (const char *)recorder->totals,
+                         (Py_ssize_t)sizeof recorder->totals, (const char *)recorder->records,
+                         (Py_ssize_t)(RECORDS * sizeof *recorder->records));
 }
 
 static PyMethodDef recorder_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))method_begin, METH_FASTCALL, "begin(sequence, operation)"},
     {"end", (PyCFunction)(void (*)(void))method_end, METH_FASTCALL, "end(view, has_failed), of the operation begun last."},
-    {"records", method_records, METH_O, "Return the last operations, those after a sequence."},
-    {"totals", method_totals, METH_NOARGS, "Return the totals by operation."},
-    {"traffic", method_traffic, METH_NOARGS, "Return what was moved, by rank."},
-    {"busy", method_busy, METH_O, "Return for how long operations ran after a moment, and when the first of them began."},
-    {"running", method_running, METH_NOARGS, "Return when the operation in progress began, or 0."},
+    {"snapshot", method_snapshot, METH_NOARGS, "Return the last sequence, traffic, totals and records; see recorder.py."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,11 @@
  * A call that is over within a moment never gives up the interpreter's lock, so no other thread can see it halfway; the
  * records of the group are brought up to date afterwards, as `Engine.perform` would have. A call that takes longer is
  * handed to Python, which keeps its records and lets the runner go on.
+ *
+ * In a group that survives losses, a call is over when the commit barrier is, and the operation saves what it overwrites.
+ * The control loop may ask at any moment how far this rank is, so a call that is handed to Python has told
+ * AtomicOperations before: that the operation runs or, before the first byte of the barrier can be missed, that it is
+ * complete.
  */
 #include "native.h"
 
@@ -23,8 +28,13 @@ struct entry {
     int axes;
     Py_ssize_t shape[MOST_AXES];
     int64_t contributors;
-    uint8_t prefix[PREFIX_BYTES];
+    uint8_t prefix[PREFIX_BYTES], commit_prefix[PREFIX_BYTES];
     struct output output;
+};
+
+/* What a group that survives losses adds; all NULL in others. */
+struct atomic {
+    PyObject *operations, *commit, *running, *complete, *barrier, *undo, *nothing;
 };
 
 struct shortcut {
@@ -33,9 +43,11 @@ struct shortcut {
     struct entry entries[ENTRIES];
     int count, next;
     int64_t spin_ns, yield_ns, stall_ns;
+    struct atomic atomic;
 };
 
-static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_returned;
+static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_returned, *name_phase, *name_executing,
+    *name_pending;
 
 static void free_entry(struct entry *entry)
 {
@@ -56,16 +68,28 @@ static void shortcut_release(PyObject *self)
     Py_CLEAR(shortcut->call_log);
     Py_CLEAR(shortcut->calls);
     Py_CLEAR(shortcut->array_type);
+    struct atomic *atomic = &shortcut->atomic;
+    Py_CLEAR(atomic->operations);
+    Py_CLEAR(atomic->commit);
+    Py_CLEAR(atomic->running);
+    Py_CLEAR(atomic->complete);
+    Py_CLEAR(atomic->barrier);
+    Py_CLEAR(atomic->undo);
+    Py_CLEAR(atomic->nothing);
 }
 
-/* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns) */
+/* Shortcut(runner, operation, call log, its list of calls, array type, spin ns, yield ns, stall ns), and in a group that
+ * survives losses (AtomicOperations, Commit, its phases of a running and a complete operation, the barrier's plan, the
+ * undo buffer, an empty array) */
 static int shortcut_fill(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *parts[5];
     long long spin_ns, yield_ns, stall_ns;
-    if (!PyArg_ParseTuple(args, "OOOO!OLLL", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
-                          &spin_ns, &yield_ns, &stall_ns))
+    struct atomic atomic = {0};
+    if (!PyArg_ParseTuple(args, "OOOO!OLLL|(OOOOOOO)", &parts[0], &parts[1], &parts[2], &PyList_Type, &parts[3], &parts[4],
+                          &spin_ns, &yield_ns, &stall_ns, &atomic.operations, &atomic.commit, &atomic.running,
+                          &atomic.complete, &atomic.barrier, &atomic.undo, &atomic.nothing))
         return -1;
     if (name_dtype == NULL) {
         name_dtype = PyUnicode_InternFromString("dtype");
@@ -73,11 +97,23 @@ static int shortcut_fill(PyObject *self, PyObject *args)
         name_call = PyUnicode_InternFromString("call");
         name_entered = PyUnicode_InternFromString("entered");
         name_returned = PyUnicode_InternFromString("returned");
+        name_phase = PyUnicode_InternFromString("_phase");
+        name_executing = PyUnicode_InternFromString("_is_executing");
+        name_pending = PyUnicode_InternFromString("pending");
     }
-    if (!is_of(parts[0], &runner_kind) || name_returned == NULL) {
-        PyErr_SetString(PyExc_TypeError, "the first argument is a Runner");
+    if (!is_of(parts[0], &runner_kind) || name_pending == NULL ||
+        (atomic.operations != NULL && (!is_of(atomic.barrier, &plan_kind) || !is_of(atomic.undo, &undo_kind)))) {
+        PyErr_SetString(PyExc_TypeError, "these are not the parts of a shortcut");
         return -1;
     }
+    Py_XINCREF(atomic.operations);
+    Py_XINCREF(atomic.commit);
+    Py_XINCREF(atomic.running);
+    Py_XINCREF(atomic.complete);
+    Py_XINCREF(atomic.barrier);
+    Py_XINCREF(atomic.undo);
+    Py_XINCREF(atomic.nothing);
+    shortcut->atomic = atomic;
     for (int index = 0; index < 5; index++)
         Py_INCREF(parts[index]);
     shortcut->runner = parts[0];
@@ -113,19 +149,21 @@ static int read_shape(PyObject *shape, Py_ssize_t lengths[MOST_AXES])
     return PyErr_Occurred() ? -1 : (int)axes;
 }
 
-/* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix, and for a call with an output its shape,
- * and the range that is copied to it: from, to, bytes): remember how such a call runs; False if there is no room. */
+/* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix, prefix of the commit barrier, and for a
+ * call with an output its shape, and the range that is copied to it: from, to, bytes): remember how such a call runs;
+ * False if there is no room. */
 static PyObject *shortcut_add(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
     PyObject *dtype, *shape, *what, *call, *plan, *reduction, *out_shape = NULL;
     long long contributors, from = 0, to = 0, nbytes = 0;
-    const char *prefix;
-    Py_ssize_t prefix_bytes;
-    if (!PyArg_ParseTuple(args, "OO!OOOOLy#|O!LLL", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction,
-                          &contributors, &prefix, &prefix_bytes, &PyTuple_Type, &out_shape, &from, &to, &nbytes))
+    const char *prefix, *commit_prefix;
+    Py_ssize_t prefix_bytes, commit_bytes;
+    if (!PyArg_ParseTuple(args, "OO!OOOOLy#y#|O!LLL", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction,
+                          &contributors, &prefix, &prefix_bytes, &commit_prefix, &commit_bytes, &PyTuple_Type, &out_shape,
+                          &from, &to, &nbytes))
         return NULL;
-    if (prefix_bytes != PREFIX_BYTES || !is_of(plan, &plan_kind) || (reduction != Py_None && !is_of(reduction, &reduction_kind)) || from < 0 ||
+    if (prefix_bytes != PREFIX_BYTES || commit_bytes != PREFIX_BYTES || !is_of(plan, &plan_kind) || (reduction != Py_None && !is_of(reduction, &reduction_kind)) || from < 0 ||
         to < 0 || nbytes < 0)
         return PyErr_Format(PyExc_TypeError, "these are not the parts of a call");
     struct entry made = {.contributors = contributors};
@@ -156,6 +194,7 @@ static PyObject *shortcut_add(PyObject *self, PyObject *args)
     made.plan = plan;
     made.reduction = reduction;
     memcpy(made.prefix, prefix, PREFIX_BYTES);
+    memcpy(made.commit_prefix, commit_prefix, PREFIX_BYTES);
     *entry = made;
     Py_RETURN_TRUE;
 }
@@ -174,6 +213,8 @@ static bool record(struct shortcut *shortcut, const struct entry *entry, uint64_
                       PyObject_SetAttr(shortcut->operation, name_sequence, number) == 0 &&
                       PyObject_SetAttr(shortcut->operation, name_returned, number) == 0 &&
                       PyObject_SetAttr(shortcut->operation, name_call, entry->call) == 0;
+        if (is_recorded && shortcut->atomic.commit != NULL)
+            is_recorded = PyObject_SetAttr(shortcut->atomic.commit, name_returned, number) == 0;
     }
     Py_XDECREF(number);
     return is_recorded;
@@ -258,14 +299,36 @@ static struct entry *take(struct shortcut *shortcut, struct runner *runner, PyOb
     return entry;
 }
 
-/* run(x or None, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
- * records the call, which is returned, and resumes the runner. */
-static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+/* Begins the commit barrier of a call whose result is complete, and looks; returns as runner_look does. */
+static enum reason look_at_barrier(struct shortcut *shortcut, struct operation *operation, const struct entry *entry)
 {
-    struct shortcut *shortcut = (struct shortcut *)self;
+    struct runner *runner = (struct runner *)shortcut->runner;
+    Py_buffer nothing;
+    bool change_pending = runner->change_pending;
+    runner_finish(runner);
+    if (PyObject_GetBuffer(shortcut->atomic.nothing, &nothing, PyBUF_WRITABLE | PyBUF_ND) < 0 ||
+        !runner_take(runner, &nothing))
+        return NO_MEMORY;
+    operation->plan = shortcut->atomic.barrier;
+    operation->reduction = operation->undo = NULL;
+    operation->prefix = entry->commit_prefix;
+    operation->change_pending = change_pending;
+    return runner_begin(runner, operation) ? runner_look(runner) : NO_MEMORY;
+}
+
+/* Tells AtomicOperations how far a call is that Python goes on with. */
+static bool hand_over(struct atomic *atomic, bool is_complete)
+{
+    return atomic->operations == NULL ||
+           (PyObject_SetAttr(atomic->operations, name_executing, Py_True) == 0 &&
+            PyObject_SetAttr(atomic->commit, name_phase, is_complete ? atomic->complete : atomic->running) == 0);
+}
+
+static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_t count, int64_t spin_ns)
+{
     struct runner *runner = (struct runner *)shortcut->runner;
     if (count != 2 && count != 3)
-        return PyErr_Format(PyExc_TypeError, "run takes an array, an operation, and sometimes an output");
+        return PyErr_Format(PyExc_TypeError, "a call has an array, an operation, and sometimes an output");
     if (!runner->is_open || runner->is_running)
         Py_RETURN_FALSE;
     int64_t begun_ns = runner->recorder == NULL ? 0 : monotonic_ns();
@@ -288,7 +351,8 @@ static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t 
         .contributors = entry->contributors,
         .prefix = entry->prefix,
         .sequence = sequence,
-        .spin_ns = shortcut->spin_ns,
+        .undo = shortcut->atomic.undo,
+        .spin_ns = spin_ns,
         .yield_ns = shortcut->yield_ns,
         .stall_ns = shortcut->stall_ns,
     };
@@ -299,29 +363,51 @@ static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t 
         memmove((uint8_t *)runner->buffers[1].buf + output->to, (uint8_t *)runner->buffers[0].buf + output->from,
                 (size_t)output->nbytes);
     enum reason reason = runner_look(runner);
-    if (PyErr_Occurred()) {
-        runner->is_open = false;
-        return NULL;
-    }
+    bool is_complete = reason == DONE && shortcut->atomic.operations != NULL;
+    if (is_complete)
+        reason = look_at_barrier(shortcut, &operation, entry);
     if (reason != DONE) {
         runner->is_open = false;
         runner->pending = reason;
+        if (PyErr_Occurred() || !hand_over(&shortcut->atomic, is_complete))
+            return NULL;
         if (runner->recorder != NULL)
             recorder_early(runner->recorder, sequence, begun_ns);
         Py_INCREF(entry->call);
         return entry->call;
     }
+    bool change_pending = runner->change_pending;
     runner_finish(runner);
+    if (shortcut->atomic.undo != NULL)
+        undo_forget((struct undo *)shortcut->atomic.undo);
     if (!record(shortcut, entry, sequence))
+        return NULL;
+    if (shortcut->atomic.commit != NULL && change_pending &&
+        PyObject_SetAttr(shortcut->atomic.commit, name_pending, Py_True) < 0)
         return NULL;
     if (runner->recorder != NULL)
         recorder_note(runner->recorder, entry->prefix, sequence, begun_ns);
     Py_RETURN_TRUE;
 }
 
+/* run(x or None, what[, out]) -> False if this call needs the long way, True if it has returned; else it has begun: then Python
+ * records the call, which is returned, and resumes the runner. */
+static PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    struct shortcut *shortcut = (struct shortcut *)self;
+    return run(shortcut, args, count, shortcut->spin_ns);
+}
+
+/* begin(x, what[, out]) -> as run, but it waits for nothing: another thread goes on with what is not over at once */
+static PyObject *shortcut_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    return run((struct shortcut *)self, args, count, 0);
+}
+
 static PyMethodDef shortcut_methods[] = {
     {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
     {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
+    {"begin", (PyCFunction)(void (*)(void))shortcut_begin, METH_FASTCALL, "Begin such a call, and do not wait."},
     {NULL, NULL, 0, NULL},
 };
 

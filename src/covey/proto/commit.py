@@ -80,6 +80,8 @@ class _Phase(enum.Enum):
 
 
 _IDLE, _ASKED, _RUNNING, _COMPLETE = _Phase
+LENT_PHASES = (_RUNNING, _COMPLETE)
+"""What code that was lent the operations sets `_phase` to, when it hands a running or a complete one over."""
 
 
 class Commit:
@@ -144,6 +146,27 @@ class Commit:
             self._phase = _ASKED
             return None
         return self._begin()
+
+    def lend(self, started: int) -> bool:
+        """Let other code perform the next operations; False if one is in progress, or something has to be decided.
+
+        `started` is the number of operations that were started here. The other code performs operations without a root
+        in this attempt, barrier and all, and sets `returned` after each. The driver stops it before it calls anything
+        here. If it stops in the middle of an operation, it has set `_phase`, and `resume` goes on.
+        """
+        if self._phase is not _IDLE or self.is_frozen or self.gives_up or self.returned != started:
+            return False
+        self._root = -1
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result of the operation in progress is here."""
+        return self._phase is _COMPLETE
+
+    def resume(self) -> Run:
+        """Return what to do with an operation that other code has begun."""
+        return Run(self.returned + 1, self.attempt, self.live)
 
     def completed(self, attempt: int) -> bool:
         """Note that the whole result of this attempt is here, where no other rank writes; False if it is too late."""

@@ -27,6 +27,8 @@ from covey.wire.message_header import Header
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from covey.proto.message_link import LentStreams
+
 __all__ = ["ANY", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
 
 MAX_TAG: Final = 2**63 - 1
@@ -205,6 +207,20 @@ class Matcher:
     def lane_ended(self, peer: int) -> None:
         """Note that the connection with `peer` ended; what was under way is kept for the next one."""
         self._link(peer).lane_ended()
+
+    def lend(self, peer: int) -> LentStreams | None:
+        """Return the state of the streams with `peer` if nothing waits for a message, and no message of `peer` waits.
+
+        See `MessageLink.lend`.
+        """
+        is_quiet = not (self._posted or self._probes or self.ready or self.resuming or self.completed)
+        if not is_quiet or any(source == peer for source, _ in self._unmatched):
+            return None
+        return self._link(peer).lend()
+
+    def take_back(self, peer: int, streams: LentStreams, kept: bytes) -> None:
+        """Go on with the streams that were lent; `kept` are the last bytes that were sent."""
+        self._link(peer).take_back(streams, kept)
 
     def has_parted(self, peer: int) -> bool:
         """Tell whether `peer` has said that nothing follows."""

@@ -40,6 +40,22 @@ class MessageSizes(NamedTuple):
 DEFAULT_SIZES: Final = MessageSizes()
 
 
+class LentStreams(NamedTuple):
+    """The state of the streams with one peer between two frames, for code that continues them."""
+
+    next_id: int
+    used: int
+    sent: int
+    arrived: int
+    """The bytes of this rank's stream that were sent, and that the peer is known to have."""
+    expected_id: int
+    held: int
+    owed: int
+    unacknowledged: int
+    received: int
+    """The bytes of the peer's stream that have arrived."""
+
+
 class MessageHost(Protocol):
     """What the links of one rank share."""
 
@@ -115,6 +131,35 @@ class MessageLink:
         self.outlet.lane_ended()
         self._host.ready.discard(self._peer)
         self._host.resuming.discard(self._peer)
+
+    def lend(self) -> LentStreams | None:
+        """Return the state of the streams, if no frame and no message is under way: then `take_back` must follow.
+
+        The code that gets the state may send and receive whole EAGER messages, ACK and CREDIT frames, and must treat
+        them as this class does. Nothing else may be called here until `take_back`.
+        """
+        outlet, inlet = self.outlet, self.inlet
+        is_quiet = outlet.is_idle and inlet.is_between_frames and not (self.is_over or self.is_failed)
+        if not is_quiet or self._waiting or self._announced or self._incomplete:
+            return None
+        return LentStreams(
+            self._next_id,
+            self._used,
+            outlet.sent,
+            outlet.arrived,
+            self._expected_id,
+            self._held,
+            self._owed,
+            self._unacknowledged,
+            inlet.received,
+        )
+
+    def take_back(self, streams: LentStreams, kept: bytes) -> None:
+        """Go on from where the streams are now; `kept` are the last bytes that were sent; see `Outlet.passed`."""
+        self._next_id, self._used, self._expected_id = streams.next_id, streams.used, streams.expected_id
+        self._held, self._owed, self._unacknowledged = streams.held, streams.owed, streams.unacknowledged
+        self.outlet.passed(streams.sent, streams.arrived, kept)
+        self.inlet.received = streams.received
 
     def fail(self, error: BaseException) -> Iterable[Arrival]:
         """Give the peer up and end all sends to it; return the messages whose payload will not come."""

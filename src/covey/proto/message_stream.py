@@ -77,6 +77,11 @@ class Inlet:
         """Continue the stream on another connection."""
         self._resume_bytes = 0
 
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the connection has begun and every byte that has arrived belongs to a whole frame."""
+        return self._resume_bytes == wire.FIXED_BYTES and self._landing is None and not self._stop
+
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes of the connection should be written, in this order."""
         if self._resume_bytes < wire.FIXED_BYTES:
@@ -207,6 +212,29 @@ class Outlet:
     def arrived(self) -> int:
         """The bytes of the stream that the peer is known to have."""
         return self._has
+
+    @property
+    def sent(self) -> int:
+        """The bytes of the stream that were sent."""
+        return self._sent
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is a connection and everything was sent on it."""
+        return self._flows and not self._resume_frame and not self._moving and not self._line and not self._at
+
+    def passed(self, sent: int, arrived: int, kept: bytes) -> None:
+        """Take note that the stream went on by other means while this was idle.
+
+        `sent` and `arrived` are its bytes that were sent, and that the peer has; `kept` are the last that were sent,
+        among them all that the peer may not have.
+        """
+        self._has = arrived
+        self._drop_arrived(self._unacknowledged)
+        if kept:
+            self._unacknowledged.append(_Item(kept))
+        self._sent = self._offered = sent
+        self._start = sent - sum(len(item.data) for item in self._unacknowledged)
 
     @property
     def is_in_doubt(self) -> bool:

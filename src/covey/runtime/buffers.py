@@ -96,7 +96,7 @@ def as_array(x: Any) -> Array:
         return x.view(np.ndarray)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return _tensor_memory(x)
+        return tensor_memory(x)
     if isinstance(x, np.generic | list | tuple | int | float | complex | str):
         raise TypeError(f"cannot work on a {type(x).__name__} in place; pass a numpy array, a torch tensor or a buffer")
     try:
@@ -122,7 +122,7 @@ _formats: dict[Any, tuple[np.dtype[Any], str]] = {}
 """By torch dtype, filled on first use: the numpy dtype, and its text in an array interface."""
 
 
-def _tensor_memory(tensor: Any) -> Array:
+def tensor_memory(tensor: Any) -> Array:
     """Return an array over the memory of a CPU tensor, which it keeps alive; for bfloat16 and requires_grad, too."""
     if not tensor.is_cpu or tensor.layout is not sys.modules["torch"].strided:
         raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; make it a plain one: x.to_dense().cpu()")

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
 from covey.wire.messages import NAME_LIMIT
@@ -29,26 +29,64 @@ CODECS_LIMIT: Final = 32
 """Codecs that are counted each for itself."""
 
 
-class MessageTraffic:
-    """The messages of one group on this rank."""
+class MessageCounts(NamedTuple):
+    """Messages, and the bytes of their payloads."""
 
-    __slots__ = ("received", "received_bytes", "sent", "sent_bytes")
+    sent: int = 0
+    sent_bytes: int = 0
+    received: int = 0
+    received_bytes: int = 0
+
+    def plus(self, more: Sequence[int]) -> MessageCounts:
+        """Return the sum of these and other counts."""
+        return MessageCounts(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+class PassingMessages(Protocol):
+    """Counts messages that the compiled executor moves by itself."""
+
+    def counts(self) -> tuple[int, int, int, int]: ...
+
+
+class MessageTraffic:
+    """The messages of one group on this rank. The holder of the messenger's lock changes it."""
+
+    __slots__ = ("_state",)
 
     def __init__(self) -> None:
-        self.sent = self.sent_bytes = self.received = self.received_bytes = 0
+        self._state: tuple[MessageCounts, tuple[PassingMessages, ...]] = MessageCounts(), ()
+        """In one attribute, so that a thread without the lock never misses a message, or counts it twice."""
+
+    def counts(self) -> MessageCounts:
+        """Return what was moved so far. On any thread."""
+        counts, passing = self._state
+        for each in passing:
+            counts = counts.plus(each.counts())
+        return counts
 
     def began(self, view: memoryview) -> None:
         """Count a message whose send begins."""
-        self.sent += 1
-        self.sent_bytes += view.nbytes
+        counts, passing = self._state
+        self._state = counts.plus((1, view.nbytes, 0, 0)), passing
 
     def ended(self, receives: Iterable[Receive]) -> None:
         """Count those of the ended receives that have got a message."""
+        counts, passing = self._state
         for operation in receives:
             if operation.result is not None:
                 payload = operation.out if operation.result.data is None else operation.result.data
-                self.received += 1
-                self.received_bytes += 0 if payload is None else len(payload)
+                counts = counts.plus((0, 0, 1, 0 if payload is None else len(payload)))
+        self._state = counts, passing
+
+    def lent(self, passing: PassingMessages) -> None:
+        """Count what passes from now on, too."""
+        counts, others = self._state
+        self._state = counts, (*others, passing)
+
+    def taken_back(self, passing: PassingMessages) -> None:
+        """Keep the counts of what has passed."""
+        counts, others = self._state
+        self._state = counts.plus(passing.counts()), tuple(each for each in others if each is not passing)
 
 
 class CodecTraffic(NamedTuple):
@@ -116,7 +154,7 @@ class Totals:
     def __init__(self) -> None:
         self.operations: dict[int, OperationTotals] = {}
         self.traffic: dict[tuple[Seat, str], RankTraffic] = {}
-        self.messages = MessageTraffic()
+        self.messages = MessageCounts()
         self.codecs: dict[str, CodecTraffic] = {}
 
     def add(self, group: GroupCounters) -> None:
@@ -124,8 +162,7 @@ class Totals:
         self.add_operations(group.recorder.totals())
         for key, traffic in group.traffic().items():
             _add_traffic(self.traffic, key, traffic)
-        for name in MessageTraffic.__slots__:
-            setattr(self.messages, name, getattr(self.messages, name) + getattr(group.messages, name))
+        self.messages = self.messages.plus(group.messages.counts())
         for codec, numbers in list(group.codecs.items()):
             before = self.codecs.get(codec, CodecTraffic(0, 0, 0))
             self.codecs[codec] = CodecTraffic(*(a + b for a, b in zip(before, numbers, strict=True)))
@@ -143,8 +180,7 @@ class Totals:
         """Return totals that can be added to."""
         copy = Totals()
         copy.operations, copy.traffic, copy.codecs = dict(self.operations), dict(self.traffic), dict(self.codecs)
-        for name in MessageTraffic.__slots__:
-            setattr(copy.messages, name, getattr(self.messages, name))
+        copy.messages = self.messages
         return copy
 
 

@@ -7,6 +7,7 @@ any thread may read.
 from __future__ import annotations
 
 import functools
+import struct
 import sys
 import time
 from typing import Any, Final, NamedTuple, Protocol
@@ -58,6 +59,12 @@ Record = tuple[int, int, int, int, int, int, int, int, int, int]
 that it moved something to or from, plans begun, view."""
 
 
+_NATIVE_RECORD: Final = struct.Struct("=QQqqqqIHBB")
+_NATIVE_TOTALS: Final = struct.Struct(f"={5 + BUCKETS}q")
+_NATIVE_TRAFFIC: Final = struct.Struct("=4q")
+"""How `native/recorder.c` keeps them in memory."""
+
+
 class Recorder(Protocol):
     """What both recorders do."""
 
@@ -89,18 +96,39 @@ def make_recorder(size: int, *, is_native: bool) -> Any:
 
 
 class NativeRecorder:
-    """The recorder of the compiled executor, which counts transfers itself."""
+    """The recorder of the compiled executor, which counts transfers itself. What it has counted is read from bytes."""
 
     def __init__(self, size: int) -> None:
         self.native = native().module.Recorder(size)
         self.begin, self.end = self.native.begin, self.native.end
-        self.records, self.busy, self.running = self.native.records, self.native.busy, self.native.running
+
+    def records(self, after: int, /) -> list[Record]:
+        last, _, _, records = self.native.snapshot()
+        found = []
+        for wanted in range(max(after + 1, last - RECORDS + 1, 1), last + 1):
+            fields = _NATIVE_RECORD.unpack_from(records, _NATIVE_RECORD.size * (wanted % RECORDS))
+            sequence, peers, begun, ended, sent, received, view, phases, operation, outcome = fields
+            if sequence == wanted:
+                found.append((sequence, operation, outcome, begun, ended, sent, received, peers, phases, view))
+        return found
 
     def totals(self) -> list[OperationTotals]:
-        return [OperationTotals(*each) for each in self.native.totals()]
+        rows = enumerate(_NATIVE_TOTALS.iter_unpack(self.native.snapshot()[2]))
+        return [
+            OperationTotals(operation, calls, failures, ns, sent, received, tuple(buckets))
+            for operation, (calls, failures, ns, sent, received, *buckets) in rows
+            if calls
+        ]
 
     def traffic(self) -> list[RankTraffic]:
-        return [RankTraffic(*each) for each in self.native.traffic()]
+        return [RankTraffic(*each) for each in _NATIVE_TRAFFIC.iter_unpack(self.native.snapshot()[1])]
+
+    def busy(self, since_ns: int, /) -> tuple[int, int]:
+        return _busy(self.records(0), since_ns)
+
+    def running(self) -> int:
+        last = self.native.snapshot()[0]
+        return next((record[3] for record in self.records(last - 1) if record[2] == RUNNING), 0)
 
 
 class PythonRecorder:
@@ -184,14 +212,18 @@ class PythonRecorder:
         return [RankTraffic(*each) for each in self._traffic]
 
     def busy(self, since_ns: int, /) -> tuple[int, int]:
-        busy = first = 0
-        for record in reversed(self.records(0)):
-            ended = record[4] or clock_ns()
-            if ended <= since_ns:
-                break
-            first = max(record[3], since_ns)
-            busy += ended - first
-        return busy, first
+        return _busy(self.records(0), since_ns)
 
     def running(self) -> int:
         return self._begun
+
+
+def _busy(records: list[Record], since_ns: int) -> tuple[int, int]:
+    busy = first = 0
+    for record in reversed(records):
+        ended = record[4] or clock_ns()
+        if ended <= since_ns:
+            break
+        first = max(record[3], since_ns)
+        busy += ended - first
+    return busy, first

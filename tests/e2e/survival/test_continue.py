@@ -475,3 +475,61 @@ def test_deadlines_mistakes_revocations_and_failures_end_what_they_should_and_no
                 assert report["live"] == [0, 1, 3]
             if rank in (0, 3):
                 assert report["failed"] == total([0, 3], 3).tolist()
+
+
+def add_up_small_arrays(losses: int) -> Any:
+    """Add small arrays up until so many ranks are lost and a while longer; all remaining ranks stop after the same."""
+    from covey.runtime.group.internals import engine_of
+
+    with covey.join(on_loss="continue") as group:
+        changes: list[Any] = []
+        watched: list[Any] = []
+        outcomes = {"long way": 0, "returned": 0, "handed over": 0}
+
+        def watch(shortcut: Any) -> None:
+            run = shortcut.run
+
+            def watched_run(*args: Any) -> Any:
+                outcome = run(*args)
+                name = "long way" if outcome is False else "returned" if outcome is True else "handed over"
+                outcomes[name] += 1
+                return outcome
+
+            shortcut.run = watched_run
+            watched.append(shortcut)
+
+        x, alone = np.empty(3), 0
+        while True:
+            shortcut = engine_of(group).all_reduce_shortcut
+            if shortcut is not None and shortcut not in watched:
+                watch(shortcut)
+            number = group.sequence + 1
+            x[:] = (1 + number % 5) * 4**group.rank, number, alone >= 200
+            group.all_reduce(x)
+            given = group.contributors
+            assert group.sequence == number
+            assert x[:2].tolist() == [(1 + number % 5) * sum(4**rank for rank in given), number * len(given)]
+            if not changes or changes[-1][1] != given:
+                changes.append((number, given))
+            if number == 50:
+                say("running")
+            alone += len(given) == group.size - losses
+            if x[2]:
+                break
+        return {"changes": changes, "last": group.sequence, "native": bool(watched), "outcomes": outcomes}
+
+
+def test_repeated_small_sums_lose_ranks_at_the_same_operation_everywhere() -> None:
+    with Members(4, add_up_small_arrays, 2, lanes="shm" if "shm" in LANES else "unix") as ranks:
+        ranks.hear("running")
+        for victim in (3, 1):
+            time.sleep(0.2)
+            ranks.kill(victim)
+            time.sleep(0.3)
+        first, second = ranks.results((0, 2))
+        assert (first["changes"], first["last"]) == (second["changes"], second["last"])
+        assert [given for _, given in first["changes"]] == [[0, 1, 2, 3], [0, 1, 2], [0, 2]]
+        for report in (first, second):
+            taken = report["outcomes"]["returned"] + report["outcomes"]["handed over"]
+            assert not report["native"] or taken > 150, report
+        ranks.await_exit((0, 2))

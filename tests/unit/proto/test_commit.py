@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.commit import Commit, Raised, Returned, Revoked, Run
+from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Revoked, Run
 from covey.proto.views import judge
 from covey.wire.membership import Fate, State, Verdict, View
 
@@ -361,3 +361,45 @@ def test_who_has_said_that_it_is_complete_stays_so_whatever_it_learns_then() -> 
     ranks[0].disagree()
     assert state.complete
     assert ranks[0].freeze().complete
+
+
+def test_operations_are_lent_only_while_nothing_is_in_progress_or_to_be_decided() -> None:
+    ranks = Ranks(2)
+    one = ranks[0]
+    assert one.lend(0)
+    assert not one.lend(1)  # an operation was started that is not over
+    ranks.start(0)
+    assert not one.lend(0)
+    ranks.complete(0)
+    ranks.passes(0)
+    assert one.lend(1)
+    one.freeze()
+    assert not one.lend(1)
+    one.install(view(1, 0, 1))
+    assert one.lend(1)
+    one.give_up()
+    assert not one.lend(1)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_lent_operation_that_is_handed_over_counts_as_begun_or_complete(is_complete: bool) -> None:
+    """Rank 1 completes it; whether it returns or is tried again depends on how far the lent one of rank 0 is."""
+    ranks = Ranks(3)
+    ranks.start(root=1)
+    ranks.complete(0, 1, 2)
+    ranks.passes(0, 1, 2)
+    assert ranks[0].lend(1)
+    ranks[0].returned = 2  # one that was performed while it was lent
+    ranks.start(1)
+    ranks.complete(1)
+    ranks.passes(1)
+    ranks[0]._phase = LENT_PHASES[is_complete]
+    assert ranks[0].resume() == Run(3, 0, (0, 1, 2))
+    assert ranks[0].is_complete == is_complete
+    ranks.start(1)
+    ranks.complete(1)
+    state = ranks[0].freeze()
+    assert (state.returned, state.sequence, state.complete, state.root) == (2, 3, is_complete, -1)
+    verdict = ranks.change(1, 0, 1)
+    assert verdict.fate is (Fate.COMMIT if is_complete else Fate.REDO)
+    assert ranks.seen[0][-1] == (Returned(3, 0, (0, 1, 2)) if is_complete else Run(3, 1, (0, 1)))

@@ -9,6 +9,7 @@ from covey.base.native import native
 from covey.net.lanes import shm
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
+from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
 from covey.net.native import native_crypto
 
@@ -43,6 +44,10 @@ class LaneFactory:
             how = self._kernel_copy
             return NativeRingLane(memory, capacity, doorbell, first=first, kind=kind, kernel_copy=how)
         return RingLane(memory, capacity, doorbell, first=first, kind=kind)
+
+    def ring_socket(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool) -> RingSocket:
+        """Make one end of a socket for messages through shared memory."""
+        return RingSocket(memory, capacity, doorbell, first=first, is_native=self.is_native)
 
     def stream(self, sock: socket.socket, kind: str) -> StreamLane:
         """Make one end of a lane over a stream socket."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 ALIGN: Final = 64
 CONTROL_BYTES: Final = 1024
 """Space for the control words of both rings, one cache line each."""
-_HEAD, _TAIL, _WRITER_ASLEEP, _READER_ASLEEP = 0, 8, 16, 24
-_WORDS_PER_RING: Final = 32
+HEAD, TAIL, WRITER_ASLEEP, READER_ASLEEP = 0, 8, 16, 24
+WORDS_PER_RING: Final = 32
 SPINS: Final = range(300)
 """How often a word is read before the thread sleeps: for about 25 microseconds, as long as sleeping and waking take."""
 
@@ -61,11 +61,11 @@ class RingLane:
         self._out_view, self._in_view = memoryview(out), memoryview(self._in)
         self._in_typed: np.ndarray[Any, np.dtype[Any]] = self._in
         """The incoming ring, viewed as elements of the dtype that was reduced last."""
-        out_base, in_base = (0, _WORDS_PER_RING) if first else (_WORDS_PER_RING, 0)
-        self._out_head, self._out_tail = out_base + _HEAD, out_base + _TAIL
-        self._out_reader_asleep, self._out_writer_asleep = out_base + _READER_ASLEEP, out_base + _WRITER_ASLEEP
-        self._in_head, self._in_tail = in_base + _HEAD, in_base + _TAIL
-        self._in_reader_asleep, self._in_writer_asleep = in_base + _READER_ASLEEP, in_base + _WRITER_ASLEEP
+        out_base, in_base = (0, WORDS_PER_RING) if first else (WORDS_PER_RING, 0)
+        self._out_head, self._out_tail = out_base + HEAD, out_base + TAIL
+        self._out_reader_asleep, self._out_writer_asleep = out_base + READER_ASLEEP, out_base + WRITER_ASLEEP
+        self._in_head, self._in_tail = in_base + HEAD, in_base + TAIL
+        self._in_reader_asleep, self._in_writer_asleep = in_base + READER_ASLEEP, in_base + WRITER_ASLEEP
         self._head = 0  # copies of the positions that this end writes; only this end changes them
         self._tail = 0
         lock = threading.Lock()

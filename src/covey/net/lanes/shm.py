@@ -46,6 +46,11 @@ def obstacle_here(*, is_native: bool) -> str:
     return obstacle(sys.platform, platform.machine(), is_native=is_native)
 
 
+def keeps_order() -> bool:
+    """Tell whether this processor makes stores visible in order, so that Python can move bytes through rings."""
+    return platform.machine() in IN_ORDER
+
+
 def create(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make a segment and map it; return its descriptor, which the caller passes on and closes, and the mapping.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
-WAY_SECONDS: Final = 0.05
-"""For how long the parts of payloads give way after a small call. It is longer than one takes beside them."""
+WAY_SECONDS: Final = 0.01
+"""For how long the parts of payloads give way after the start of a small call. Beside them, few take longer."""
 
 ANSWERS_SECONDS: Final = 30.0
 """How long a node that leaves waits until its answers are delivered."""

@@ -96,6 +96,8 @@ class CallLanes:
     """One messenger of the run, as its node and its routing see it: a group whose ranks are all seats of the run."""
 
     is_closed = False
+    has_rings = False
+    """Its threads sleep between messages, and a socket wakes them with fewer system calls."""
     generation: Generation | None = None
     survives = True
     has_happened = False

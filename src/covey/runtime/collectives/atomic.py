@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.base.numbers import Rank
-from covey.proto.commit import Commit, Raised, Returned, Run
+from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
-from covey.runtime.collectives.attempt import Attempt, DisagreedError, HaltedError
+from covey.runtime.collectives.attempt import Attempt, Begun, DisagreedError, HaltedError
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.undo_buffer import UndoBuffer
 from covey.runtime.fault import Fault
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from covey.proto.commit import Revoked
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.native_executor import Shortcut
     from covey.runtime.members.generation import Generation
     from covey.wire.membership import State, View
 
@@ -55,6 +56,9 @@ class AtomicOperations(EnginePart):
 
             self._undo = NativeUndoBuffer()
         self._is_executing = False
+        """Whether a thread runs an attempt. The shortcut sets it, too, before it hands an operation over."""
+        self._is_handed_over = False
+        """Whether the shortcut has begun an operation that `perform` has not gone on with yet."""
         self._halt_number = -1
         self._translated: tuple[tuple[int, ...], tuple[Rank, ...]] = ((), ())
         """The ranks of the generation that `_ranks` translated last, and the ranks of the group that they are."""
@@ -99,8 +103,12 @@ class AtomicOperations(EnginePart):
         step: Step | None
         engine = self.engine
         with self._lock:
-            step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
-            self._is_executing = type(step) is Run
+            is_begun, self._is_handed_over = self._is_handed_over, False
+            if is_begun:
+                step = self._commit.resume()
+            else:
+                step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
+                self._is_executing = type(step) is Run
         result = None
         try:
             while True:
@@ -109,8 +117,10 @@ class AtomicOperations(EnginePart):
                 if type(step) is Run:
                     if self._strikes:
                         engine.operation.check_deadline(self._trouble)
-                    self._undo.restore()
-                    step, result = self._attempt(engine, step, body)
+                    if not is_begun:
+                        self._undo.restore()
+                    step, result = self._attempt(engine, step, body, is_begun=is_begun)
+                    is_begun = False
                 elif type(step) is Returned:
                     self._undo.forget()
                     self._strikes = 0
@@ -135,17 +145,23 @@ class AtomicOperations(EnginePart):
             self._translated = members, tuple(Rank(index) for index in map(self._ranks_of.index, members))
         return self._translated[1]
 
-    def _attempt(self, engine: Engine, run: Run, body: Callable[[Attempt], Any]) -> tuple[Step | None, Any]:
-        """Run one attempt; return the next step, None if a view has to decide it, and the result if there is one."""
+    def _attempt(
+        self, engine: Engine, run: Run, body: Callable[[Attempt], Any], *, is_begun: bool
+    ) -> tuple[Step | None, Any]:
+        """Run one attempt; return the next step, None if a view has to decide it, and the result if there is one.
+
+        With `is_begun`, the shortcut has begun it, and may be in the barrier.
+        """
         attempt, result = self.attempt, None
-        attempt.begin(knows_change=engine.knows_change)
+        is_in_barrier = is_begun and self._commit.is_complete
+        attempt.begin(knows_change=engine.knows_change, begun=Begun(is_begun + is_in_barrier))
         try:
             try:
                 result = body(attempt)
             except DisagreedError as disagreement:
                 result = disagreement
             with self._lock:
-                if not self._commit.completed(run.attempt):
+                if not is_in_barrier and not self._commit.completed(run.attempt):
                     raise HaltedError
             if attempt.size > 1:
                 attempt.commit()
@@ -172,6 +188,34 @@ class AtomicOperations(EnginePart):
             step, self._step = self._step, None
             self._is_executing = type(step) is Run
             return step
+
+    # The shortcut
+
+    def shortcut(self) -> Shortcut | None:
+        """Return a shortcut for the sums of the present attempt, if the compiled executor is used."""
+        if self._node is None or self._node.is_elastic:  # an elastic one has news to tell with every operation
+            return None
+        parts = (self, self._commit, *LENT_PHASES)
+        return self.attempt.shortcut(parts)
+
+    def open_shortcut(self, started: int) -> None:
+        """Let operations take the shortcut, unless a view is being decided; `started` is the number of operations."""
+        with self._lock:
+            if not self._is_executing and self._halt_number < 0 and self._commit.lend(started):
+                self.attempt.open_shortcut()
+
+    def handed_over(self, x: Any) -> None:
+        """Note that the shortcut has begun an operation on `x`, which `perform` goes on with."""
+        self._undo.keep(x)
+        self._is_handed_over = True
+
+    def drop_handed_over(self) -> None:
+        """Give up an operation that the shortcut has begun, if `perform` was not called for it."""
+        if self._is_handed_over:
+            self._is_handed_over = False
+            self.attempt.drop_begun()
+            self._undo.restore()
+            self._stop_executing()
 
     def _stop_executing(self) -> None:
         with self._lock:
@@ -200,6 +244,7 @@ class AtomicOperations(EnginePart):
         `differs_at` is the operation that the ranks called differently; it must not return.
         """
         with self._lock:
+            self.attempt.close_shortcut()
             self._reason = self._reason or fault
             if differs_at == self._commit.returned + 1:
                 self._commit.disagree()
@@ -220,6 +265,7 @@ class AtomicOperations(EnginePart):
     def halt(self, number: int) -> State | None:
         """Stop the attempt and return its state, or None if it still runs: then `Generation.halted` gets the state."""
         with self._lock:
+            self.attempt.close_shortcut()  # before anything is read that it changes
             if not self._is_executing:
                 if type(self._step) is Run:
                     self._step = None  # it has not begun, and must not
@@ -238,6 +284,7 @@ class AtomicOperations(EnginePart):
         if engine is None or self._node is None:
             return  # the group was dropped in the meantime
         with self._lock:
+            self.attempt.close_shortcut()
             self._halt_number = -1
             try:
                 step = self._commit.install(view)
@@ -249,6 +296,7 @@ class AtomicOperations(EnginePart):
             self._step = step if step is not None else self._step
             self.attempt.close()
             self.attempt = self._new_attempt(engine)
+            engine.all_reduce_shortcut = self.shortcut()
             self._bell.hush()
             if self._commit.gives_up and not self._commit.is_revoked:
                 control.soon(self._generation.disturbed, view.number)  # the request came too late for this view
@@ -271,6 +319,7 @@ class AtomicOperations(EnginePart):
     def close(self) -> None:
         """Take no part in later operations; the ranks that continue learn that this one does not."""
         with self._lock:
+            self.attempt.close_shortcut()
             self._commit.give_up()
             state = self._commit.freeze()
         self._generation.dismiss(self.group, state)
@@ -279,6 +328,7 @@ class AtomicOperations(EnginePart):
 
     def forked(self) -> None:
         """Replace the locks in a forked child: another thread of the parent may have held them."""
+        self.attempt.close_shortcut()  # or the child would write into the parent's lanes
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._bell.forked()

@@ -6,6 +6,7 @@ Plans need positions without gaps, so the ranks of an attempt are numbered anew:
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -50,6 +51,14 @@ COMMIT_PHASE: Final = 0xFFFF
 """The phase of the barrier in which the ranks that have completed learn that all have."""
 
 
+class Begun(enum.IntEnum):
+    """What a shortcut has begun of the current operation."""
+
+    NOTHING = 0
+    OPERATION = 1
+    BARRIER = 2
+
+
 class HaltedError(Exception):
     """The attempt was stopped because a view is being decided. Never leaves covey."""
 
@@ -77,7 +86,8 @@ class Attempt(EnginePart):
         """The slot of this process in the attempt, and the number of slots."""
         self.prepared: dict[Any, Any] = {}
         """Plans and reductions that repeated calls share."""
-        self.undo = undo
+        self.undo: Any = undo
+        """An `UndoBuffer`, or that of the compiled executor; None in a group that ends with its first loss."""
         self.recorder: Any = engine.counters.recorder
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
@@ -101,10 +111,11 @@ class Attempt(EnginePart):
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
+        self._begun = Begun.NOTHING
 
-    def begin(self, *, knows_change: bool) -> None:
-        """Start the current operation of the group, for the first time or again."""
-        self._phase, self.knows_change = 0, knows_change
+    def begin(self, *, knows_change: bool, begun: Begun = Begun.NOTHING) -> None:
+        """Start the current operation of the group, for the first time or again; a shortcut may have `begun` it."""
+        self._phase, self.knows_change, self._begun = 0, knows_change, begun
 
     def execute(
         self,
@@ -143,6 +154,10 @@ class Attempt(EnginePart):
             operation.call, COMMIT_PHASE
         )
         self.deadline = operation.deadline
+        if self._begun is Begun.BARRIER:
+            assert self._native is not None
+            self._native.resume(self)
+            return
         self._execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
 
     def prefix(self, call: Call, phase: int) -> bytes:
@@ -155,9 +170,37 @@ class Attempt(EnginePart):
 
     # Repeated small calls
 
-    def shortcut(self) -> Shortcut | None:
-        """Return the shortcut of the compiled executor, if that is used."""
-        return None if self._native is None else self._native.make_shortcut(self.engine)
+    def shortcut(self, atomic: tuple[Any, ...] | None = None) -> Shortcut | None:
+        """Return the shortcut of the compiled executor, if that is used; `atomic` has the state of all or nothing."""
+        if self._native is None:
+            return None
+        if atomic is not None:
+            assert self.undo is not None
+            atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native, self._nothing[0])
+        return self._native.make_shortcut(self.engine, self.number, atomic)
+
+    def open_shortcut(self) -> None:
+        """Let calls take the shortcut, if there is one."""
+        if self._native is not None:
+            self._native.open_shortcut()
+
+    def close_shortcut(self) -> None:
+        """Let all calls go the long way. On any thread."""
+        if self._native is not None:
+            self._native.close_shortcut()
+
+    def resume_begun(self) -> bool:
+        """Go on with the operation, if a shortcut has begun it in this attempt; return whether its result is here."""
+        if self._begun is Begun.OPERATION:
+            self._begun = Begun.NOTHING
+            self.resume()
+            return True
+        return self._begun is Begun.BARRIER
+
+    def drop_begun(self) -> None:
+        """Give up an operation that a shortcut has begun."""
+        if self._native is not None:
+            self._native.finish()
 
     def resume(self) -> None:
         """Go on with an operation that a shortcut has begun."""

@@ -26,11 +26,10 @@ from covey.runtime.collectives.backlog import Backlog
 from covey.runtime.collectives.closing import Closing
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
-from covey.runtime.collectives.lane_kinds import LaneKinds
 from covey.runtime.collectives.lane_trouble import LaneTrouble
 from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import GroupRoster
+from covey.runtime.collectives.roster import GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.messages.routing import MessageRouting
@@ -111,7 +110,9 @@ class Engine:
         self.bell = Bell(self._descriptors)
         self.routing = MessageRouting(self, self.bell, self.counters.messages)
         self.shortcut: Shortcut | None = None
-        """Runs repeated small calls; None if there is none."""
+        """Runs repeated small calls; None if there is none, and in a group that survives losses."""
+        self.all_reduce_shortcut: Shortcut | None = None
+        """Runs repeated small sums. In a group that survives losses, each attempt has its own."""
         self.atomic: AtomicOperations | None = None
         """None in a group that ends with its first loss."""
         self._closing = Closing(self, self._backlog, self._descriptors)
@@ -119,13 +120,14 @@ class Engine:
             from covey.runtime.collectives.atomic import AtomicOperations  # other groups do not need it
 
             self.atomic = AtomicOperations(self, generation, self._descriptors)
+            self.all_reduce_shortcut = self.atomic.shortcut()
             generation.enroll(self.atomic)
             if generation.fault is not None:
                 self.failure.end_here(generation.fault)
         else:
             self._attempt = Attempt(self, 0, tuple(self.ranks), self.bell, None)
             if node is not None and not node.is_elastic:  # an elastic one has news to tell with every operation
-                self.shortcut = self._attempt.shortcut()
+                self.shortcut = self.all_reduce_shortcut = self._attempt.shortcut()
         self.reports = ControlReports(self)
         if node is not None:
             node.groups.register(group_id, self.reports)
@@ -229,8 +231,8 @@ class Engine:
             )
         try:
             self._is_issuing = True
-            if self.shortcut is not None:
-                self.shortcut.close()
+            if self.all_reduce_shortcut is not None:
+                self.attempt.close_shortcut()
             if self.failure.fault is not None or self.is_closed:
                 self.failure.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
@@ -243,13 +245,17 @@ class Engine:
         finally:
             self._is_issuing = False
             self._issuing.release()
-            if self.shortcut is not None:
+            if self.all_reduce_shortcut is not None:
                 self.open_shortcut()
 
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
-        if self.shortcut is not None and not (self._is_issuing or self._backlog.unfinished or self.is_over):
-            self.shortcut.open()
+        if self._is_issuing or self._backlog.unfinished or self.is_over:
+            return
+        if self.atomic is not None:
+            self.atomic.open_shortcut(self.operation.sequence)
+        elif self.shortcut is not None:
+            self._attempt.open_shortcut()
 
     def perform(
         self,
@@ -324,7 +330,7 @@ class Engine:
         """End the group in a forked child: locks of other threads are replaced, pending works raise ClosedError."""
         self._issuing, self._is_issuing = threading.RLock(), False
         if self.shortcut is not None:
-            self.shortcut.close()  # or the child would write into the parent's lanes
+            self.attempt.close_shortcut()  # or the child would write into the parent's lanes
         self.bell.forked()
         if self.atomic is not None:
             self.atomic.forked()

@@ -88,6 +88,7 @@ class Failure(EnginePart):
         engine = self.engine
         engine.attempt.stop()
         engine.bell.ring()
+        engine.routing.interrupt()
         if engine.node is not None:
             engine.node.lanes.abandon(lambda key: key.group == engine.id, ClosedError(fault.text))
 

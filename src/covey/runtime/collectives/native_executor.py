@@ -14,6 +14,7 @@ from covey.base.dtypes import BFLOAT16
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan.moves import first_writes
+from covey.runtime.collectives.attempt import COMMIT_PHASE
 from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class NativeExecutor:
         self.stop = self._runner.stop
         """Let a running operation return. On any thread."""
         self.forget_lanes = self._runner.forget_lanes
+        self.finish = self._runner.finish
+        """Release what an operation uses that is given up."""
 
     def execute(
         self,
@@ -78,8 +81,6 @@ class NativeExecutor:
         if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
         runner = self._runner
-        limit = attempt.deadline - time.monotonic()
-        stall_seconds = ANNOUNCE_SECONDS if limit > ANNOUNCE_SECONDS else max(0.0, limit)
         try:
             reason = runner.start(
                 prepared,
@@ -92,7 +93,7 @@ class NativeExecutor:
                 attempt.knows_change,
                 SPIN_NS if spin else 0,
                 YIELD_NS,
-                int(stall_seconds * 1e9),
+                _first_stall_ns(attempt),
             )
             self._finish(reason, attempt, coder)
         except BaseException:
@@ -102,7 +103,7 @@ class NativeExecutor:
     def resume(self, attempt: Attempt) -> None:
         """Go on with an operation that a shortcut has begun."""
         try:
-            self._finish(self._runner.resume(STALL_NS), attempt)
+            self._finish(self._runner.resume(_first_stall_ns(attempt)), attempt)
         except BaseException:
             self._runner.finish()
             raise
@@ -123,9 +124,17 @@ class NativeExecutor:
         if runner.change_pending:
             attempt.knows_change = True
 
-    def make_shortcut(self, engine: Engine) -> Shortcut:
-        """Return a shortcut for the operations of a group, which has no other attempt than this."""
-        return Shortcut(self, self._runner, engine)
+    def make_shortcut(self, engine: Engine, number: int, atomic: tuple[Any, ...] | None) -> Shortcut:
+        """Return a shortcut for operations of a group in the attempt of that number; for `atomic` see `shortcut.c`."""
+        return Shortcut(self, self._runner, engine, number, () if atomic is None else (atomic,))
+
+    def open_shortcut(self) -> None:
+        """Let calls take the shortcut from now on."""
+        self._runner.is_open = True
+
+    def close_shortcut(self) -> None:
+        """Let all calls go the long way from now on. On any thread."""
+        self._runner.is_open = False
 
     def _handle(self, reason: int, attempt: Attempt) -> float:
         """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
@@ -172,6 +181,12 @@ class NativeExecutor:
         return prepared
 
 
+def _first_stall_ns(attempt: Attempt) -> int:
+    """Return when a stall is looked at for the first time: when it is announced, or at the deadline before."""
+    limit = attempt.deadline - time.monotonic()
+    return STALL_NS if limit > ANNOUNCE_SECONDS else max(0, int(limit * 1e9))
+
+
 def native_reduction(reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
     """Return how the compiled executor combines arrays of `dtype`."""
     if dtype.itemsize == 2 and dtype.kind not in "iu":
@@ -191,10 +206,13 @@ def _keeps_left(reduction: Reduction, dtype: np.dtype[Any]) -> bool:
 class Shortcut:
     """Runs repeated small calls of some operations with one call of the extension each."""
 
-    def __init__(self, executor: NativeExecutor, runner: Any, engine: Engine) -> None:
+    def __init__(
+        self, executor: NativeExecutor, runner: Any, engine: Engine, number: int, atomic: tuple[Any, ...]
+    ) -> None:
+        """`number` is that of the attempt."""
         call_log = engine.stalls.call_log
         spin_ns = SPIN_NS if engine.may_spin else 0
-        self._executor, self._runner = executor, runner
+        self._executor, self._number = executor, number
         self._made = native().module.Shortcut(
             runner,
             engine.operation,
@@ -204,19 +222,14 @@ class Shortcut:
             spin_ns,
             YIELD_NS,
             STALL_NS,
+            *atomic,
         )
         self.run = self._made.run
         """`run(x, what)`, `run(None, what)` or `run(x, what, out)` returns False if the call must go the long way, True
         if it has returned, or the begun call."""
+        self.begin = self._made.begin
+        """As `run`, but without waiting: another thread goes on with a begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def open(self) -> None:
-        """Let calls take the shortcut from now on."""
-        self._runner.is_open = True
-
-    def close(self) -> None:
-        """Let all calls go the long way from now on."""
-        self._runner.is_open = False
 
     def name(self, what: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the one object that stands for `what`: calls are told apart by identity."""
@@ -242,7 +255,11 @@ class Shortcut:
         Such a call runs `plan` on `x`, or on `x` and an array like `out`. Before that it copies elements of `x` to
         `out`, as `copied` says: where they begin in `x`, where in `out`, and how many there are.
         """
+        if attempt.number != self._number:
+            return  # another attempt has begun meanwhile
         if x.nbytes <= SHORT_BYTES and (out is None or out.nbytes <= SHORT_BYTES):
+            if attempt.undo is not None:
+                attempt.undo.native.make_room(x.nbytes)
             self._made.add(
                 x.dtype,
                 shape,
@@ -252,13 +269,17 @@ class Shortcut:
                 None if rule is None else self._executor.prepared_reduction(rule, x.dtype, attempt.size),
                 attempt.size,
                 attempt.prefix(call, 0),
+                attempt.prefix(call, COMMIT_PHASE),
                 *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
 
     def add_barrier(self, what: Any, call: Call, plan: Plan, attempt: Attempt) -> None:
         """Let calls without an array take the shortcut."""
-        prepared, prefix = self._executor.prepared_plan(plan), attempt.prefix(call, 0)
-        self._made.add(None, (), what, call, prepared, None, attempt.size, prefix)
+        if attempt.number != self._number:
+            return  # another attempt has begun meanwhile
+        prepared = self._executor.prepared_plan(plan)
+        prefixes = attempt.prefix(call, 0), attempt.prefix(call, COMMIT_PHASE)
+        self._made.add(None, (), what, call, prepared, None, attempt.size, *prefixes)
 
 
 class NativeUndoBuffer:
@@ -276,6 +297,10 @@ class NativeUndoBuffer:
     def save(self, target: Array) -> None:
         self._targets.append(target)
         self.native.save(target.view(np.uint8))
+
+    def keep(self, target: Array) -> None:
+        """Do not free an array that a shortcut has saved."""
+        self._targets.append(target)
 
     def restore(self) -> None:
         if self._targets:

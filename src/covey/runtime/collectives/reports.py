@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class ControlReports(EnginePart):
     """A group as its node sees it (`members.node.Member`). The engine may be dropped while a report is under way."""
 
+    has_rings = True
+
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.members, self.generation, self.survives = engine.members, engine.generation, engine.survives

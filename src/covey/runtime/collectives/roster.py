@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from covey.wire import messages
 
 
+class LaneKinds(dict[int, str]):
+    """The kind of lane to each other rank, by rank."""
+
+    executor = "Python"
+    """What moves the data: "compiled", or "Python". `covey --version` says why."""
+
+
 class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 

@@ -11,7 +11,7 @@ from covey.runtime.group.issuer import Issuer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.collectives.lane_kinds import LaneKinds
+    from covey.runtime.collectives.roster import LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
     from covey.runtime.group.node import Node

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.savings import Savings
+from covey.runtime.work import Work
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
@@ -59,26 +61,47 @@ class Issuer:
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _took_shortcut(self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None) -> bool:
+    def _took_shortcut(
+        self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None, timeout: float | None = None
+    ) -> bool:
         """Run an operation on `x`, and an output if there is one; return False if it needs the long way.
 
         `what` is the one object that stands for the operation: a constant, or what `shortcut.name` returns.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         outcome = shortcut.run(x, what) if out is None else shortcut.run(x, what, out)
         if outcome is False:
             return False
         if outcome is not True:
-            self._resume(x, outcome)
+            self._resume(x, outcome, timeout)
         return True
 
-    def _resume(self, x: Any, call: Call) -> Any:
-        """Go on with a call that the shortcut has begun, because it takes longer; return `x`."""
+    def _begin(self, shortcut: Shortcut, name: str, what: Any, x: Any, timeout: float | None) -> Work[Any] | None:
+        """Begin an operation on `x` with the shortcut, and return its work; None if it needs the long way.
+
+        What can be sent is sent at once. If the other ranks have sent their part before, the work is done; else the
+        thread of the group goes on.
+        """
+        outcome = shortcut.begin(x, what)
+        if outcome is False:
+            return None
+        if outcome is not True:
+            resumed: Work[Any] = self._resume(x, outcome, timeout, async_op=True)
+            return resumed
+        work: Work[Any] = Work(f"{name} of group {self._engine.name!r}")
+        work.contributors = self._engine.contributors
+        work.finish(x)
+        return work
+
+    def _resume(self, x: Any, call: Call, timeout: float | None = None, *, async_op: bool = False) -> Any:
+        """Go on with a call that the shortcut has begun, because it takes longer; return `x`, or a Work."""
 
         def body(attempt: Attempt) -> Any:
             attempt.resume()
             return x
 
-        return self._engine.run(call, body, timeout=None, async_op=False)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
     def _codec_of(self, compress: CompressValue, operand: Operand) -> Compression | None:
         """Return the codec that a call asks for, for an array; None for "none"."""

@@ -37,6 +37,11 @@ class Messages(Issuer):
         to a rank that does not receive them; larger ones wait for the matching `recv`. Messages between two ranks with
         the same tag arrive in order.
         """
+        if type(dst) is int and not async_op and (short := self._engine.routing.short.get(dst)) is not None:
+            if timeout is not None:
+                check_timeout(timeout)
+            if short.send(x, tag):
+                return None
         data, code, shape, is_object = _payload(x)
         return self._send(data, dst, tag, code, shape, is_object, timeout, async_op)
 
@@ -57,8 +62,13 @@ class Messages(Issuer):
             MismatchError: `out` has another size or dtype than the message, or the message is an object. The
                 message is dropped; the group stays usable.
         """
+        deadline = None
+        if not async_op:
+            received, deadline = self._receive_short(out, src, tag, timeout)
+            if received is not False:
+                return received
         target = writable(out) if out is not None else None
-        return self._recv(src, tag, target, _finisher(out, target), timeout, async_op)
+        return self._recv(src, tag, target, _finisher(out, target), timeout, async_op, deadline)
 
     def sendrecv(
         self,
@@ -165,7 +175,18 @@ class Messages(Issuer):
         dst, tag = whole_number("dst", dst), whole_number("tag", tag)
         messenger, deadline = self._messages(timeout)
         work = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
-        return self._finish_message(work, deadline, async_op)
+        return self._finish_message(work, deadline, async_op, dst)
+
+    def _receive_short(self, out: Any, src: int, tag: int, timeout: float | None) -> tuple[Any, float | None]:
+        """Receive an array without the messenger, into `out` unless that is None.
+
+        Return the array, or False if the messenger has to receive it: then until the deadline that is returned, too.
+        """
+        short = self._engine.routing.short.get(src) if type(src) is int else None
+        if short is None:
+            return False, None
+        deadline = time.monotonic() + (self._engine.config.timeout if timeout is None else check_timeout(timeout))
+        return short.receive(out, tag, deadline), deadline
 
     def _recv(
         self,
@@ -175,20 +196,22 @@ class Messages(Issuer):
         finish: Callable[[Any], Any],
         timeout: float | None,
         async_op: bool,
+        deadline: float | None = None,
     ) -> Any:
         src, tag = whole_number("src", src), whole_number("tag", tag)
-        messenger, deadline = self._messages(timeout)
+        messenger, latest = self._messages(timeout)
+        deadline = latest if deadline is None else deadline
         out = None if target is None else memoryview(target.flat.view(np.uint8))
         expect = None if target is None else (target.code, target.shape)
         work = messenger.start_receive(src, tag, out, expect, deadline, finish)
-        return self._finish_message(work, deadline, async_op)
+        return self._finish_message(work, deadline, async_op, src)
 
-    def _finish_message(self, work: Work[Any], deadline: float, async_op: bool) -> Any:
+    def _finish_message(self, work: Work[Any], deadline: float, async_op: bool, peer: int | None = None) -> Any:
         messenger = self._engine.routing.messenger()
         if async_op:
             messenger.progress_in_background(work, deadline)
             return work
-        return messenger.wait(work, deadline)
+        return messenger.wait(work, deadline, peer)
 
     def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
         engine = self._engine

@@ -49,11 +49,11 @@ class Moves(Issuer):
 
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
-        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
-            and self._took_shortcut(shortcut, shortcut.name(("broadcast", root)), x)
+            and self._took_shortcut(shortcut, shortcut.name(("broadcast", root)), x, timeout=timeout)
         ):
             return x
         root = self._check_rank(root, "root")
@@ -109,8 +109,8 @@ class Moves(Issuer):
         )
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
-        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if shortcut is not None and self._took_shortcut(shortcut, ALL_GATHER, x, out):
+        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+        if shortcut is not None and self._took_shortcut(shortcut, ALL_GATHER, x, out, timeout):
             return out
         operand = readable(x)
         rows = self._output(out, operand.code, (self.size, *operand.shape))
@@ -189,8 +189,8 @@ class Moves(Issuer):
         )
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
-        shortcut = self._engine.shortcut if timeout is None and not async_op else None
-        if shortcut is not None and self._took_shortcut(shortcut, ALL_TO_ALL, x, out):
+        shortcut = None if async_op else self._engine.shortcut
+        if shortcut is not None and self._took_shortcut(shortcut, ALL_TO_ALL, x, out, timeout):
             return out
         operand = readable(x)
         if operand.shape[:1] != (self.size,):
@@ -220,13 +220,9 @@ class Moves(Issuer):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
-        shortcut = self._engine.shortcut if timeout is None and not async_op else None
-        if shortcut is not None:
-            outcome = shortcut.run(None, BARRIER)  # as `_took_shortcut`, whose call would be a tenth of the time
-            if outcome is True:
-                return None
-            if outcome is not False:
-                return self._resume(None, outcome)
+        shortcut = None if async_op else self._engine.shortcut
+        if shortcut is not None and self._took_shortcut(shortcut, BARRIER, None, timeout=timeout):
+            return None
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.arithmetic import identity, reduction
+from covey.base.config import check_timeout
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError
 from covey.plan import choose, doubling
@@ -71,11 +72,22 @@ class Reductions(Issuer):
                         self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
                         timeout=timeout, async_op=async_op,
                     )  # fmt: skip
-        shortcut = self._engine.shortcut
-        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
-            outcome = shortcut.run(x, op)
+        shortcut, begun_in = self._engine.all_reduce_shortcut, None
+        if shortcut is not None and weight is None and algorithm is None:
+            if timeout is not None:
+                check_timeout(timeout)
+            if async_op:
+                work = None if self._engine.survives else self._begin(shortcut, "all_reduce", op, x, timeout)
+                if work is not None:
+                    return work
+            outcome = False if async_op else shortcut.run(x, op)
+            if outcome is True:
+                return x
             if outcome is not False:
-                return x if outcome is True else self._resume(x, outcome)
+                begun_in = self._engine.atomic
+                if begun_in is None:
+                    return self._resume(x, outcome, timeout)
+                begun_in.handed_over(x)
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -94,6 +106,8 @@ class Reductions(Issuer):
             check_weight(op, weight)
 
         def body(attempt: Attempt) -> Any:
+            if begun_in is not None and attempt.resume_begun():
+                return x
             prepared = attempt.prepared.get(key)
             if prepared is None:
                 prepared = _prepared_all_reduce(attempt, flat, key)
@@ -109,7 +123,23 @@ class Reductions(Issuer):
         then = None
         if is_number or weight is not None or operand is not None:
             then = functools.partial(_reduced, operand, is_number)
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+        try:
+            result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+        finally:
+            if begun_in is not None:
+                begun_in.drop_handed_over()
+        if shortcut is not None and is_plain and operand is None and algorithm is None:
+            self._add_shortcut(flat, key, call)
+        return result
+
+    def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
+        """Let sums of arrays like `flat` take the shortcut of the present attempt."""
+        shortcut, attempt = self._engine.all_reduce_shortcut, self._engine.attempt
+        prepared = attempt.prepared.get(key)
+        if shortcut is not None and prepared is not None:
+            _, shape, op, _, _ = key
+            plan, rule = prepared
+            shortcut.add(flat, op, shape, call, plan, rule, attempt)
 
     def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
         """Return the description of calls with arrays like `flat`, and cache it; raise if such calls cannot work."""
@@ -122,10 +152,6 @@ class Reductions(Issuer):
             "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
         )
         self._calls[key] = call
-        if self._engine.shortcut is not None and is_plain and algorithm is None:
-            attempt = self._engine.attempt
-            plan, rule = attempt.prepared[key]
-            self._engine.shortcut.add(flat, op, shape, call, plan, rule, attempt)
         return call
 
     def reduce(
@@ -139,11 +165,11 @@ class Reductions(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
-        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
-            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x)
+            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x, timeout=timeout)
         ):
             return x
         root = self._check_rank(root, "root")
@@ -200,13 +226,13 @@ class Reductions(Issuer):
             return compressing.reduce_scatter(
                 self, whole, op, codec, shares, counts is not None, out, timeout, async_op
             )
-        shortcut = self._engine.shortcut if timeout is None and counts is None and not async_op else None
+        shortcut = self._engine.shortcut if counts is None and not async_op else None
         is_new = out is None
         if shortcut is not None and type(x) is np.ndarray and x.ndim:
             if is_new:
                 start, stop = part(len(x), self.size, self.rank)
                 out = np.empty((stop - start, *x.shape[1:]), x.dtype)
-            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out):
+            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out, timeout):
                 return out
         operand = readable(x)
         rows = _rows(operand)

@@ -63,7 +63,7 @@ class GroupMetrics:
 def group_metrics(engine: Engine, compression: Compression) -> GroupMetrics:
     """Return the counters of a group. On any thread."""
     counters = engine.counters
-    messages = counters.messages
+    messages = counters.messages.counts()
     return GroupMetrics(
         operations={
             operation_name(each.operation): OperationMetrics(

@@ -44,6 +44,10 @@ class RegisteredGroup(Protocol):
     @property
     def members(self) -> Collection[Seat]: ...
 
+    @property
+    def has_rings(self) -> bool:
+        """Whether its messages may travel through shared memory."""
+
     def lane_arrived(self, peer: Seat, purpose: str, lane: Any) -> bool: ...
 
     def forked(self) -> None: ...
@@ -86,6 +90,11 @@ class GroupRegistry:
         """Tell whether a process is in a group; True for a group that does not exist here yet."""
         group = self._groups.get(group_id)
         return group is None or seat in group.members
+
+    def has_rings(self, group_id: int) -> bool:
+        """Tell whether the messages of a group may travel through shared memory; True if it does not exist here yet."""
+        group = self._groups.get(group_id)
+        return group is None or group.has_rings
 
     def lane_arrived(self, key: LaneKey, lane: Any) -> bool:
         """Give an open lane to its group; return whether the group exists and uses it from now on."""

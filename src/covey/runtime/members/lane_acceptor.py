@@ -23,6 +23,7 @@ from covey.runtime.members.lane_kinds import (
     acceptable_kinds,
     is_refused_ring,
     kind_to,
+    lane_of_memory,
     lane_of_sockets,
 )
 from covey.runtime.members.lane_table import PURPOSES, lane_key
@@ -156,7 +157,7 @@ class LaneAcceptor:
                 raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
-        return self._node.lanes.factory.ring(segment, offer.capacity, sock, first=False, kind=offer.kind)
+        return lane_of_memory(self._node.lanes.factory, segment, sock, offer, dialler=False)
 
 
 async def readable(sock: socket.socket) -> None:

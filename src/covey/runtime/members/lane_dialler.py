@@ -23,6 +23,7 @@ from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.lane_kinds import (
     is_ring,
+    lane_of_memory,
     lane_of_sockets,
     offered_kind,
     ring_capacity,
@@ -108,6 +109,8 @@ class LaneDialler:
         peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
         try:
             kind = offered_kind(self._node, seat, key.purpose)
+            if kind == "shm" and not self._has_rings(key):
+                kind = "unix"
             pause = FIRST_PAUSE_SECONDS
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
@@ -139,7 +142,7 @@ class LaneDialler:
         purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
-        if is_ring(kind, purpose):
+        if is_ring(kind) and self._has_rings(key):
             capacity = ring_capacity(self._node, self._table.ring_bytes())
             try:
                 if kind == "shm":
@@ -170,7 +173,7 @@ class LaneDialler:
                 socks.append(await self._open_stream(peer, offer, stream))
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
-                return self._node.lanes.factory.ring(segment, capacity, socks[0], first=True, kind=kind)
+                return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
             return lane_of_sockets(self._node.lanes.factory, socks, offer, dialler=True)
         except BaseException:
             for sock in socks:
@@ -180,6 +183,9 @@ class LaneDialler:
             memory.take(name)  # if the peer has not taken it
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _has_rings(self, key: LaneKey) -> bool:
+        return key.purpose == "collectives" or self._node.groups.has_rings(key.group)
 
     # Offers
 
@@ -263,13 +269,21 @@ async def _measured(peer: Peer) -> None:
 
 
 async def hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
-    """Give the peer a segment of memory, and check that it reads a random word there; `lane_acceptor` takes it."""
+    """Give the peer a segment of memory, and check that it reads a random word there; `lane_acceptor` takes it.
+
+    Raises:
+        ConnectError: the peer hung up, or does not see the memory.
+    """
     word = secrets.token_bytes(32)
     memoryview(segment).cast("B")[-32:] = word
-    if descriptor >= 0:
-        socket.send_fds(sock, [b"\0"], [descriptor])
-    else:
-        await asyncio.get_running_loop().sock_sendall(sock, name.encode())
-    async with asyncio.timeout(HANDSHAKE_SECONDS):
-        if await receive_exactly(sock, 32) != word:
-            raise ConnectError("the peer does not see the memory it was given")
+    try:
+        if descriptor >= 0:
+            socket.send_fds(sock, [b"\0"], [descriptor])
+        else:
+            await asyncio.get_running_loop().sock_sendall(sock, name.encode())
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            answer = await receive_exactly(sock, 32)
+    except ConnectionError as error:
+        raise ConnectError(f"the peer hung up on the lane: {error}") from error
+    if answer != word:
+        raise ConnectError("the peer does not see the memory it was given")

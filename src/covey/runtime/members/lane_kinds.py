@@ -36,7 +36,7 @@ HELPED_CORES: Final = 2
 
 
 def kind_to(node: Node, peer: Seat) -> str:
-    """Return the kind of lane that this node and a peer use for collectives, if both can; equal on all ranks.
+    """Return the kind of lane that this node and a peer use, if both can; equal on all ranks.
 
     Raises:
         ConfigError: the settings demand a kind that this pair cannot have.
@@ -65,7 +65,9 @@ def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
     obstacle = node.lanes.factory.ring_obstacle
     if obstacle and node.config.lanes == "shm":
         raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
-    return "unix" if obstacle or purpose == "messages" else "shm"
+    if purpose == "messages" and not shm.keeps_order():  # Python moves some of their bytes
+        return "unix"
+    return "unix" if obstacle else "shm"
 
 
 def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
@@ -79,9 +81,9 @@ def is_refused_ring(node: Node, peer: Seat, kind: str, purpose: str) -> bool:
     return kind == "shm" == kind_to(node, peer) and offered_kind(node, peer, purpose) == "unix"
 
 
-def is_ring(kind: str, purpose: str) -> bool:
+def is_ring(kind: str) -> bool:
     """Tell whether a lane is made of two rings in memory that both ends see."""
-    return purpose == "collectives" and kind in ("shm", "memory")
+    return kind in ("shm", "memory")
 
 
 def ring_capacity(node: Node, in_use: int) -> int:
@@ -92,7 +94,9 @@ def ring_capacity(node: Node, in_use: int) -> int:
 
 def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
     """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
-    return _ring_sizes(node) if is_ring(kind, purpose) else (0,)
+    if not is_ring(kind):
+        return (0,)
+    return (*_ring_sizes(node), 0) if purpose == "messages" else _ring_sizes(node)  # those of calls have none
 
 
 def _ring_sizes(node: Node) -> tuple[int, int]:
@@ -119,6 +123,15 @@ def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
     """
     near = HELPED_STREAMS if cores >= HELPED_CORES * ranks_here else 1
     return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
+
+
+def lane_of_memory(
+    factory: LaneFactory, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool
+) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
+    if offer.purpose == "collectives":
+        return factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
+    return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
 def lane_of_sockets(factory: LaneFactory, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ClosedError, ConnectError
 from covey.net.lanes.ring import RingLane
+from covey.net.lanes.ring_socket import RingSocket
 from covey.runtime.members.epochs import Epochs
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class LaneTable:
         """Return how many bytes the open rings occupy."""
         with self._lock:
             opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
-        return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane))
+        return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane | RingSocket))
 
     def is_closed_before(self, group: int, sequence: int) -> bool:
         """Tell whether a group was closed here before operation `sequence`."""

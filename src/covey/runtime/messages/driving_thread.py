@@ -7,15 +7,19 @@ no thread waits and messages are pending, a background thread drives; it steps a
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.net.descriptors import track
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.messages.lending import MessengerLock
     from covey.runtime.work import Work
 
 STEP_ASIDE_SECONDS: Final = 5.0
@@ -47,11 +51,11 @@ class DrivingThread:
     be freed at once. Callers of `hand_over`, `call_background`, `ring`, `stop` and `close` hold the lock.
     """
 
-    def __init__(self, lock: threading.Lock, name: str, *, may_spin: bool) -> None:
+    def __init__(self, lock: MessengerLock, name: str, *, may_spin: bool) -> None:
         self._lock, self._name, self._may_spin = lock, name, may_spin
-        self._freed = threading.Condition(lock)
+        self._freed = threading.Condition(cast("Any", lock))
         """Notified for waiting threads: a work ended, or no thread drives."""
-        self._needed = threading.Condition(lock)
+        self._needed = threading.Condition(cast("Any", lock))
         """Notified for the background thread: it may have to drive."""
         self._driver: int | None = None
         """The thread that drives, if one does."""
@@ -66,6 +70,11 @@ class DrivingThread:
             end.setblocking(False)
         self.bell_fd = self._bell.fileno()
         """A descriptor for the driving thread to poll: readable after `ring`, until `hush`."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread drives or waits to, and one may. With the lock."""
+        return self._driver is None and not self._waiters and not self.is_stopping
 
     @property
     def is_here(self) -> bool:
@@ -162,6 +171,10 @@ class DrivingThread:
             with contextlib.suppress(BlockingIOError):  # it has been woken already
                 self._bell_rope.send(b"!")
 
+    def alarm(self) -> Callable[[], None]:
+        """Return a function that makes the bell readable for any thread that polls it. It does not keep this object."""
+        return functools.partial(_ring, self._bell_rope)
+
     def hush(self, descriptor: int) -> None:
         """Make the bell unreadable again, if `descriptor` is its own and not that of something closed meanwhile."""
         if descriptor == self._bell.fileno():
@@ -197,6 +210,11 @@ class DrivingThread:
         self._close_bell()
         self._driver = None
         self._freed.notify_all()
+
+
+def _ring(rope: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the bell is readable already, or closed
+        rope.send(b"!")
 
 
 def _close_sockets(*sockets: socket.socket) -> None:

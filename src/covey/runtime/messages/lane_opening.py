@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from covey.proto.matching import Matcher
     from covey.runtime.messages.lane_poll import LanePoll
+    from covey.runtime.messages.lending import MessengerLock
 
 
 class LaneUser(Protocol):
@@ -32,7 +33,7 @@ class LaneOpening:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: MessengerLock,
         matcher: Matcher,
         lanes: LanePoll,
         *,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
 from covey.net import tcp
+from covey.net.lanes.ring_socket import RingSocket
+from covey.runtime.messages.lending import short_sizes
 from covey.runtime.messages.message_lane import MessageLane
 
 if TYPE_CHECKING:
@@ -36,14 +38,16 @@ MOST_PAUSE_SECONDS: Final = 2.0
 class LanePoll:
     """The lanes of one messenger."""
 
-    def __init__(self, matcher: Matcher, driving: DrivingThread, wake_fd: int) -> None:
+    def __init__(self, matcher: Matcher, driving: DrivingThread, wake_fd: int, *, spins: bool) -> None:
         """`wake_fd` is readable once the group has failed; it is polled and never read."""
-        self._matcher, self._driving, self._wake_fd = matcher, driving, wake_fd
+        self._matcher, self._driving, self._wake_fd, self._spins = matcher, driving, wake_fd, spins
         self.gives_way: Callable[[], bool] | None = None
         """Tells whether something more urgent moves elsewhere; for lanes that are added from now on."""
         self.by_rank: dict[int, MessageLane] = {}
         """The last lane to each rank."""
         self._by_fd: dict[int, MessageLane] = {}
+        self._rings: dict[MessageLane, RingSocket] = {}
+        """The lanes through shared memory, of whose bytes a poll says nothing."""
         self.ended: list[tuple[MessageLane, BaseException | None]] = []
         """Lanes that ended and are not handled yet, with the error if this rank ended them."""
         self._strikes: defaultdict[int, int] = defaultdict(int)
@@ -60,6 +64,10 @@ class LanePoll:
         self._matcher.lane_opened(peer)
         lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher, self.gives_way)
         self._poll.register(sock, select.POLLIN)
+        if isinstance(sock, RingSocket):
+            self._rings[lane] = sock
+            sizes = short_sizes(self._matcher.sizes)
+            sock.prepare_short(self._driving.bell_fd, self._wake_fd, sizes, spins=self._spins)
         self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
         self._driving.ring()
 
@@ -70,6 +78,7 @@ class LanePoll:
             self._matcher.lane_ended(lane.peer)
             self._poll.unregister(lane.descriptor)
             del self._by_fd[lane.descriptor]
+            self._rings.pop(lane, None)
             self.ended.append((lane, cause))
 
     def take_ended(self) -> list[tuple[MessageLane, BaseException | None]]:
@@ -78,6 +87,12 @@ class LanePoll:
         for lane, _ in ended:
             lane.sock.close()
         return ended
+
+    def short_ring(self, peer: int) -> RingSocket | None:
+        """Return the ring through which short messages with a rank may pass without Python, if there is one."""
+        lane = self.by_rank.get(peer)
+        ring = None if lane is None else self._rings.get(lane)
+        return None if ring is None or ring.short is None else ring
 
     def pause_after(self, lane: MessageLane) -> float:
         """Return the seconds to wait before a lane that ended is replaced: longer if lanes carry nothing."""
@@ -122,7 +137,7 @@ class LanePoll:
         elif spins:
             until = time.perf_counter() + min(seconds, SPIN_SECONDS)
             while True:
-                if events := self._poll.poll(0):
+                if events := self._with_rings(self._poll.poll(0)):
                     self._vain_spins = 0
                     return events
                 if time.perf_counter() >= until:
@@ -130,7 +145,26 @@ class LanePoll:
                 os.sched_yield()  # the process that sends may need this core
             self._vain_spins = min(self._vain_spins + 1, VAIN_SPINS_LIMIT)
             self._sleeps = 2**self._vain_spins - 1
-        return self._poll.poll(math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS)))
+        milliseconds = math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS))
+        for lane, ring in list(self._rings.items()):  # another thread may add one, or end one
+            if not ring.park(sending=lane.is_blocked):
+                milliseconds = 0
+        return self._with_rings(self._poll.poll(milliseconds))
+
+    def _with_rings(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return events with those of lanes through shared memory in place of the events of their doorbells."""
+        rings = list(self._rings.items())
+        if not rings:
+            return events
+        rung = {descriptor for descriptor, _ in events}
+        for lane, ring in rings:
+            ring.unpark(is_rung=lane.descriptor in rung)
+        doorbells = {lane.descriptor for lane, _ in rings}
+        return [event for event in events if event[0] not in doorbells] + [
+            (lane.descriptor, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
+            for lane, ring in rings
+            if ring.is_ready(sending=lane.is_blocked)
+        ]
 
     def handle(self, events: list[tuple[int, int]]) -> bool:
         """Read and write where `poll` says so; return whether the group has failed."""
@@ -167,7 +201,8 @@ class LanePoll:
             self.end(lane, None)
             return
         if lane.is_blocked != was_blocked:
-            self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
+            if lane not in self._rings:
+                self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
             self._driving.ring()
 
     def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from covey.base.errors import PeerLostError
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
 
     from covey.proto.matching import Matcher
     from covey.runtime.messages.lane_poll import LanePoll
+    from covey.runtime.messages.lending import MessengerLock
 
 
 class LaneRenewal:
@@ -21,7 +21,7 @@ class LaneRenewal:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: MessengerLock,
         matcher: Matcher,
         lanes: LanePoll,
         name: str,
@@ -38,6 +38,11 @@ class LaneRenewal:
         """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
         """Ranks whose lanes are no longer replaced."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether `settle` has something to do."""
+        return bool(self._lanes.ended or self._departed)
 
     def ask(self, peer: int) -> None:
         """Ask for a first lane to a rank. Without the lock."""

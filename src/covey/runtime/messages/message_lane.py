@@ -16,6 +16,7 @@ from covey.base.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.net.lanes.ring_socket import RingSocket
     from covey.net.lanes.sealed_socket import SealedSocket
     from covey.proto.matching import Matcher
 
@@ -33,7 +34,7 @@ class MessageLane:
     def __init__(
         self,
         peer: int,
-        sock: socket.socket | SealedSocket,
+        sock: socket.socket | SealedSocket | RingSocket,
         matcher: Matcher,
         gives_way: Callable[[], bool] | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class MessageLane:
 
     def _has_more(self) -> bool:
         """Tell whether decrypted bytes are buffered, which `poll` does not report."""
-        return not isinstance(self.sock, socket.socket) and self.sock.pending
+        return bool(getattr(self.sock, "pending", False))
 
     def read_rest(self) -> None:
         """Read all that has arrived on a stream that can no longer be written."""
@@ -136,7 +137,7 @@ class MessageLane:
         return True
 
 
-def _becomes_readable(sock: socket.socket | SealedSocket, milliseconds: int) -> bool:
+def _becomes_readable(sock: socket.socket | SealedSocket | RingSocket, milliseconds: int) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(milliseconds))

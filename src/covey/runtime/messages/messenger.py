@@ -10,18 +10,17 @@ Meanwhile the messages with that peer wait, each until its own deadline.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CancelledError, ClosedError
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Receive, Send, describe_source
-from covey.runtime.counters import MessageTraffic
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
 from covey.runtime.messages.lane_renewal import LaneRenewal
+from covey.runtime.messages.lending import MessengerLock
 from covey.runtime.messages.pending_works import PendingWorks, end, late_error
 from covey.runtime.work import Work
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from covey.proto.message import Received
     from covey.proto.message_link import MessageSizes
+    from covey.runtime.counters import MessageTraffic
 
 LOOK_SECONDS: Final = 0.003
 """How often `close` checks whether the kernel has delivered what it was given."""
@@ -75,16 +75,18 @@ class Messenger:
         """
         self._rank, self._size, self._name = rank, size, name
         self._fault, self._told = fault, told
-        self._lock = threading.Lock()
         self._matcher = Matcher(rank, size, sizes)
+        self._lock = MessengerLock(self._matcher)
         self._driving = self._driving_kind(self._lock, name, may_spin=may_spin)
-        self._lanes = LanePoll(self._matcher, self._driving, wake_fd)
+        self._lock.wake = self._driving.alarm()
+        self._lanes = LanePoll(self._matcher, self._driving, wake_fd, spins=may_spin)
         self._opening = LaneOpening(self._lock, self._matcher, self._lanes, open_lane=open_lane)
         self._renewal = LaneRenewal(
             self._lock, self._matcher, self._lanes, name, renew_lane=renew_lane, give_up=give_up, fault=fault, lost=lost
         )
         self._pending = PendingWorks(self._matcher)
-        self.traffic = MessageTraffic()
+        self.short = self._lock.short
+        """By rank: what sends and receives short messages, while nothing else is under way with it."""
         self._is_closed = False
         """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
 
@@ -172,8 +174,19 @@ class Messenger:
         self._driving.works_ended()
         return True
 
-    def wait(self, work: Work[Any], deadline: float | None) -> Any:
+    @property
+    def traffic(self) -> MessageTraffic:
+        """Counts the messages."""
+        return self._lock.traffic
+
+    @traffic.setter
+    def traffic(self, traffic: MessageTraffic) -> None:
+        self._lock.traffic = traffic
+
+    def wait(self, work: Work[Any], deadline: float | None, peer: int | None = None) -> Any:
         """Drive until `work` is done and return its result; `deadline` is on time.monotonic().
+
+        Afterwards, short messages with `peer` may pass without Python for as long as nothing else is under way.
 
         Raises:
             DeadlineError: `work` was not done in time and has failed with this error; `late` has the ranks it needed. A
@@ -188,7 +201,20 @@ class Messenger:
             raise
         if not work.done():
             self.abandon(work, None)
-        return work.wait()
+        result = work.wait()
+        if peer is not None and self._lanes.short_ring(peer) is not None:
+            with self._lock:
+                is_busy = self.has_more() or self._pending.next_deadline() < math.inf or self._renewal.is_needed
+                if self._driving.is_idle and not is_busy:
+                    self._lock.lend(peer, self._lanes.short_ring)
+            if self._fault() is not None:
+                self.stop_short()  # which may have been called a moment ago
+        return result
+
+    def stop_short(self) -> None:
+        """Let no further message pass without Python, because the group has failed. On any thread."""
+        self.short.clear()
+        self._lock.wake()
 
     def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
         """Have the background thread move messages that no thread waits for; `work` fails at `deadline`."""

@@ -89,6 +89,8 @@ class MessageRouting:
         self._messenger: Messenger | None = None
         self._traffic = traffic
         self.lock = threading.Lock()
+        self.short: dict[int, Any] = {}
+        """By rank: what sends and receives short messages; see `Messenger.short`."""
 
     @property
     def _group(self) -> MessageOwner:
@@ -120,6 +122,7 @@ class MessageRouting:
                     sizes=MessageSizes(group.config.eager_bytes, group.config.credit_bytes),
                     may_spin=group.may_spin,
                 )
+                self.short = self._messenger.short
                 if self._traffic is not None:
                     self._messenger.traffic = self._traffic
                 if group.node is not None:
@@ -210,10 +213,15 @@ class MessageRouting:
         """Whether the calling thread moves messages: then it is in a callback of one of them."""
         return self._messenger is not None and self._messenger.is_driven_here
 
+    def interrupt(self) -> None:
+        """Let no further message pass without Python: the group has failed. On any thread."""
+        if self._messenger is not None:
+            self._messenger.stop_short()
+
     def forked(self) -> list[Work[Any]]:
         """Forget the parent's messenger, in a forked child; return the works that will never end here."""
         self.lock = threading.Lock()
-        messenger, self._messenger = self._messenger, None
+        messenger, self._messenger, self.short = self._messenger, None, {}
         return [] if messenger is None else messenger.pending()
 
     def close(self, deadline: float) -> None:

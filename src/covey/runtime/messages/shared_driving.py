@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.runtime.messages.driving_thread import DrivenMessages
+    from covey.runtime.messages.lending import MessengerLock
     from covey.runtime.work import Work
 
 logger = logging.getLogger("covey")
@@ -43,7 +44,7 @@ HOLD_SECONDS: Final = 0.0005
 class SharedDriving(DrivingThread):
     """The thread that drives, the callers that wait, and the background threads. See `DrivingThread` for the lock."""
 
-    def __init__(self, lock: threading.Lock, name: str, *, may_spin: bool) -> None:
+    def __init__(self, lock: MessengerLock, name: str, *, may_spin: bool) -> None:
         super().__init__(lock, name, may_spin=may_spin)
         self._threads: list[threading.Thread] = []
         """The background threads: one, and another one once there are jobs."""

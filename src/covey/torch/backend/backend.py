@@ -77,6 +77,7 @@ class ProcessGroupCovey(DescribedProcessGroup):
         self._world, self._ranks, self._is_first = world, ranks, is_first
         self._group = world.group(name, ranks)
         self._issuer = TorchIssuer(self._group, len(ranks), timeout.total_seconds())
+        self._may_cut = world.has_devices and self._group.on_loss == "raise"
         world.on_close(self._close)
 
     @property
@@ -99,7 +100,10 @@ class ProcessGroupCovey(DescribedProcessGroup):
         if factor is not None:
             for tensor in tensors:
                 tensor.mul_(factor)
-        calls = [(operand, op) for tensor in tensors for operand in operands_of(tensor, self._cut([tensor]))]
+        if self._may_cut:
+            calls = [(operand, op) for tensor in tensors for operand in operands_of(tensor, piece_length([tensor]))]
+        else:
+            calls = [(operand_of(tensor), op) for tensor in tensors]
         return self._issuer.issue(opts, tensors, self._group.all_reduce, calls)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
@@ -334,7 +338,7 @@ class ProcessGroupCovey(DescribedProcessGroup):
 
         Tensors are not cut in a group that survives losses, where an operation is all or nothing.
         """
-        return piece_length(tensors) if self._world.has_devices and self._group.on_loss == "raise" else 0
+        return piece_length(tensors) if self._may_cut else 0
 
     def _blocks(self, whole: torch.Tensor, *, by_rows: bool = False) -> Sequence[Any]:
         """Return the equal shares of all ranks in a tensor, consecutive in its memory.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from covey.runtime.buffers import Operand, as_array, writable
+from covey.runtime.buffers import Operand, tensor_memory, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +245,7 @@ def operand_of(tensor: torch.Tensor | Operand, *, is_read: bool = True) -> Array
     if tensor.dtype in EIGHT_BITS:
         tensor = tensor.view(torch.uint8)
     adapter = adapter_of(tensor)
-    return as_array(tensor) if adapter is None else StagedOperand.of(tensor, adapter, is_read=is_read)
+    return tensor_memory(tensor) if adapter is None else StagedOperand.of(tensor, adapter, is_read=is_read)
 
 
 EIGHT_BITS: Final = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
@@ -313,6 +313,8 @@ def settle(tensors: Sequence[torch.Tensor]) -> None:
 def _one_per_device(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, DeviceAdapter]]:
     found = {}
     for tensor in tensors:
+        if tensor.is_cpu and _adapters["cpu"] is None:
+            continue
         if (adapter := adapter_of(tensor)) is not None:
             found[tensor.device] = tensor, adapter
     return list(found.values())

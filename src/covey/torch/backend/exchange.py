@@ -205,6 +205,11 @@ class TensorGroup(Group):
 
     def recv_into(self, out: Any, src: int, tag: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Fill `out` with the next message from `src` with `tag`; return the rank that sent it."""
+        deadline = None
+        if not async_op:
+            received, deadline = self._receive_short(out, src, tag, timeout)
+            if received is not False:
+                return src
         target = writable(out)
 
         def finish(message: Any) -> int:
@@ -213,7 +218,7 @@ class TensorGroup(Group):
             target.store()
             return int(message.source)
 
-        return self._recv(src, tag, target, finish, timeout, async_op)
+        return self._recv(src, tag, target, finish, timeout, async_op, deadline)
 
     def _targets(self, outs: Sequence[Any] | None) -> list[Operand]:
         if outs is None or len(outs) != self.size:

@@ -28,6 +28,7 @@ class TorchIssuer:
         self._group = group
         self.seconds = seconds
         """The timeout of operations that are called without one."""
+        self._survives = group.on_loss == "continue"
         self.notices = Notices()
         self._everyone = list(range(size))
         self._lock = threading.Lock()
@@ -41,15 +42,17 @@ class TorchIssuer:
     ) -> TorchWork:
         """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them."""
         timeout = opts.timeout.total_seconds()
-        timeout = timeout if timeout > 0 else self.seconds
+        if timeout <= 0:
+            timeout = self.seconds
         is_async = opts.asyncOp
         works: list[Work[Any]] = []
         contributors = self._everyone
         with self._lock:
             if not is_async and (self._last is None or self._last.done()):
+                self._last = None
                 for args in calls:
                     operation(*args, timeout=timeout)
-                    if len(self._group.contributors) < len(contributors):
+                    if self._survives and len(self._group.contributors) < len(contributors):
                         contributors = list(self._group.contributors)
             else:
                 works = [operation(*args, timeout=timeout, async_op=True) for args in calls]

@@ -66,10 +66,11 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
 
         Copies to a device may still run afterwards: the caller's stream waits for them, not the caller.
         """
-        seconds = timeout.total_seconds()
-        until = time.monotonic() + seconds if seconds > 0 else None
-        for work in self._works:
-            work.wait(None if until is None else max(0.0, until - time.monotonic()))
+        if self._works:
+            seconds = timeout.total_seconds()
+            until = time.monotonic() + seconds if seconds > 0 else None
+            for work in self._works:
+                work.wait(None if until is None else max(0.0, until - time.monotonic()))
         order(self._tensors)
         return True
 
