@@ -213,24 +213,13 @@ def run(
         of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
         of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
-        of_all |= {"--seeds": seeds}
-        refuse_with_several_machines({"--http": http, "--insecure": insecure})
-        wanted = several_machines.Program(
-            script, tuple(arguments or ()), run_name or default_run_name(script, module=module), module, python
-        )
-        raise typer.Exit(
-            several_machines.start(
-                wanted,
-                on=on,
-                hosts=hosts,
-                processes=processes,
-                limits=limits,
-                options=of_all,
-                requirements=requirements,
-                log_dir=log_dir,
-                detach=detach,
-            )
-        )
+        of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
+        of_all |= {"--tls-key": _whole_path(tls_key)}
+        several_machines.refuse({"--http": http, "--insecure": insecure})
+        name = run_name or default_run_name(script, module=module)
+        wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
+        terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach)
+        raise typer.Exit(several_machines.start(wanted, terms, on=on, hosts=hosts))
     if requirements is not None or detach:
         raise ConfigError("--requirements and --detach go with --on: they are about programs that agents start")
     command = command_line(script, arguments or [], module=module, run_name=run_name, python=python)
@@ -305,13 +294,6 @@ def check_compress(compress: str) -> str:
 def default_run_name(script: str, *, module: bool) -> str:
     """Return the name of a run that was given none: COVEY_RUN, or the name of the script without .py."""
     return os.environ.get("COVEY_RUN") or (script if module else Path(script).stem)
-
-
-def refuse_with_several_machines(given: dict[str, object]) -> None:
-    """Raise ConfigError if an option was given that has no meaning with --on and --hosts."""
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:

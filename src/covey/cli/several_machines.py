@@ -37,37 +37,53 @@ class Program(NamedTuple):
     run: str
     is_module: bool
     python: str | None
+    requirements: str | None = None
+    """A file."""
 
 
-def start(
-    program: Program,
-    *,
-    on: str | None,
-    hosts: str | None,
-    processes: int | None,
-    limits: Mapping[str, int | None],
-    options: Mapping[str, object],
-    requirements: str | None,
-    log_dir: str | None,
-    detach: bool,
-) -> int:
-    """Start a program on several machines; return its exit code.
+class FanOut(NamedTuple):
+    """How to start it on all of the machines."""
 
-    `limits` and `options` are options of `covey run` for all of the machines.
-    """
+    processes: int | None
+    """On each machine."""
+    limits: Mapping[str, int | None]
+    """The options of `covey run` about the size of the run."""
+    options: Mapping[str, object]
+    """Its other options."""
+    log_dir: str | None
+    detach: bool
+
+
+def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None) -> int:
+    """Start a program on several machines, with agents (`on`) or ssh (`hosts`); return its exit code."""
     if on is not None and hosts is not None:
         raise ConfigError("--on is for machines with an agent, --hosts for machines without; give one of them")
-    if processes is not None and processes < 1:
-        raise ConfigError(f"-n {processes}: each machine needs at least one process")
-    if requirements is not None and program.python is not None:
+    if terms.processes is not None and terms.processes < 1:
+        raise ConfigError(f"-n {terms.processes}: each machine needs at least one process")
+    if program.requirements is not None and program.python is not None:
         raise ConfigError("--requirements makes an interpreter, and --python names one; give one of them")
     if on is not None:
-        names = split_list(on)
-        return _on_agents(program, names, processes or 1, limits, options, requirements, log_dir, detach=detach)
+        return _on_agents(program, terms, split_list(on))
     assert hosts is not None
-    if detach or requirements is not None:
+    if terms.detach or program.requirements is not None:
         raise ConfigError("--detach and --requirements need an agent on each machine: use --on, and `covey up` there")
-    return _with_ssh(program, hosts, processes or 1, limits, options, log_dir)
+    return _with_ssh(program, terms, hosts)
+
+
+def refuse(given: Mapping[str, object]) -> None:
+    """Raise ConfigError if an option was given that has no meaning with --on and --hosts."""
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
+
+
+def environment_with(options: Mapping[str, object]) -> MutableMapping[str, str]:
+    """Return the settings of this terminal, which reaches the machines in the same way as the run's nodes."""
+    env = effective_environment()
+    for name in ("seeds", "interfaces", "tls_ca", "tls_cert", "tls_key"):
+        if (value := options.get(f"--{name.replace('_', '-')}")) is not None:
+            env[f"COVEY_{name.upper()}"] = str(value)
+    return env
 
 
 def passed_on(options: Mapping[str, object]) -> list[str]:
@@ -89,17 +105,7 @@ def sized(limits: Mapping[str, int | None], total: int) -> list[str]:
     return ["--size", str(total)]
 
 
-def _on_agents(
-    program: Program,
-    names: tuple[str, ...],
-    processes: int,
-    limits: Mapping[str, int | None],
-    options: Mapping[str, object],
-    requirements: str | None,
-    log_dir: str | None,
-    *,
-    detach: bool,
-) -> int:
+def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     from covey.agent.callers import calling
     from covey.agent.launching import LEASE_SECONDS, Launch, goes_on, launch
     from covey.agent.requests import check_run_name
@@ -112,13 +118,13 @@ def _on_agents(
     if not names:
         raise ConfigError("--on names no machine; write --on all, or --on north,south")
     words = (script_in(Path.cwd(), program), *program.arguments)
-    interpreter = _interpreter(requirements, program.python)
-    logs = None if log_dir is None else RankLogs(log_dir)
-    env = effective_environment()
-    chosen = options.get("--cluster")
+    interpreter = _interpreter(program.requirements, program.python)
+    logs = None if terms.log_dir is None else RankLogs(terms.log_dir)
+    env, chosen = environment_with(terms.options), terms.options.get("--cluster")
     cluster = ClusterOptions(chosen if isinstance(chosen, str) else None).find(env)
-    of_all = passed_on({**options, "--cluster": None})  # agents are of one cluster
-    snapshot = take_snapshot(Path.cwd(), None if log_dir is None else Path(log_dir))
+    of_all = passed_on({**terms.options, "--cluster": None})  # agents are of one cluster
+    snapshot = take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir))
+    processes = terms.processes or 1
     screen = Screen(logs)
     with calling(cluster, group_config(env)) as terminal:
         with working(f"looking for agents of {cluster.name} ..."):
@@ -127,13 +133,13 @@ def _on_agents(
         wanted = Launch(
             program.run,
             processes,
-            (*sized(limits, total), *of_all),
+            (*sized(terms.limits, total), *of_all),
             words,
             interpreter,
-            0.0 if detach else LEASE_SECONDS,
+            0.0 if terms.detach else LEASE_SECONDS,
         )
         shares = launch(agents, wanted, snapshot, screen.note)
-        if detach:
+        if terms.detach:
             where = ", ".join(agent.name for agent in agents)
             typer.echo(f"run {program.run!r} has been started on {where}")
             typer.echo(f"`covey logs {program.run} -f` shows its output, `covey stop {program.run}` ends it")
@@ -141,14 +147,7 @@ def _on_agents(
         return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run)).attend()
 
 
-def _with_ssh(
-    program: Program,
-    text: str,
-    processes: int,
-    limits: Mapping[str, int | None],
-    options: Mapping[str, object],
-    log_dir: str | None,
-) -> int:
+def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     from covey.agent.launching import goes_on
     from covey.agent.screen import Screen
     from covey.agent.shares import SharedRun
@@ -156,18 +155,18 @@ def _with_ssh(
     from covey.runtime.keeper.rank_logs import RankLogs
     from covey.runtime.mesh.visit import visiting
 
-    hosts = parse_hosts(text, processes)
-    logs = None if log_dir is None else RankLogs(log_dir)
-    env = effective_environment()
-    cluster = _cluster_for_ssh(options.get("--cluster"), env)
-    seeds = options.get("--seeds") or ",".join(host.name.rpartition("@")[2] for host in hosts)
-    of_all = {**options, "--cluster": cluster.name, "--seeds": seeds, "--run": program.run}
+    hosts = parse_hosts(text, terms.processes or 1)
+    logs = None if terms.log_dir is None else RankLogs(terms.log_dir)
+    env = environment_with(terms.options)
+    cluster = _cluster_for_ssh(terms.options.get("--cluster"), env)
+    seeds = terms.options.get("--seeds") or ",".join(host.name.rpartition("@")[2] for host in hosts)
+    of_all = {**terms.options, "--cluster": cluster.name, "--seeds": seeds, "--run": program.run}
     python = program.python or sys.executable
     of_all |= {"--python": program.python}
     total = sum(host.processes for host in hosts)
     shares = []
     for host in hosts:
-        words = ["run", "-n", str(host.processes), *sized(limits, total), *passed_on(of_all)]
+        words = ["run", "-n", str(host.processes), *sized(terms.limits, total), *passed_on(of_all)]
         words += [program.script, *program.arguments]
         shares.append(SshShare(host, ssh_command(os.environ), python, words, cluster.secret.key))
 

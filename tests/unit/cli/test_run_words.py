@@ -11,7 +11,7 @@ import typer.main
 
 from covey.base.errors import ConfigError
 from covey.cli.run import OnLoss, app, check_compress, command_line, is_run_name, share_of_run
-from covey.cli.several_machines import Program, passed_on, script_in, sized
+from covey.cli.several_machines import Program, environment_with, passed_on, script_in, sized
 from covey.net.keys import secret_sources
 
 if TYPE_CHECKING:
@@ -205,3 +205,9 @@ def test_options_of_all_machines_are_passed_on_as_they_were_given() -> None:
     assert passed_on(given) == ["--on-loss", "continue", "--wait", "5.0", "-m"]
     assert sized({"--size": None, "--min": 2, "--max": None}, 8) == ["--min", "2"]
     assert sized({"--size": None, "--min": None, "--max": None}, 8) == ["--size", "8"]
+
+
+def test_a_terminal_looks_for_agents_where_the_nodes_of_its_run_will() -> None:
+    env = environment_with({"--seeds": "north", "--interfaces": "eth0", "--tls-ca": "/ca.pem", "--tls-key": None})
+    found = {name: env.get(name) for name in ("COVEY_SEEDS", "COVEY_INTERFACES", "COVEY_TLS_CA", "COVEY_TLS_KEY")}
+    assert list(found.values()) == ["north", "eth0", "/ca.pem", None]

@@ -168,7 +168,8 @@ def _nodes(facts: Facts) -> RenderableType:
 
 def _node(node: MetNode, cluster: str) -> RenderableType:
     head = Text(node.name, style="bold")
-    doing = f"{node.state} {node.run!r}" if node.run else "another covey doctor or status"
+    without_run = "an agent (covey up)" if node.purpose == "agent" else "another covey doctor or status"
+    doing = f"{node.state} {node.run!r}" if node.run else without_run
     where = "this machine" if node.is_here else node.host_name
     head.append(f"  {doing}; process {node.pid} on {where}, covey {node.version}", style="not bold")
     grid = _grid(7)

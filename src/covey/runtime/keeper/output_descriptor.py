@@ -6,6 +6,7 @@ seconds; once it works, a line in it says how many bytes are missing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -71,3 +72,17 @@ class OutputDescriptor:
             self._is_in_line = self._is_in_line or taken > 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.failure, self._dropped, self._is_in_line = "", 0, False
+
+
+def fill_standard_descriptors() -> None:
+    """Open missing standard descriptors: else a socket could get such a number, and receive the output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def is_same_file(one: int, other: int) -> bool:
+    """Tell whether two descriptors are of one file; False if one of them is closed."""
+    with contextlib.suppress(OSError):
+        return os.path.sameopenfile(one, other)
+    return False

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
-from covey.runtime.keeper.output_descriptor import OutputDescriptor
+from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.rank_logs import RankLogs
 from covey.runtime.processes import describe_end, drain, exit_status, register_output
 
@@ -54,7 +54,7 @@ def keep(
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
-    _fill_standard_descriptors()
+    fill_standard_descriptors()
     arrived: list[int] = []
     logs = None if log_dir is None else RankLogs(log_dir)
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
@@ -69,13 +69,12 @@ def keep(
 
 
 class _Pipe(NamedTuple):
-    """One output stream of one rank: the pipe, and the descriptor of this process that its output is written to."""
+    """One output stream of one rank: the pipe, the descriptor that its output goes to, the prefix of its lines."""
 
     source: IO[bytes]
     target: int
     stream: OutputStream
     label: Callable[[], str]
-    """Returns the prefix of its lines."""
 
 
 class _Command(NamedTuple):
@@ -102,7 +101,7 @@ class _Supervisor:
         self._selector, self._wake, self._arrived = selector, wake, arrived
         self._selector.register(wake, selectors.EVENT_READ)
         self._out = Cursor()
-        self._err = self._out if _same_file(1, 2) else Cursor()
+        self._err = self._out if is_same_file(1, 2) else Cursor()
         self._started: dict[int, Process] = {}
         """By rank: the latest process."""
         self._alive: dict[int, Process] = {}
@@ -366,7 +365,7 @@ class _Supervisor:
     def _tell_of_failure(self, target: int, reason: str) -> None:
         """Report once, on the other output stream, that one has failed."""
         other = 3 - target
-        if not self._descriptors[other].failure and not _same_file(1, 2):
+        if not self._descriptors[other].failure and not is_same_file(1, 2):
             name = "output" if target == 1 else "standard error"
             room = (self._err if other == 2 else self._out).make_room()
             text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"
@@ -399,16 +398,3 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))
         yield wake
-
-
-def _fill_standard_descriptors() -> None:
-    """Open missing standard descriptors: else a socket could get such a number, and receive the output."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-
-
-def _same_file(one: int, other: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.path.sameopenfile(one, other)
-    return False
