@@ -357,7 +357,8 @@ static PyObject *method_send(PyObject *self, PyObject *const *args, Py_ssize_t c
             .id = end->next_id,
             .nbytes = (uint64_t)view.len,
         };
-        memcpy(frame.shape, view.shape, (size_t)view.ndim * sizeof *view.shape);
+        for (int axis = 0; axis < view.ndim; axis++)
+            frame.shape[axis] = view.shape[axis];
         is_sent = push(end, &frame, view.buf, frame.nbytes);
         if (is_sent) {
             end->next_id++;
