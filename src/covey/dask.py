@@ -108,7 +108,7 @@ def _choose(
             client.wait_for_workers(need_workers(number), timeout=start_timeout)
         except TimeoutError:
             raise DeadlineError(
-                f"Dask's cluster did not have {number} workers within the start_timeout of {start_timeout:g} s"
+                f"Dask's cluster did not have {number} workers within the start timeout of {start_timeout:g} s"
             ) from None
     there = list(client.scheduler_info(n_workers=-1)["workers"])
     chosen = list(workers) if workers is not None else there[:number]

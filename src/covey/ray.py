@@ -67,14 +67,16 @@ def launch(
     try:
         if not group.wait(start_timeout):
             raise DeadlineError(
-                f"Ray has not found {size} x {bundle} within the start_timeout of {start_timeout:g} s; free now: "
+                f"Ray has not found {size} x {bundle} within the start timeout of {start_timeout:g} s; free now: "
                 f"{ray.available_resources()}"
             )
         actors = [_actor(group, position, bundle) for position in range(size)]
         try:
             sites = ray.get([actor.site.remote() for actor in actors], timeout=start_timeout)
         except ray.exceptions.GetTimeoutError:
-            raise DeadlineError(f"Ray has not started {size} actors within {start_timeout:g} s") from None
+            raise DeadlineError(
+                f"Ray has not started {size} actors within the start timeout of {start_timeout:g} s"
+            ) from None
         seats = seat_workers("ray", sites)
         pending = {actor.sit.remote(seat, fn, args, join): seat.rank for actor, seat in zip(actors, seats, strict=True)}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from covey.base.config import check_timeout
-from covey.base.errors import ConfigError, CoveyError, DeadlineError
+from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.cli.runs import find_run, visiting_members
 from covey.cli.terminal import working
 from covey.net.local_runs import LocalRunFound
@@ -77,7 +77,7 @@ def checkpoint(
 
 
 def _await(ask: Ask, checkpoint_id: str, seconds: float) -> messages.CheckpointProgress:
-    """Return the last state of a checkpoint, once it is over; DeadlineError if it is not in time."""
+    """Return the last state of a checkpoint, once it is over; DeadlineError if it is not in time, ClosedError if the run has ended."""
     until, silent = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
@@ -86,7 +86,7 @@ def _await(ask: Ask, checkpoint_id: str, seconds: float) -> messages.CheckpointP
         if progress is not None and progress.state == "over":
             return progress
         if silent == LOST_ANSWERS or (progress is not None and not progress.state):
-            raise DeadlineError(f"the run ended before checkpoint {checkpoint_id} was known to be saved")
+            raise ClosedError(f"the run ended before checkpoint {checkpoint_id} was known to be saved")
     raise DeadlineError(
         f"checkpoint {checkpoint_id} was not saved by all ranks within the timeout of {seconds:g} s; they go on with it"
     )

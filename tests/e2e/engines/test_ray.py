@@ -92,5 +92,5 @@ def test_a_function_runs_as_the_ranks_of_ray_actors_and_ray_train_uses_covey(job
     assert "raised in rank 1 of 2" in note
     assert said["left"] == [[0, 2], None, [0, 2]]
     assert said["too many"][0] == "DeadlineError"
-    assert "start_timeout" in said["too many"][1]
+    assert "start timeout" in said["too many"][1]
     assert said["trained"] == [["covey", 5.0], ["covey", 5.0]]
