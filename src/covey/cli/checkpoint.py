@@ -77,7 +77,12 @@ def checkpoint(
 
 
 def _await(ask: Ask, checkpoint_id: str, seconds: float) -> messages.CheckpointProgress:
-    """Return the last state of a checkpoint, once it is over; DeadlineError if it is not in time, ClosedError if the run has ended."""
+    """Return the last state of a checkpoint, once it is over.
+
+    Raises:
+        DeadlineError: it is not over within `seconds`.
+        ClosedError: the run has ended before.
+    """
     until, silent = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
