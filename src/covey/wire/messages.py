@@ -624,7 +624,7 @@ class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):
     reason: Text
 
 
-class RequestCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=38):
+class RequestCheckpoint(Worded, frozen=True, array_like=True, tag=38):
     """Asks for a checkpoint of the receiver's run: keepers, and visitors."""
 
     id: Name

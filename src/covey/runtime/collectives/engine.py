@@ -248,6 +248,11 @@ class Engine:
             if self.all_reduce_shortcut is not None:
                 self.open_shortcut()
 
+    def carry_news(self) -> None:
+        """Let every operation go the long way, which tells all ranks of waiting changes; before the first operation."""
+        self.attempt.close_shortcut()
+        self.shortcut = self.all_reduce_shortcut = None
+
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
         if self._is_issuing or self._backlog.unfinished or self.is_over:

@@ -146,6 +146,7 @@ class _Generations:
             node.wanted_size = self._min_size or 1
             node.most_size = self._most
             node.is_elastic = True
+            engine_of(group).carry_news()
             node.is_draining = self._is_asked_to_leave
         return group
 
