@@ -229,8 +229,9 @@ class Attempt(EnginePart):
     @functools.cached_property
     def lane_family(self) -> str:
         """ "ring" if all ranks of the attempt are on one host and share memory, else "stream". Equal on all ranks."""
-        others = (rank for rank in self.ranks if rank != self.engine.rank)
-        return "ring" if all(map(self.engine.roster.shares_memory, others)) else "stream"
+        # All of them are asked: a kind that some pair cannot have is an error here, before a lane is dialled.
+        share = [self.engine.roster.shares_memory(rank) for rank in self.ranks if rank != self.engine.rank]
+        return "ring" if all(share) else "stream"
 
     def open_lane(self, rank: Rank) -> Lane | None:
         """Return the open lane to a rank, if there is one."""
