@@ -58,7 +58,9 @@ def add_up(victim: int, count: int) -> Any:
         "rounds": rounds[-3:],
         "wrong": wrong,
         "lanes": sorted(set(lanes.values())),
-        "events": [event for event in events if victim in event[1] and event[0] not in ("lane", "suspected")],
+        "events": [
+            event for event in events if victim in event[1] and event[0] not in ("lane", "suspected", "recovered")
+        ],
         "close": time.monotonic() - closing,
     }
 

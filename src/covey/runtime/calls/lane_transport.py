@@ -26,7 +26,7 @@ WAY_SECONDS: Final = 0.01
 
 ANSWERS_SECONDS: Final = 30.0
 """How long a node that leaves waits until its answers are delivered."""
-QUIET_SECONDS: Final = 3.0
+QUIET_SECONDS: Final = 8.0
 """How long it waits while nothing of them moves."""
 LOOK_SECONDS: Final = 0.1
 
