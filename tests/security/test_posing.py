@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import random
 import socket
 import threading
 import time
@@ -234,11 +235,8 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    """Return a port that is free, and so is the next one."""
+    """Return a port that is free, and so is the next one; the system gives such ports to no other test."""
     while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                other.bind(("127.0.0.1", port + 1))
-                return port
+        port = random.randrange(21_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
+            return port

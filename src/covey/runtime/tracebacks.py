@@ -81,10 +81,10 @@ def shorten(error: BaseException) -> None:
         seen.add(id(current))
         following = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
         if isinstance(current, CoveyError | KeyboardInterrupt):
-            if following is not None and _is_internal(following):
+            is_named = _IS_NAMED in vars(current)  # came in covey's own wait, whatever covey was calling there
+            if following is not None and (is_named or _is_internal(following)):
                 current.__cause__, following = None, None  # this suppresses the context, too
-            # A named interrupt came in covey's own wait, whatever covey was calling there.
-            current.__traceback__ = without_covey(current.__traceback__, below=_IS_NAMED not in vars(current))
+            current.__traceback__ = without_covey(current.__traceback__, below=not is_named)
         current = following
 
 
