@@ -202,8 +202,11 @@ def test_other_ranks_have_a_moment_to_say_what_they_lost(covey_run, script) -> N
                 stay_until(other)
             sys.exit(3)
         first = stay_until(1)
-        while os.path.exists(f"/proc/{first}") and open(f"/proc/{first}/stat").read().split()[2] != "Z":
-            time.sleep(0.01)
+        try:
+            while open(f"/proc/{first}/stat").read().split()[2] != "Z":
+                time.sleep(0.01)
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it was reaped
         time.sleep(0.2)
         print("lost rank 1")
         sys.exit(9)
