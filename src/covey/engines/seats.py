@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SECRET_BYTES: Final = 32
 PORT_TRIES: Final = 64
+PORTS: Final = range(20_000, 32_000)
+"""Below those that systems give to programs that ask for any port, so that none takes it before rank 0 does."""
 _OF_OTHER_LAUNCHERS: Final = ("COVEY_RANK", "COVEY_RUN")
 """Variables that come before those of a seat, and would place the process in another run."""
 
@@ -91,12 +93,9 @@ def seat_workers(engine: str, sites: Sequence[Site]) -> list[Seat]:
 def free_pair() -> int:
     """Return a port of this machine that is free, as is the next one: torch's store and rank 0 take one each."""
     for _ in range(PORT_TRIES):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
-            port: int = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("", port + 1))
-                return port
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
+            return port
     raise ConfigError("no two free ports next to each other; end what is not needed on this machine")
 
 
