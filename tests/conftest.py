@@ -12,16 +12,18 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from tests.support import workers
 from tests.support.durations import Durations
 from tests.support.seeds import seeds
 from tests.support.workers import pytest_addoption as pytest_addoption
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from covey.net.keys.secret_sources import forgetting_secrets
 
-    import pytest
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 # numpy starts a thread for every core, and each spins for a while before it sleeps: a quarter of the processor time it
 # takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
@@ -48,6 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     if _OWN_HOME:
         shutil.rmtree(_OWN_HOME, ignore_errors=True)  # a process that a test has left may still write there
+
+
+@pytest.fixture(autouse=True)
+def _forgetting_secrets() -> Iterator[None]:
+    """No test joins with the secret that a test before it, in the same process, was given."""
+    with forgetting_secrets():
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -31,7 +31,6 @@ PASSPHRASE = "correct horse battery staple"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the clusters' files are; nothing is remembered from another test."""
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(secret_sources, "_environment_secret", None)
     return tmp_path / "home" / "clusters"
 
 

@@ -14,7 +14,7 @@ from tests.support.machines import end, heard, new_lab
 from covey.base.errors import ConfigError
 from covey.coordinator import security
 from covey.coordinator.certificates import derived, key_of, subject_of
-from covey.net.keys import clusters, secret_sources
+from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.pem_files import PemFiles
 from covey.runtime.environment import ClusterOptions
@@ -125,7 +125,6 @@ def test_a_certificate_without_a_subject_is_known_by_its_names_and_garbage_by_no
 def test_a_changed_secret_is_used_for_the_next_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(security, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(secret_sources, "_environment_secret", None)  # what another test has left
     before, after = ClusterSecret("lab", bytes(32)), ClusterSecret("lab", bytes(31) + b"1")
     clusters.save(Cluster(before))
     saved = security.SecretSecurity(ClusterOptions("lab"))

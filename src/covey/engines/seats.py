@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.net.keys.secret_sources import forgetting_secrets
 from covey.runtime.keeper.reports import CallReport, report_of
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _seated(seat: Seat) -> Iterator[None]:
         for name in names:
             os.environ.pop(name, None)
         os.environ.update(variables)
-        yield
+        with forgetting_secrets():  # a later launch in this process, or a cluster by name, has another secret
+            yield
     finally:
         for name in names:
             os.environ.pop(name, None)

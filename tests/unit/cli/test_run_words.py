@@ -13,7 +13,6 @@ import typer.main
 from covey.base.errors import ConfigError
 from covey.cli.run import OnLoss, app, check_compress, command_line, is_run_name, share_of_run
 from covey.cli.several_machines import Program, environment_with, passed_on, script_in, sized
-from covey.net.keys import secret_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +24,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in list(os.environ):
         if name.startswith("COVEY_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(secret_sources, "_environment_secret", None)
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")

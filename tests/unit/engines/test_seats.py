@@ -12,11 +12,13 @@ import pytest
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
 from covey.engines.collecting import collect
 from covey.engines.seats import Site, free_pair, need_workers, seat_workers, sit
+from covey.net.keys import secret_sources
 from covey.runtime.environment import find_launched_rank
 from covey.runtime.keeper.reports import CallReport, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 NORTH, SOUTH = Site("north", "192.0.2.1", 4000), Site("south", "192.0.2.2", 5000)
 
@@ -55,6 +57,16 @@ def test_a_process_sits_in_one_seat_at_a_time_and_gets_its_variables_back(monkey
     assert (rank, more) == ("0", 3)
     assert isinstance(within.failure(0, 1), ConfigError)
     assert dict(os.environ) == before
+
+
+def test_a_seat_leaves_no_secret_behind_with_which_the_process_would_join_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path))
+    [seat] = seat_workers("ray", [NORTH])
+    assert sit(seat, lambda group: group.all_reduce(3), (), {}, pickle.dumps).ok
+    with pytest.raises(ConfigError, match="home"):
+        secret_sources.find("home", {})
 
 
 def test_two_ports_are_free() -> None:

@@ -14,7 +14,7 @@ import pytest
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
-from covey.net.keys import clusters, secret_sources
+from covey.net.keys import clusters
 from covey.runtime import environment as environment_module
 from covey.runtime.environment import ClusterOptions, LaunchedRank, WantedRun, find_launched_rank, find_run, is_loopback
 from covey.runtime.joining.bootstrap import join_at
@@ -66,7 +66,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_CLUSTER"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(environment_module, "_tokens", {})
-        monkeypatch.setattr(secret_sources, "_environment_secret", None)
         yield Path(folder)
 
 

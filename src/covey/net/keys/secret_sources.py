@@ -5,6 +5,7 @@ An explicit secret takes precedence over COVEY_SECRET_FILE, that over COVEY_SECR
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from dataclasses import replace
@@ -25,7 +26,7 @@ from covey.wire.secret import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterator, MutableMapping
 
 
 def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
@@ -53,6 +54,17 @@ def take_secret(env: MutableMapping[str, str]) -> None:
     """Remove COVEY_SECRET from `env`, so that child processes do not inherit it, and remember it."""
     global _environment_secret
     _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
+
+
+@contextlib.contextmanager
+def forgetting_secrets() -> Iterator[None]:
+    """Forget the secrets that `take_secret` has remembered within it; the one of before counts again."""
+    global _environment_secret
+    before = _environment_secret
+    try:
+        yield
+    finally:
+        _environment_secret = before
 
 
 _environment_secret: str | None = None
