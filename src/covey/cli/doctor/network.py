@@ -55,7 +55,7 @@ MOST_PORTS: Final = 4
 """How many ports of a silent machine are tried."""
 MOST_SILENT: Final = 16
 """How many silent machines are tried. It is limited because their packets may be forged."""
-LATE_SECONDS: Final = 1.0
+LATE_SECONDS: Final = 5.0
 """How late the control loop may be before the examination is given up."""
 
 
