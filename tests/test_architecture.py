@@ -31,7 +31,7 @@ BELOW = {
     "engines": {"covey", "runtime", "base"},
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},
-    "integrations": {"runtime", "proto", "base"},
+    "integrations": {"torch", "runtime", "proto", "base"},
     "__init__": {"coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }

@@ -149,6 +149,6 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do(lab: Lab) -> None:
         done = machine.covey("coordinator", *words)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert expected in done.stderr
-    nobody = machine.covey("coordinator", "status", f"127.0.0.1:{free_port()}")
-    assert nobody.returncode == 1
-    assert "cannot be reached: no program listens there" in nobody.stderr
+    silence = machine.covey("coordinator", "status", f"127.0.0.1:{free_port()}")
+    assert silence.returncode == 1
+    assert "cannot be reached: no program listens there" in silence.stderr

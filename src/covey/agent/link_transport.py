@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
+from covey.runtime.calls.transport import BackgroundTransport
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.links.link import Link
     from covey.runtime.mesh.remote_node import RemoteNode
-    from covey.runtime.work import Work
 
 SESSIONS_LIMIT: Final = 256
 SESSIONS_PER_LINK: Final = 4
@@ -41,7 +40,7 @@ class _Session:
         """Messages, which are numbered from 1."""
 
 
-class LinkTransport:
+class LinkTransport(BackgroundTransport):
     """The transport of a service of calls. Its own methods run on the control loop, those of a transport anywhere."""
 
     seat = Seat(0)
@@ -108,9 +107,6 @@ class LinkTransport:
         """Send the messages that were queued."""
         control.soon(self._send_all)
 
-    def note_small_call(self) -> None:
-        """Do nothing: there are no payloads with parts here."""
-
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Do nothing: calls here are too small to have parts (`requests.CALL_BYTES`)."""
 
@@ -120,20 +116,6 @@ class LinkTransport:
 
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
         """Do nothing."""
-
-    def drive(self, work: Work[Any], deadline: float | None) -> None:
-        """Wait for a call; the control loop receives messages meanwhile."""
-        work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def work_ended(self) -> None:
-        """Do nothing: a thread that waits for a call is woken by the call itself."""
-
-    def attend(self) -> None:
-        """Do nothing: the control loop always receives."""
-
-    def run_soon(self, job: Callable[[], None]) -> bool:
-        """Return False: functions do not run on the control loop."""
-        return False
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return why calls with a node ended."""
@@ -145,9 +127,6 @@ class LinkTransport:
         """End the link with a node that broke the protocol."""
         if (session := self._sessions.get(peer)) is not None:
             control.soon(session.link.abort)
-
-    def deliver_answers(self) -> None:
-        """Do nothing: answers have no parts here."""
 
     def shut(self) -> None:
         """Send what was queued. The links belong to the mesh."""

@@ -11,7 +11,7 @@ import select
 import sys
 from typing import TYPE_CHECKING, Final
 
-from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor
+from covey.runtime.keeper.output import Cursor, HeldLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,34 +25,13 @@ _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
 """Where a line of `covey run` itself begins."""
 
 
-class _Lines:
-    """The output of one stream of one machine: lines are shown once they are complete, or too long to wait for."""
-
-    def __init__(self) -> None:
-        self._held = bytearray()
-
-    def feed(self, data: bytes) -> bytes:
-        self._held += data
-        cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
-        if len(self._held) - cut > LINE_LIMIT_BYTES:
-            cut = len(self._held)
-        text = bytes(self._held[:cut])
-        del self._held[:cut]
-        return text
-
-    def rest(self) -> bytes:
-        text = bytes(self._held)
-        self._held.clear()
-        return text + b"\n" if text else b""
-
-
 class Screen:
     """Writes what programs print. On the main thread."""
 
     def __init__(self, logs: RankLogs | None = None) -> None:
         """With `logs`, also write a file for each rank."""
         self._logs = logs
-        self._lines: dict[tuple[str, int], _Lines] = {}
+        self._lines: dict[tuple[str, int], HeldLine] = {}
         self._cursor: dict[int, Cursor] = {1: Cursor(), 2: Cursor()}
         self._is_closed = {1: False, 2: False}
         self.while_waiting: Callable[[], None] = lambda: None
@@ -60,26 +39,27 @@ class Screen:
 
     def show(self, machine: str, stream: int, data: bytes) -> None:
         """Show output of a machine: 1 is standard output, 2 standard error."""
-        lines = self._lines.setdefault((machine, stream), _Lines())
-        self._write(machine, stream, lines, lines.feed(data))
+        lines = self._lines.setdefault((machine, stream), HeldLine())
+        self._write(machine, stream, lines, lines.take(data))
 
     def ended(self, machine: str) -> None:
         """Show unfinished lines of a machine."""
         for stream in (1, 2):
             if (lines := self._lines.get((machine, stream))) is not None:
-                self._write(machine, stream, lines, lines.rest())
+                rest = lines.rest()
+                self._write(machine, stream, lines, rest + b"\n" if rest else b"")
 
     def note(self, text: str) -> None:
         """Show a line about the run."""
         self._put(2, self._cursor[2].make_room() + f"covey: {text}\n".encode())
 
-    def _write(self, machine: str, stream: int, lines: _Lines, text: bytes) -> None:
+    def _write(self, machine: str, stream: int, lines: HeldLine, text: bytes) -> None:
         if not text:
             return
         text = _NOTES.sub(rb"\1covey: " + machine.encode() + b": ", text)
         cursor = self._cursor[stream]
-        room = cursor.make_room(lines)  # type: ignore[arg-type]  # any object that stands for a stream will do
-        cursor.writer = None if text.endswith(b"\n") else lines  # type: ignore[assignment]
+        room = cursor.make_room(lines)
+        cursor.writer = None if text.endswith(b"\n") else lines
         self._put(stream, room + text)
         if self._logs is not None:
             for line in text.splitlines(keepends=True):

@@ -78,7 +78,7 @@ def refuse(given: Mapping[str, object]) -> None:
 
 
 def environment_with(options: Mapping[str, object]) -> MutableMapping[str, str]:
-    """Return the settings of this terminal, which reaches the machines in the same way as the run's nodes."""
+    """Set the options that say how nodes reach each other for this process, too, and return its environment."""
     env = effective_environment()
     for name in ("seeds", "interfaces", "tls_ca", "tls_cert", "tls_key"):
         if (value := options.get(f"--{name.replace('_', '-')}")) is not None:

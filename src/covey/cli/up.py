@@ -97,7 +97,7 @@ def up(
 
 
 def permission_for(cluster: Cluster, allow: list[str]) -> Permission:
-    """Return who may start programs here, by the ids of the machines that were named.
+    """Return which machines may start programs here, by the ids of those that were named.
 
     Raises:
         ConfigError: a name is not known here, or means several machines.

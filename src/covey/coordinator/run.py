@@ -1,4 +1,4 @@
-"""One run as the coordinator sees it: who waits for a rank, when a round begins, and what the workers report. Pure.
+"""One run as the coordinator sees it: workers that wait for a rank, when a round begins, what workers report. Pure.
 
 Invariant: a round begins only when the one before it cannot go on. Of its last reported view, every member has left,
 was started again or is silent. If some are silent, those that left in order are a quorum: the silent ones cannot have
@@ -29,7 +29,7 @@ SILENT_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Registration:
-    """What a worker says when it registers, and who it proved to be."""
+    """What a worker says when it registers, and the identity that it has proved."""
 
     worker_id: str
     identity: str

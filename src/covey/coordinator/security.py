@@ -1,4 +1,4 @@
-"""How a coordinator and its callers prove who they are: PEM files, the secret of a cluster, or one user's loopback.
+"""How a coordinator and its callers prove their identities: PEM files, the secret of a cluster, or one user's loopback.
 
 Both ends choose by the same rule (`choose_security`), so that equal settings meet.
 """
@@ -36,7 +36,7 @@ Options = list[tuple[str, Any]]
 
 
 class Security(Protocol):
-    """One way to prove who is at each end of a connection."""
+    """One way in which both ends of a connection prove their identities."""
 
     words: str
     """In a few words, for people."""
@@ -51,7 +51,7 @@ class Security(Protocol):
         """Return what goes with every call."""
 
     def identity(self, auth: Mapping[str, Sequence[bytes]], metadata: Mapping[str, Any]) -> str:
-        """Return who has called, as text; RefusalError if it was not proved."""
+        """Return the identity of the caller, as text; RefusalError if the caller has not proved one."""
 
 
 def choose_security(host: str, pem: PemFiles | None, options: ClusterOptions) -> Security:
@@ -179,7 +179,7 @@ def _certificate(auth: Mapping[str, Sequence[bytes]]) -> bytes:
 
 def _proved(identity: str) -> str:
     if not identity:
-        raise RefusalError(Reason.UNPROVEN, "the certificate of the caller names nobody; give it a subject")
+        raise RefusalError(Reason.UNPROVEN, "the certificate of the caller has no subject; give it one")
     return identity
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from covey.base.errors import ConfigError
+from covey.torch.backend.below import covey_group_of
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
@@ -22,7 +23,7 @@ def ready_group(**options: Any) -> Group:
     """
     if not dist.is_initialized():
         dist.init_process_group("covey", **options)
-    below: Group | None = getattr(dist.group.WORLD, "covey_group", None)
+    below = covey_group_of()
     if below is None:
         raise ConfigError(
             f'the default process group has backend "{dist.get_backend()}"; make it with '

@@ -84,9 +84,7 @@ void kernel_try(struct ring_lane *ring)
 /* Takes the address out of a header that has arrived, and leaves the header as it is compared. */
 uint64_t kernel_take_address(uint8_t header[HEADER_BYTES])
 {
-    uint64_t address = 0;
-    for (int index = 8; index-- > 0;)
-        address = address << 8 | header[ADDRESS_AT + index];
+    uint64_t address = get_word(header + ADDRESS_AT);
     put_word(header + ADDRESS_AT, 0);
     return address;
 }

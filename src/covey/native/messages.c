@@ -153,14 +153,6 @@ static void consume(struct message_end *end, uint64_t nbytes)
 
 /* Frames */
 
-static uint64_t get(const uint8_t *at)
-{
-    uint64_t value = 0;
-    for (int index = 0; index < 8; index++)
-        value |= (uint64_t)at[index] << (8 * index);
-    return value;
-}
-
 /* Makes room to keep `nbytes` more, and returns where; NULL, with a Python error, without memory. */
 static uint8_t *make_room(struct message_end *end, uint64_t nbytes)
 {
@@ -234,16 +226,16 @@ static enum found peek(const struct message_end *end, struct frame *frame)
     frame->content = header[4];
     frame->dtype = header[5];
     frame->axes = header[6];
-    frame->tag = (int64_t)get(header + 8);
-    frame->id = get(header + 16);
-    frame->nbytes = get(header + 24);
+    frame->tag = (int64_t)get_word(header + 8);
+    frame->id = get_word(header + 16);
+    frame->nbytes = get_word(header + 24);
     if (header[0] != (MAGIC & 0xFF) || header[1] != MAGIC >> 8 || header[2] != FRAME_VERSION || frame->axes > MOST_AXES)
         return OTHER;
     if (there < FRAME_BYTES + 8 * (uint64_t)frame->axes)
         return NOTHING;
     copy_out(end, FRAME_BYTES, header + FRAME_BYTES, 8 * (uint64_t)frame->axes);
     for (int axis = 0; axis < frame->axes; axis++)
-        frame->shape[axis] = (Py_ssize_t)get(header + FRAME_BYTES + 8 * axis);
+        frame->shape[axis] = (Py_ssize_t)get_word(header + FRAME_BYTES + 8 * axis);
     return TAKEN;
 }
 

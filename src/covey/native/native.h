@@ -140,6 +140,14 @@ static inline void put_word(uint8_t *at, uint64_t value)
         at[index] = (uint8_t)(value >> (8 * index));
 }
 
+static inline uint64_t get_word(const uint8_t *at)
+{
+    uint64_t value = 0;
+    for (int index = 0; index < 8; index++)
+        value |= (uint64_t)at[index] << (8 * index);
+    return value;
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Adds to a counter that one thread at a time changes, and any thread may read. */

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,16 +12,16 @@ from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError, CoveyError, PeerLostError
 from covey.base.numbers import Rank, Seat
 from covey.runtime.calls.service import CallService
+from covey.runtime.calls.transport import BackgroundTransport
 from covey.runtime.group.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from covey.runtime.calls.transport import CallListener
-    from covey.runtime.work import Work
 
 
-class _MemoryTransport:
+class _MemoryTransport(BackgroundTransport):
     """Hands messages to the other services of its network, on the thread that sends them."""
 
     def __init__(self, network: LinkedNodes, seat: Seat, listener: CallListener) -> None:
@@ -37,9 +36,6 @@ class _MemoryTransport:
     def flush(self) -> None:
         """Do nothing: messages are delivered at once."""
 
-    def note_small_call(self) -> None:
-        """Do nothing: parts take no time."""
-
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Keep copies of parts for the receiver."""
         copies = [np.frombuffer(part, np.uint8).copy() for part in parts]
@@ -53,20 +49,6 @@ class _MemoryTransport:
         """Drop the parts that the sender has left."""
         self._network.parts[peer, self.seat, tag].popleft()
 
-    def drive(self, work: Work[Any], deadline: float | None) -> None:
-        """Wait for a call; other threads deliver its answer."""
-        work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def work_ended(self) -> None:
-        """Do nothing: the thread that waits for a call is woken by its work."""
-
-    def attend(self) -> None:
-        """Do nothing: messages are delivered at once."""
-
-    def run_soon(self, job: Callable[[], None]) -> bool:
-        """Run no job: this thread belongs to another node."""
-        return False
-
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost node."""
         return PeerLostError(f"{operation}: rank {rank}, which was called, is lost", rank=rank, operation=operation)
@@ -74,9 +56,6 @@ class _MemoryTransport:
     def cut_off(self, peer: Seat, error: CoveyError) -> None:
         """Treat the node as lost."""
         self._network.lose(peer)
-
-    def deliver_answers(self) -> None:
-        """Do nothing: parts are delivered at once."""
 
     def shut(self) -> None:
         """Leave the network."""

@@ -9,7 +9,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.errors import ConfigError
+from covey.wire.decoding import read_from_peer
 from covey.wire.messages import MAX_MEMBERS, NAME_LIMIT, Count, Reason, Worded
 
 PATH_LIMIT: Final = 1000
@@ -100,10 +101,7 @@ encode_checkpoint = msgspec.msgpack.Encoder().encode
 
 def decode_checkpoint(data: bytes) -> CheckpointMessage:
     """Decode a message about a checkpoint; RemoteProtocolError for anything else."""
-    try:
-        return _messages.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message about a checkpoint: {error}") from error
+    return read_from_peer(_messages, data, "a message about a checkpoint")
 
 
 def check_order(path: str, checkpoint_id: str) -> None:

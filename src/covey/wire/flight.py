@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from covey.base.errors import RemoteProtocolError
+from covey.wire.decoding import read_from_peer
 from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Story, Text, Worded
 
 if TYPE_CHECKING:
@@ -123,23 +123,14 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_flight(data: bytes) -> Flight:
     """Decode the last operations of a process; raise RemoteProtocolError for anything else."""
-    try:
-        return _flights.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not the operations of a process: {error}") from error
+    return read_from_peer(_flights, data, "the operations of a process")
 
 
 def decode_samples(data: bytes) -> Samples:
     """Decode samples of metrics; raise RemoteProtocolError for anything else."""
-    try:
-        return _samples.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not samples of metrics: {error}") from error
+    return read_from_peer(_samples, data, "samples of metrics")
 
 
 def decode_checks(data: bytes) -> CheckResults:
     """Decode the results of checks; raise RemoteProtocolError for anything else."""
-    try:
-        return _checks.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not the results of checks: {error}") from error
+    return read_from_peer(_checks, data, "the results of checks")

@@ -11,8 +11,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.errors import ConfigError
 from covey.base.settings import differences_of
+from covey.wire.decoding import read_from_peer
 from covey.wire.lineage import Ending, Lineage
 from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
 from covey.wire.messages import SharedSettings, Worded
@@ -193,7 +194,4 @@ encode_formation = msgspec.msgpack.Encoder().encode
 
 def decode_formation(data: bytes) -> Formation:
     """Decode a message between joiners; raise RemoteProtocolError for anything else."""
-    try:
-        return _formations.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of a formation: {error}") from error
+    return read_from_peer(_formations, data, "a message of a formation")

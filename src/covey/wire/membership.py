@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import RemoteProtocolError
+from covey.wire.decoding import read_from_peer
 from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 
 MAX_GROUPS: Final = 1024
@@ -249,10 +249,7 @@ def encode_membership(message: Membership) -> bytes:
 
 def decode_membership(data: bytes) -> Membership:
     """Decode a message between members; raise RemoteProtocolError for anything else."""
-    try:
-        return _messages.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message between members: {error}") from error
+    return read_from_peer(_messages, data, "a message between members")
 
 
 def encode_bound(bound: Bound) -> bytes:

@@ -17,9 +17,9 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from covey.base.config import YEAR_SECONDS
-from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
+from covey.wire.decoding import read_from_peer
 
 VERSION: Final = 3
 NAME_LIMIT: Final = 100
@@ -695,23 +695,14 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_handshake(data: bytes) -> HandshakeMessage:
     """Decode a message of the handshake; raise RemoteProtocolError for anything else."""
-    try:
-        return _handshakes.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of the handshake: {error}") from error
+    return read_from_peer(_handshakes, data, "a message of the handshake")
 
 
 def decode_control(data: bytes) -> Control:
     """Decode a message of a link; raise RemoteProtocolError for anything else."""
-    try:
-        return _controls.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a control message: {error}") from error
+    return read_from_peer(_controls, data, "a control message")
 
 
 def decode_cards(data: bytes) -> tuple[Card, ...]:
     """Decode what `encode` makes of a tuple of cards; raise RemoteProtocolError for anything else."""
-    try:
-        return _cards.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a list of cards: {error}") from error
+    return read_from_peer(_cards, data, "a list of cards")

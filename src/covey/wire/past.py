@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import RemoteProtocolError
+from covey.wire.decoding import read_from_peer
 from covey.wire.messages import MAX_MEMBERS, RANKS_LIMIT, Name, Seconds, Text, Worded
 
 EVENTS_LIMIT: Final = 100
@@ -57,7 +57,4 @@ def encode_past(events: list[PastEvent]) -> bytes:
 
 def decode_past(data: bytes) -> PastEvents:
     """Decode events of a run; raise RemoteProtocolError for anything else."""
-    try:
-        return _past.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not events of a run: {error}") from error
+    return read_from_peer(_past, data, "events of a run")

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.errors import RemoteProtocolError
+from covey.wire.decoding import read_from_peer
 from covey.wire.frame import CONTROL_LIMIT
 from covey.wire.messages import Text, Worded
 
@@ -227,7 +227,4 @@ encode_body = msgspec.msgpack.Encoder().encode
 
 def decode_body(data: bytes) -> Body:
     """Decode a question or an answer; RemoteProtocolError for anything else."""
-    try:
-        return _bodies.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message about a store: {error}") from error
+    return read_from_peer(_bodies, data, "a message about a store")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.jobs import Job, finish, new_job
+from tests.support.jobs import finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.support.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -59,13 +58,6 @@ if __name__ == "__main__":
             said["left"] = covey.dask.launch(client, die, on_loss="continue")
     print(json.dumps(said))
 """
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with new_job() as made:
-        made.popen = subprocess.Popen  # the engine imports the program in processes of its own
-        yield made
 
 
 def test_a_function_runs_as_the_ranks_of_a_dask_cluster(job: Job) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.jobs import Job, finish, new_job
+from tests.support.jobs import finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.support.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -75,13 +74,6 @@ finally:
     ray.shutdown()
 print(json.dumps(said))
 """
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with new_job() as made:
-        made.popen = subprocess.Popen  # the engine imports the program in processes of its own
-        yield made
 
 
 def test_a_function_runs_as_the_ranks_of_ray_actors_and_ray_train_uses_covey(job: Job) -> None:

@@ -46,8 +46,8 @@ def test_names_become_the_keys_of_machines_that_were_met(cluster: Cluster) -> No
 
 
 def test_without_names_only_this_machine_is_allowed_and_all_means_all(cluster: Cluster) -> None:
-    nobody = permission_for(cluster, [])
-    assert (nobody.own, nobody.machines, nobody.is_for_all) == (own_machine(), frozenset(), False)
+    itself = permission_for(cluster, [])
+    assert (itself.own, itself.machines, itself.is_for_all) == (own_machine(), frozenset(), False)
     assert permission_for(cluster, ["all"]).is_for_all
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.dtypes import DTYPES
-from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.net.descriptors import track
 from covey.net.lanes.lane import PIECE_BYTES
+from covey.net.lanes.message_socket import MessageSocket
 from covey.net.lanes.ring import CONTROL_BYTES, HEAD, READER_ASLEEP, TAIL, WORDS_PER_RING, WRITER_ASLEEP
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ YIELD_NS: Final = 200_000
 """How long a compiled receive looks again and again, and then gives its core to others, before it sleeps."""
 
 
-class RingSocket:
+class RingSocket(MessageSocket):
     """One end of a pair of rings, with a connected `doorbell` that it takes ownership of.
 
-    It is the part of `socket.socket` that a message lane uses. No method blocks. The descriptor is that of the
-    doorbell, and says nothing about bytes: a thread that wants to sleep calls `park` first, and `unpark` afterwards.
+    The descriptor is that of the doorbell, and says nothing about bytes: a thread that wants to sleep calls `park`
+    first, and `unpark` afterwards.
     """
 
     family: Final = socket.AF_UNIX
@@ -62,10 +62,6 @@ class RingSocket:
         """Moves short messages while the streams are lent to it; None without the extension."""
 
     # Bytes
-
-    def send(self, data: bytes | memoryview) -> int:
-        """As `sendmsg([data])`."""
-        return self.sendmsg([data])
 
     def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:
         """Send the first bytes of `buffers` and return how many.
@@ -114,15 +110,6 @@ class RingSocket:
         if self._words[asleep]:
             with contextlib.suppress(OSError):  # a full doorbell has rung already, and `unpark` notices a closed one
                 self._doorbell.send(b"\0")
-
-    def recv(self, limit: int) -> bytes:
-        """Receive up to `limit` bytes, as `recvmsg_into` does."""
-        data = bytearray(limit)
-        return bytes(data[: self.recv_into(data)])
-
-    def recv_into(self, buffer: bytearray | memoryview) -> int:
-        """Receive as `recvmsg_into` does; return the number of bytes."""
-        return self.recvmsg_into([buffer])[0]
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview]) -> tuple[int, list[Any], int, None]:
         """Write what is there to `buffers`; return first how many bytes, 0 if the peer has hung up and nothing is left.
@@ -213,11 +200,6 @@ class RingSocket:
     def shutdown(self, how: int) -> None:
         """Hang up; what is in the rings can still be read."""
         self._doorbell.shutdown(how)
-
-    def setblocking(self, flag: bool) -> None:
-        """Accept False only."""
-        if flag:
-            raise ConfigError("a ring never blocks")
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
         """Return an option of the doorbell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ConfigError
+from covey.net.lanes.message_socket import MessageSocket
 from covey.net.lanes.sealed_pipe import SealedPipe
 from covey.wire.seal import RECORD_LIMIT, ForgedError
 
@@ -18,10 +18,10 @@ JOINED_BYTES: Final = 1 << 14
 """Messages shorter than this are copied together into one record: that costs less than a record of their own."""
 
 
-class SealedSocket:
-    """A connected stream socket that encrypts its bytes: the part of `socket.socket` that a message lane uses.
+class SealedSocket(MessageSocket):
+    """A connected stream socket that encrypts its bytes.
 
-    No method blocks. Takes ownership of the socket. Altered bytes are reported as a broken connection, like a reset: an
+    Takes ownership of the socket. Altered bytes are reported as a broken connection, like a reset: an
     attacker on the network can cause both.
     """
 
@@ -46,10 +46,6 @@ class SealedSocket:
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
         """Return an option of the socket."""
         return self._pipe.sock.getsockopt(level, name, size)
-
-    def send(self, data: Bytes) -> int:
-        """As `sendmsg([data])`."""
-        return self.sendmsg([data])
 
     def sendmsg(self, buffers: Sequence[Bytes]) -> int:
         """Send the first bytes of `buffers` and return how many.
@@ -82,15 +78,6 @@ class SealedSocket:
         if small:
             self._pipe.seal(small)
         return sealed + len(small)
-
-    def recv(self, limit: int) -> bytes:
-        """Receive up to `limit` bytes, as `recvmsg_into` does."""
-        data = bytearray(limit)
-        return bytes(data[: self.recv_into(data)])
-
-    def recv_into(self, buffer: bytearray | memoryview) -> int:
-        """Receive as `recvmsg_into` does; return the number of bytes."""
-        return self.recvmsg_into([buffer])[0]
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview]) -> tuple[int, list[Any], int, None]:
         """Write what is buffered to `buffers`, or else what the kernel has; return first how many bytes, 0 at the end.
@@ -135,11 +122,6 @@ class SealedSocket:
     def shutdown(self, how: int) -> None:
         """End one or both directions."""
         self._pipe.sock.shutdown(how)
-
-    def setblocking(self, flag: bool) -> None:
-        """Accept False only."""
-        if flag:
-            raise ConfigError("a sealed socket never blocks")
 
     def fileno(self) -> int:
         """Return the descriptor to poll, -1 once closed."""

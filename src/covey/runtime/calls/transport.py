@@ -87,6 +87,30 @@ class CallTransport(Protocol):
         """Deliver what was sent, within a few seconds, and free everything."""
 
 
+class BackgroundTransport:
+    """What callers need of a transport whose messages other threads receive, and whose payloads take no time."""
+
+    def note_small_call(self) -> None:
+        """Do nothing: no parts are on their way."""
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Wait for a call, whose answer another thread receives."""
+        work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def work_ended(self) -> None:
+        """Do nothing: a call wakes the thread that waits for it."""
+
+    def attend(self) -> None:
+        """Do nothing: messages are received all the time."""
+
+    def run_soon(self, job: Callable[[], None]) -> bool:
+        """Return False: functions do not run on the threads that receive."""
+        return False
+
+    def deliver_answers(self) -> None:
+        """Do nothing: no parts are on their way."""
+
+
 class Loopback:
     """The transport of a node that may call itself: its own messages stay here, all others go to another transport."""
 

@@ -26,17 +26,42 @@ class Cursor:
     """The position of an output: at the start of a line, or in an unfinished line of one stream."""
 
     def __init__(self) -> None:
-        self.writer: OutputStream | None = None
-        """The stream whose line is unfinished."""
+        self.writer: object = None
+        """What stands for the stream whose line is unfinished."""
         self.returned = False
         """Whether the unfinished line ended with a carriage return: what follows overwrites it."""
 
-    def make_room(self, writer: OutputStream | None = None) -> bytes:
+    def make_room(self, writer: object = None) -> bytes:
         """Return what must be written before `writer` may write: the end of another stream's line."""
         if self.writer in (None, writer):
             return b""
         self.writer, self.returned = None, False
         return b"\n"
+
+
+class HeldLine:
+    """Output that is passed on in whole lines. A line without an end is held back, up to LINE_LIMIT_BYTES of it."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def take(self, data: bytes) -> bytes:
+        """Take more output; return the lines that are whole now."""
+        self._held += data
+        cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
+        return self._cut(len(self._held) if len(self._held) - cut > LINE_LIMIT_BYTES else cut)
+
+    def rest(self) -> bytes:
+        """Return what is held back, which is not held any more."""
+        return self._cut(len(self._held))
+
+    def _cut(self, size: int) -> bytes:
+        text = bytes(self._held[:size])
+        del self._held[:size]
+        return text
 
 
 class OutputStream:
@@ -47,27 +72,20 @@ class OutputStream:
         self.show_at: float | None = None
         """When to show an unfinished line with `flush`, unless more output comes first."""
         self._cursor = cursor
-        self._held = bytearray()
+        self._held = HeldLine()
         self._label = label or functools.partial(str, number)
         self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
     def feed(self, data: bytes, *, now: float) -> bytes:
         """Take output of the rank, and return what to write now."""
-        self._held += data
-        cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
-        if len(self._held) - cut > LINE_LIMIT_BYTES:
-            cut = len(self._held)
-        text = bytes(self._held[:cut])
-        del self._held[:cut]
+        text = self._held.take(data)
         self.show_at = now + SILENCE if self._held else None
         return self._compose(text)
 
     def flush(self) -> bytes:
         """Return the unfinished line, to be shown now."""
-        text = bytes(self._held)
-        self._held.clear()
         self.show_at = None
-        return self._compose(text)
+        return self._compose(self._held.rest())
 
     def end(self) -> bytes:
         """Return the rest as a finished line."""

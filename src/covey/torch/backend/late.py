@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from covey.base.errors import ConfigError
+from covey.torch.backend.below import covey_group_of
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.stalls import Late
@@ -25,7 +26,7 @@ def who_is_late(group: Any = None, timeout: float = 2.0) -> list[Late]:
         ConfigError: the group is not covey's.
     """
     chosen = dist.group.WORLD if group is None else group
-    below = getattr(chosen, "covey_group", None)
+    below = covey_group_of(chosen)
     if below is None:
         raise ConfigError('who_is_late needs a process group with backend "covey"; this group has another')
     found = below.who_is_late(timeout=timeout)

@@ -15,6 +15,7 @@ from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import make_policy
 from covey.runtime.buffers import as_array
 from covey.runtime.compressed.part import Part
+from covey.torch.backend.below import covey_group_of
 from covey.torch.backend.lost import gather_rows, there
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class CompressedMean:
         Return the work, and a function to call once it is done, which returns the tensor.
         """
         pieces = self._pieces(tensor, parts)
-        covey_group = getattr(group or dist.group.WORLD, "covey_group", None)
+        covey_group = covey_group_of(group)
         if covey_group is None:
             return self._start_elsewhere(tensor, parts, pieces, group)
         work = (group or dist.group.WORLD).allreduce_compressed(
