@@ -10,6 +10,7 @@ import os
 import random
 import secrets
 import signal
+import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,11 @@ import pytest
 from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 from covey.base.native import native
+from covey.base.version import __version__
 from covey.net.lanes import shm
 from covey.runtime.mesh.situation import FIRST_LOG_SECONDS
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,21 @@ HOLD = """
 END = """
 say(report)
 """
+LATER_RELEASE = """
+import msgspec
+from covey.base import version
+version.__version__ = "9.9.9"
+from covey.wire import messages
+plainly = messages.encode
+
+def with_a_new_field(message):
+    if not isinstance(message, msgspec.Struct):
+        return plainly(message)
+    return plainly([*msgspec.msgpack.decode(plainly(message)), "new in 9.9.9"])
+
+messages.encode = with_a_new_field
+"""
+"""In front of a program: its covey is of a later release, whose control messages all have one more field."""
 
 
 class Cluster:
@@ -143,6 +159,17 @@ def test_nodes_that_come_within_the_settle_window_are_let_in_though_fewer_would_
     for process in processes:
         let_go(process)
     check(reports_of(finish_all(processes)))
+
+
+def test_nodes_of_two_releases_that_speak_the_same_protocol_are_in_one_run(cluster: Cluster) -> None:
+    cluster.job.popen = subprocess.Popen  # a fork has imported this release already
+    code = JOIN + WORK + "    report['versions'] = [each.version for each in group.node.members]\n" + END
+    processes = [cluster.start(before + code, size=3, lanes="secure") for before in (LATER_RELEASE, "", "")]
+    reports = reports_of(finish_all(processes))
+    check(reports, "secure")
+    for report in reports:
+        assert sorted(report["versions"]) == sorted(["9.9.9", __version__, __version__])
+        assert report["versions"] == reports[0]["versions"]
 
 
 def test_two_runs_side_by_side_do_not_mix(cluster: Cluster) -> None:
