@@ -28,7 +28,7 @@ BELOW = {
     "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "metrics": {"runtime"},
-    "engines": {"covey", "runtime", "base"},
+    "engines": {"covey", "runtime", "net", "base"},
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},
     "integrations": {"torch", "runtime", "proto", "base"},
