@@ -177,6 +177,43 @@ def test_links_are_measured_again_after_many_calls(monkeypatch: pytest.MonkeyPat
     assert first == second == ["none", "none", "int8", "int8", "int8", "none", "none", "fp16", "fp16"]
 
 
+def test_where_no_codec_helps_calls_are_as_those_without_compression_until_links_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(automatic, "REVIEW", 8)
+    asked: list[int] = []
+
+    def none(*_: Any, **__: Any) -> tuple[None, str]:
+        asked.append(1)
+        return None, "none: as the test says"
+
+    monkeypatch.setattr(automatic, "choose", none)
+
+    def body(group: Group) -> tuple[list[str], list[bytes]]:
+        said, bits = [], []
+        for number in range(30):
+            x, exact = values(group.rank, number), group.all_reduce(values(group.rank, number))
+            issued = group.sequence
+            if number == 13:  # in the middle of calls that are known to be plain
+                group.all_reduce(x, compress="auto", async_op=True).wait()
+            else:
+                group.all_reduce(x, compress="auto")
+            assert group.sequence == issued + 1
+            assert x.tobytes() == exact.tobytes()
+            bits.append(x.tobytes())
+            said.append(group.compression.reason)
+        return said, bits
+
+    first, second = run_threads(2, body, lanes="unix")
+    assert first == second
+    measured, plain = "none: the time without a codec is measured first", "none: as the test says"
+    # The 9th call begins anew, and 16 calls count until the next review. The 14th, which is asynchronous, is the first
+    # of 32; the 11 calls of its shape that were to be as they are come first.
+    again = [measured] * 2 + [plain] * 2
+    assert first[0] == again + [plain] * 4 + again + [plain, measured] + [plain] * 11 + [measured] + [plain] * 4
+    assert len(asked) == 2 * 3  # for each rank
+
+
 def test_arrays_that_are_too_small_are_sent_as_they_are() -> None:
     def body(group: Group) -> None:
         x = values(group.rank, count=100)

@@ -36,6 +36,8 @@ CHOOSING, CHECKING = PLAIN_CALLS + 1, PLAIN_CALLS + 2
 """Calls of a class, counted from 1, before which ranks exchange figures: to choose, and to compare what came of it."""
 REVIEW: Final = 128
 """After so many calls of a class all of this begins again: links change."""
+SELDOM: Final = 32
+"""Where no codec helped, each review comes after twice as many calls as the one before, up to so many times REVIEW."""
 UNKNOWN: Final = np.inf
 LATENCY: Final = 1e-4
 """Seconds of a small transfer; arrays that are worth compressing take much longer, so a guess is enough."""
@@ -62,10 +64,18 @@ class _Class:
     """The operations on arrays of about one size."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls, self.period = 0, REVIEW
+        """Calls since the last review, and how many there are between two."""
         self.choice = FIRST
         self.plain = self.coded = UNKNOWN
         """The shortest times on this rank without a codec and with the chosen one."""
+
+    def count(self, calls: int) -> None:
+        """Note that so many calls have succeeded."""
+        self.calls += calls
+        if self.calls >= self.period:
+            self.period = REVIEW if self.choice.codec is not None else min(2 * self.period, SELDOM * REVIEW)
+            self.calls = 0
 
 
 class Tuner:
@@ -83,11 +93,11 @@ class Tuner:
         if attempt.lane_family == "ring":
             perform(None)
             return Choice(None, SHARED), _nothing
-        kind = (auto, size.elements.bit_length(), size.itemsize)
+        kind = _kind(auto, size)
         known = self._classes.get(kind)
         if known is None:
             known = self._classes[kind] = _Class()
-        call = known.calls % REVIEW + 1
+        call = known.calls + 1
         choice = known.choice if call > PLAIN_CALLS else FIRST
         if call in (CHOOSING, CHECKING):
             choice = _reviewed(attempt, auto, size, known, is_first=call == CHOOSING)
@@ -96,8 +106,8 @@ class Tuner:
         seconds = time.perf_counter() - began
 
         def succeeded() -> None:
-            known.calls += 1
             known.choice = choice
+            known.count(1)
             has_lanes, self._attempt = attempt.number == self._attempt, attempt.number
             if call <= PLAIN_CALLS:
                 known.plain = seconds if call == 1 else min(known.plain, seconds)
@@ -106,6 +116,22 @@ class Tuner:
                 known.coded = min(known.coded, seconds)
 
         return choice, succeeded
+
+    def skip_plain(self, auto: Auto, size: Size) -> tuple[int, str]:
+        """Return how many operations of this size will be sent as they are, and why, and count them as done.
+
+        Call it when an operation of this size has ended and none is on its way, so that all ranks get the same number.
+        """
+        known = self._classes.get(_kind(auto, size))
+        if known is None or known.choice.codec is not None:
+            return 0, ""
+        count = known.period - known.calls if known.calls >= CHECKING else 0
+        known.count(count)
+        return count, known.choice.reason
+
+
+def _kind(auto: Auto, size: Size) -> tuple[Auto, int, int]:
+    return auto, size.elements.bit_length(), size.itemsize
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from covey.compress.policy import SMALLEST, make_policy
 from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
 from covey.runtime.compressed import dense, sparse
+from covey.runtime.compressed.automatic import Size
 from covey.runtime.compressed.compressed_sum import CompressedSum, plain_info
 from covey.runtime.compressed.part import Part
 from covey.runtime.group.weights import check_weight, no_weight, weigh
@@ -61,10 +62,16 @@ def all_reduce(
         check_op(op, codec)
         group._savings.let_pass(key, plain_info(operand, group.size, reason))
         return group.all_reduce(x, op, weight=weight, compress=key[0], name=name, timeout=timeout)
-    return reduce_parts(
+    reduced = reduce_parts(
         group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, x, weight=weight,
         feedback=feedback, algorithm=algorithm, timeout=timeout, async_op=async_op,
     )  # fmt: skip
+    if key is not None and is_simple and isinstance(codec, Auto):
+        # All operations that were issued have ended, so every rank knows the same of them.
+        count, reason = group._savings.tuner.skip_plain(codec, Size(operand.flat.size, operand.flat.itemsize))
+        if count:
+            group._savings.let_pass(key, plain_info(operand, group.size, reason), count)
+    return reduced
 
 
 def reduce_parts(

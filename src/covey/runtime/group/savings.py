@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -39,8 +40,8 @@ class Savings:
 
     def __init__(self) -> None:
         self.total = Compression(0, 0, 0, "", "")
-        self._passing: dict[tuple[Any, ...], dict[str, Any]] = {}
-        """Calls that are sent as they are, and what is noted of each."""
+        self._passing: dict[tuple[Any, ...], tuple[dict[str, Any], float]] = {}
+        """Calls that are sent as they are: what is noted of each, and how many more of them there may be."""
 
     @functools.cached_property
     def tuner(self) -> Tuner:
@@ -49,17 +50,22 @@ class Savings:
 
         return Tuner()
 
-    def let_pass(self, key: tuple[Any, ...], info: dict[str, Any]) -> None:
-        """Let calls with this key be sent as they are, without asking again why."""
+    def let_pass(self, key: tuple[Any, ...], info: dict[str, Any], times: float = math.inf) -> None:
+        """Let the next `times` calls with this key be sent as they are, without asking again why."""
         if len(self._passing) > MOST_PASSING:
             self._passing.clear()
-        self._passing[key] = info
+        self._passing[key] = info, times
 
     def passes(self, engine: Engine, key: tuple[Any, ...] | None) -> bool:
         """Tell whether a call is one that is sent as it is, and count it."""
-        info = self._passing.get(key) if key is not None else None
-        if info is None:
+        passing = self._passing.get(key) if key is not None else None
+        if passing is None or key is None:
             return False
+        info, times = passing
+        if times > 1:
+            self._passing[key] = info, times - 1
+        else:
+            del self._passing[key]
         self.add(engine, info)
         return True
 
