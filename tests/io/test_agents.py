@@ -10,12 +10,15 @@ import pytest
 from tests.support.agents import CONFIG, DEADLINE, a_caller, an_agent, wait_until
 
 from covey.agent import callers
+from covey.agent.agent import serving
 from covey.agent.launching import AgentShare, deliver
+from covey.agent.permission import Permission
 from covey.agent.requests import StartRequest
 from covey.agent.shares import Ended, Printed, Said
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
-from covey.net.keys.identity import id_text
+from covey.net.home import home
+from covey.net.keys.identity import id_text, own_machine
 from covey.runtime import loop as control
 from covey.runtime.mesh.visit import visiting
 
@@ -115,3 +118,14 @@ def test_a_node_that_finds_only_an_agent_at_its_seed_does_not_dial_it_again_and_
             links = list(agent.mesh.visitors)
             visit.look(2.5)
             assert set(agent.mesh.visitors) <= set(links)
+
+
+def test_a_second_agent_in_the_same_folder_is_refused_until_the_first_has_ended() -> None:
+    with an_agent() as (cluster, agent):
+        permission = Permission(own_machine(), here="north")
+        with pytest.raises(ConfigError, match="another `covey up` uses"), serving(cluster, CONFIG, permission):
+            pass
+        assert (home() / "agent" / "jobs").is_dir(), "what the first one needs is still there"
+        assert agent.service.jobs.all() == []
+    with serving(cluster, CONFIG, permission):
+        pass

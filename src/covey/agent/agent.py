@@ -111,5 +111,9 @@ def serving(cluster: Cluster, config: GroupConfig, permission: Permission) -> It
 
 async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> ResidentAgent:
     agent = ResidentAgent(cluster, config, endpoint, permission)
-    await agent.open()
+    try:
+        await agent.open()
+    except BaseException:
+        agent.service.close()
+        raise
     return agent

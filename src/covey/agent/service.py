@@ -30,6 +30,7 @@ from covey.agent.requests import (
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
 from covey.net.home import home, private_folder
+from covey.net.locks import LockHolder
 from covey.net.keys.identity import node_name
 from covey.runtime.calls.caller import current_caller
 from covey.wire.machine import machine_of
@@ -53,9 +54,17 @@ class AgentService:
     def __init__(
         self, cluster: str, card_of: Callable[[Seat], Card], note: Callable[[str, Card | None, str, str], None]
     ) -> None:
-        """`card_of` returns the card of a caller. `note` writes to the audit log: event, node, run and reason."""
+        """`card_of` returns the card of a caller. `note` writes to the audit log: event, node, run and reason.
+
+        Raises:
+            ConfigError: another agent uses the folder.
+        """
         self._cluster, self._card_of, self._note = cluster, card_of, note
         self._folder = private_folder(home() / "agent")
+        self._only_agent = LockHolder.take(
+            self._folder / "lock",
+            f"another `covey up` uses {self._folder}; end it first, or set COVEY_HOME to another folder for this one",
+        )
         self.jobs = jobs.JobTable(self._folder / "jobs", self._ended)
         self._environments = Environments(self._folder / "environments")
         self._lock = threading.Lock()
@@ -81,6 +90,7 @@ class AgentService:
         """End all programs."""
         self._environments.close()
         self.jobs.close()
+        self._only_agent.let_go()
 
     # Files
 

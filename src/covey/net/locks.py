@@ -29,7 +29,7 @@ def only_one(path: Path, *, setting: str = "COVEY_HOME") -> Iterator[None]:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {explain(error)}; set {setting} to a folder of yours") from error
+        raise _unwritable(path, setting, error) from error
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while not try_lock(lock, path, setting=setting):
@@ -39,6 +39,10 @@ def only_one(path: Path, *, setting: str = "COVEY_HOME") -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _unwritable(path: Path, setting: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {explain(error)}; set {setting} to a folder of yours")
 
 
 def try_lock(descriptor: int, path: Path, *, setting: str = "COVEY_HOME") -> bool:
@@ -58,6 +62,23 @@ class LockHolder:
     def __init__(self, lock: int = -1) -> None:
         self._lock = lock
         _holders.add(self)
+
+    @classmethod
+    def take(cls, path: Path, taken: str, *, setting: str = "COVEY_HOME") -> LockHolder:
+        """Lock the file `path`, which stays; ConfigError that says `taken` if another process has locked it."""
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unwritable(path, setting, error) from error
+        holder = cls(lock)
+        try:
+            if try_lock(lock, path, setting=setting):
+                return holder
+        except ConfigError:
+            holder.let_go()
+            raise
+        holder.let_go()
+        raise ConfigError(taken)
 
     def let_go(self) -> None:
         """Release the lock, if it is held."""

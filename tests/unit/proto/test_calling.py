@@ -174,6 +174,17 @@ def test_an_item_beyond_the_credit_is_an_error_of_the_protocol() -> None:
         core.received(5, wire.StreamItem(number, NOTHING), 0.0)
 
 
+def test_answers_that_cross_the_last_messages_of_a_node_that_leaves_are_passed_over() -> None:
+    core = Calling()
+    number = core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)
+    stream = core.outgoing.call(5, "g", NOTHING, 10.0, 0.0, credit=2)
+    core.outgoing.close()
+    assert kinds(core).count("Conclude") == 2
+    core.received(5, wire.StreamItem(stream, NOTHING), 0.0)
+    core.received(5, wire.CallResult(number, NOTHING), 0.0)
+    assert kinds(core) == []
+
+
 def test_deadlines_that_were_discarded_take_no_memory() -> None:
     deadlines = Deadlines()
     for number in range(10_000):

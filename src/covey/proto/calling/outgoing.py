@@ -117,6 +117,8 @@ class OutgoingCalls:
         """
         key = peer, message.number
         made = self._open.get(key)
+        if made is None and peer in self._lost:
+            return  # this node has given the call up because it leaves, and the answer crossed its last messages
         if made is None or key in self._fetching:
             raise RemoteProtocolError(f"an answer to call {message.number}, which is not open")
         sizes = message.payload.sizes if isinstance(message, wire.CallResult) else ()
@@ -144,6 +146,8 @@ class OutgoingCalls:
             RemoteProtocolError: there is no such stream, or it has no credit.
         """
         made = self._open.get((peer, message.number))
+        if made is None and peer in self._lost:
+            return
         if made is None or not made.credit or (peer, message.number) in self._fetching:
             raise RemoteProtocolError(f"an item of stream {message.number}, which was not asked for")
         made.credit -= 1
