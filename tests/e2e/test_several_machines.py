@@ -257,3 +257,12 @@ def test_a_killed_ssh_ends_the_remote_ranks(town: Town) -> None:
     code, _, err = end(remote)
     assert code == 143, err
     assert time.monotonic() - begun < DEADLINE
+
+
+def test_one_command_measures_the_links_between_all_machines(town: Town) -> None:
+    words = ("--sizes", "4", "--reps", "1", "--quick", "--pair-seconds", "0.1")
+    ended = town.desk.covey("run", "--on", "all", "covey", "bench", *words)
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines_with(ended.stdout, " rank 1 of 2 takes part; rank 0 ")) == 1
+    assert len(lines_with(ended.stdout, " slowest link: ")) == 1
+    assert len(lines_with(ended.stdout, " all_reduce 4 B, 2 ranks: ")) == 1

@@ -50,6 +50,11 @@ def turns_in(seconds: float) -> tuple[int, float]:
     return turns, seconds / turns / 3
 
 
+def piece_for(bytes_per_second: float) -> int:
+    """Return the bytes of a piece of a stream that is so fast."""
+    return int(min(max(bytes_per_second * PIECE_SECONDS, LEAST_PIECE), MOST_PIECE))
+
+
 def measure_pair(there: Group, back: Group, seconds: float) -> LinkFigures:
     """Measure both directions with the other rank of two groups of two, and return what this rank sends.
 
@@ -109,10 +114,10 @@ class Sender:
             taken = max(time.perf_counter() - began - self._shortest, 1e-6)
             if taken >= TRY_SECONDS:
                 break
-        self._piece = int(min(max(nbytes / taken * PIECE_SECONDS, LEAST_PIECE), MOST_PIECE))
+        self._piece = piece_for(nbytes / taken)
 
     def stream(self, seconds: float) -> float:
-        """Send for so long, and return the bytes that arrived in a second."""
+        """Send for so long, and return the bytes that arrived in a second; the next stream has pieces to match."""
         self._tell(STREAM, self._piece)
         began = time.perf_counter()
         sent, mark = 0, MORE
@@ -121,7 +126,9 @@ class Sender:
             self._send(self._piece, mark)
             sent += self._piece
         self._expect(sent)
-        return sent / max(time.perf_counter() - began - self._shortest, seconds)
+        speed = sent / max(time.perf_counter() - began - self._shortest, seconds)
+        self._piece = max(self._piece, piece_for(speed))
+        return speed
 
     def end(self) -> None:
         """Let the receiver return."""
