@@ -18,7 +18,7 @@ from covey.cli.bench.network.terms import parse, writer
 from covey.cli.bench.plot import draw
 from covey.cli.bench.progress import counting
 from covey.cli.layout import room
-from covey.cli.terminal import is_lively, working
+from covey.cli.terminal import is_lively, plural, working
 from covey.runtime.environment import find_launched_rank
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _measure(group: Group, request: NetworkRequest, console: Console) -> Network
         for event in events:
             match event:
                 case PairsDone():
-                    say(f"{pairs} pairs of ranks", event.pairs)
+                    say(f"{plural(pairs, 'pair')} of ranks", event.pairs)
                 case LinksDone():
                     results.links = event.links
                     _print(console, links_view(terms, event.links, room()))

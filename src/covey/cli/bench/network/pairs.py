@@ -30,7 +30,10 @@ MORE, LAST = 0, 1
 
 PINGS: Final = 200
 PING_SECONDS: Final = 0.02
-"""Small messages are sent for this long, at most PINGS of them and at least two."""
+"""Small messages are sent for this long, at most PINGS of them."""
+FEW_PINGS: Final = 8
+FEW_PINGS_SECONDS: Final = 0.2
+"""Or for this long, if they were fewer than FEW_PINGS; then at least two."""
 TRY_BYTES: Final = (16 << 10, 128 << 10, 1 << 20)
 """Sizes that are tried in turn, until one takes TRY_SECONDS; they also end the slow start of TCP."""
 TRY_SECONDS: Final = 0.005
@@ -96,8 +99,10 @@ class Sender:
     def ping(self) -> None:
         """Measure the round trip."""
         taken = list[float]()
-        until = time.perf_counter() + PING_SECONDS
-        while len(taken) < 2 or (len(taken) < PINGS and time.perf_counter() < until):
+        first = began = time.perf_counter()
+        while len(taken) < 2 or (
+            len(taken) < PINGS and began - first < (FEW_PINGS_SECONDS if len(taken) < FEW_PINGS else PING_SECONDS)
+        ):
             began = time.perf_counter()
             self._tell(PING)
             self._expect(0)
