@@ -214,13 +214,19 @@ def test_a_unit_for_systemd_has_the_command_with_its_options(town: Town) -> None
     assert f'\nEnvironment="COVEY_HOME={town.north.home}"\n' in ended.stdout
 
 
-def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line(town: Town) -> None:
+def with_ssh(town: Town) -> Machine:
+    """Return the machine of the person, with an ssh that reaches the others."""
     script = town.lab.folder / "ssh"
     script.write_text(SSH)
     script.chmod(0o755)
     desk = town.lab.machine("desk", "home", KEY)
     desk.folder = town.desk.folder
     desk.env |= {"COVEY_SSH": str(script), "LAB": str(town.lab.folder)}
+    return desk
+
+
+def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line(town: Town) -> None:
+    desk = with_ssh(town)
     ended = desk.covey("run", "--hosts", "north,south:2", "train.py")
     assert ended.returncode == 0, ended.stderr
     assert len(lines_with(ended.stdout, "of 3 sum 111")) == 3
@@ -257,3 +263,13 @@ def test_a_killed_ssh_ends_the_remote_ranks(town: Town) -> None:
     code, _, err = end(remote)
     assert code == 143, err
     assert time.monotonic() - begun < DEADLINE
+
+
+@pytest.mark.parametrize("where", [("--on", "all"), ("--hosts", "north,south")], ids=["agents", "ssh"])
+def test_one_command_measures_the_links_between_all_machines(town: Town, where: tuple[str, str]) -> None:
+    words = ("--sizes", "4", "--reps", "1", "--quick", "--pair-seconds", "0.1")
+    ended = with_ssh(town).covey("run", *where, "covey", "bench", *words)
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines_with(ended.stdout, " rank 1 of 2 takes part; rank 0 ")) == 1
+    assert len(lines_with(ended.stdout, " slowest link: ")) == 1
+    assert len(lines_with(ended.stdout, " all_reduce 4 B, 2 ranks: ")) == 1

@@ -49,7 +49,7 @@ COMMANDS: Final = {
     "audit": "Show the audit log: joins, refusals, denials, changes of secrets.",
     "allow": "Approve machines that wait to be in a cluster.",
     "demo": "Watch four ranks train a small model together.",
-    "bench": "Measure collectives over sizes, lanes and rank counts.",
+    "bench": "Measure collectives on this machine, or links and collectives between machines.",
     "chaos": "Run a job, break its processes and connections, report what survived.",
     "help": "Show the help of covey or of one of its commands.",
 }

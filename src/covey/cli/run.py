@@ -370,7 +370,7 @@ def is_run_name(word: str, following: str) -> bool:
         return False
     if following.endswith(".py") and os.path.isfile(following) and not word.startswith(("python", "pypy")):
         return True
-    return not (os.path.exists(word) or shutil.which(word))
+    return not (word == "covey" or os.path.exists(word) or shutil.which(word))
 
 
 def command_line(
@@ -386,7 +386,7 @@ def command_line(
     interpreter = sys.executable if python is None else shutil.which(python)
     if interpreter is None:
         raise ConfigError(f"--python {python}: there is no such program; give the path of an interpreter")
-    if module:
+    if module or (script == "covey" and not os.path.isfile(script)):  # this covey, whatever is on the PATH
         return [interpreter, "-m", script, *arguments]
     if os.path.isfile(script):
         if script.endswith(".py") or not os.access(script, os.X_OK):

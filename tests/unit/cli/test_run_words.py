@@ -99,6 +99,15 @@ def test_a_script_that_is_missing_is_named_together_with_the_run() -> None:
     assert command_line("nest.egg", [], module=True) == [sys.executable, "-m", "nest.egg"]
 
 
+def test_covey_is_a_program_also_if_it_is_not_on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder / "empty"))
+    assert parsed("-n", "2", "covey", "bench", "--quick")["script"] == "covey"
+    assert command_line("covey", ["bench"], module=False) == [sys.executable, "-m", "covey", "bench"]
+    assert parsed("covey", "train.py") == {"run_name": "covey", "script": "train.py"}
+    (folder / "covey").write_text("")
+    assert command_line("covey", ["bench"], module=False) == [sys.executable, "covey", "bench"]
+
+
 def test_without_a_cluster_nothing_starts_and_the_ways_into_one_are_told() -> None:
     with pytest.raises(ConfigError, match=r"covey init.*covey enroll.*covey run -n K"):
         share_of_run(1, {"COVEY_RUN": "mine"})

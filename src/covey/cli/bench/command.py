@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
@@ -10,13 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.cli.bench.machine import machine_facts
 from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measure
+from covey.cli.bench.network.command import (
+    NetworkRequest,
+    is_in_a_run,
+    require_one_machine,
+    require_run,
+    run_network,
+)
+from covey.cli.bench.network.terms import QUICK_SIZES, SIZES
 from covey.cli.bench.plot import draw
 from covey.cli.bench.processes import require_libraries, require_torch
+from covey.cli.bench.progress import counting
 from covey.cli.bench.report import Measurement, as_json, line, table
 from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_size, parse_sizes
 from covey.cli.layout import room
@@ -25,9 +35,9 @@ from covey.compress.policy import split_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-SIZES = "4,64K,1M,16M,64M"
-QUICK_SIZES = "4,64K,1M,8M"
+BETWEEN = "Between machines"
 CODECS = "none,fp16,bf16,fp8,int8,int4,onebit,topk(0.01),randomk(0.01),powersgd(4)"
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -36,11 +46,19 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 @app.callback(invoke_without_command=True)
 def bench(
     ctx: typer.Context,
-    op: Annotated[str, typer.Option(help="Operations, separated by commas, or [bold]all[/].")] = "all_reduce",
+    op: Annotated[
+        str, typer.Option(help="Operations, separated by commas, or [bold]all[/].", show_default="all_reduce")
+    ] = "",
     sizes: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=SIZES)] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2",
-    lanes: Annotated[str, typer.Option(help="covey's lanes: shm, unix, tcp, secure.")] = "shm,tcp",
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.", show_default="2")] = "",
+    lanes: Annotated[
+        str | None,
+        typer.Option(
+            help="covey's lanes: shm, unix, tcp, secure. In a run: one, for all pairs, instead of the best for each.",
+            show_default="shm,tcp",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Element type.", show_default="float32")] = "",
     against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = "",
     torch: Annotated[bool, typer.Option("--torch", help="Call covey through torch.distributed.")] = False,
     busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False,
@@ -48,26 +66,107 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter rounds.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.", dir_okay=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth here, as SVG.", dir_okay=False)] = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="RUN", help="Measure between machines: join the run of this name.", rich_help_panel=BETWEEN
+        ),
+    ] = None,
+    pair_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds for each pair of ranks.", show_default="0.6", rich_help_panel=BETWEEN),
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option("--size", min=1, metavar="N", help="Exactly N nodes.", rich_help_panel=BETWEEN),
+    ] = None,
+    min_size: Annotated[
+        int | None,
+        typer.Option(
+            "--min", min=1, metavar="N", help="Begin when N nodes are there.", show_default="2", rich_help_panel=BETWEEN
+        ),
+    ] = None,
+    max_size: Annotated[
+        int | None,
+        typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.", rich_help_panel=BETWEEN),
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="S",
+            help="Seconds to wait for the other nodes.",
+            show_default="60",
+            rich_help_panel=BETWEEN,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The cluster, if this machine is in several.", rich_help_panel=BETWEEN),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="host:port of nodes, for networks without multicast.", rich_help_panel=BETWEEN
+        ),
+    ] = None,
+    interfaces: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.", rich_help_panel=BETWEEN
+        ),
+    ] = None,
+    new: Annotated[
+        bool,
+        typer.Option(
+            "--new", help="Give up an earlier run of this name that is not known to be over.", rich_help_panel=BETWEEN
+        ),
+    ] = False,
 ) -> None:
-    """Measure the collectives on this machine, alone or side by side with gloo and Open MPI."""
+    """Measure the collectives on this machine, alone or side by side with gloo and Open MPI.
+
+    Between machines, `covey bench --run RUN` on each of them, or `covey run --on all covey bench` from one, measures
+    every pair of ranks and then the collectives among all of them. Rank 0 prints the results. Options that say what to
+    measure need to be given on one machine only.
+    """
     if ctx.invoked_subcommand is not None:
         return
+    files = {kind: path for kind, path in (("json", json_file), ("plot", plot)) if path is not None}
+    for path in files.values():
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    of_nodes = {"--size": size, "--min": min_size, "--max": max_size, "--wait": wait, "--cluster": cluster}
+    of_nodes |= {"--seeds": seeds, "--interfaces": interfaces, "--new": new}
+    if run_name is not None or is_in_a_run(os.environ):
+        require_one_machine({"--ranks": ranks, "--against": against, "--torch": torch, "--busy": busy})
+        if run_name is None:
+            require_run(of_nodes)
+        what: dict[str, Any] = {"--op": op, "--sizes": sizes, "--dtype": dtype, "--reps": reps}
+        what |= {"--quick": quick or None, "--pair-seconds": pair_seconds}
+        sought: dict[str, Any] = {"run": run_name, "size": size, "min_size": min_size, "max_size": max_size}
+        sought |= {"timeout": wait, "cluster": cluster, "seeds": None if seeds is None else split_list(seeds)}
+        run_network(
+            NetworkRequest(
+                options={option: str(value) for option, value in what.items() if value not in (None, "")},
+                join={**sought, "interfaces": interfaces, "lanes": lanes, "new": new or None},
+                files=files,
+            )
+        )
+        return
+    require_run(of_nodes | {"--pair-seconds": pair_seconds})
     sweep = Sweep(
-        operations=parse_operations(op),
+        operations=parse_operations(op or "all_reduce"),
         sizes=parse_sizes(sizes or (QUICK_SIZES if quick else SIZES)),
-        ranks=parse_numbers("--ranks", ranks),
-        lanes=parse_names(lanes),
+        ranks=parse_numbers("--ranks", ranks or "2"),
+        lanes=parse_names("shm,tcp" if lanes is None else lanes),
         opponents=parse_names(against),
-        dtype=dtype,
+        dtype=dtype or "float32",
         repetitions=(3 if quick else 7) if reps is None else reps,
         round_seconds=0.03 if quick else 0.1,
         busy=busy,
         through_torch=torch,
     )
     require_libraries(sweep)
-    for path in (json_file, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     console, facts = Console(), machine_facts()
     console.print(headline(facts, sweep), style="dim", highlight=False, soft_wrap=not console.is_terminal)
     with cleaning_up_on(signal.SIGTERM, signal.SIGHUP):
@@ -76,9 +175,8 @@ def bench(
         json_file.write_text(json.dumps(as_json(sweep, measurements, facts, versions), separators=(",", ":")))
     if plot is not None:
         plot.write_text(draw(measurements, headline(facts, sweep)))
-    for path in (json_file, plot):
-        if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+    for path in files.values():
+        console.print(f"wrote {path}", highlight=False)
 
 
 @app.command()
@@ -248,17 +346,10 @@ def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[s
     return measurements, versions
 
 
-@contextmanager
-def progress(sweep: Sweep, console: Console) -> Iterator[Callable[[str, int], None]]:
+def progress(sweep: Sweep, console: Console) -> AbstractContextManager[Callable[[str, int], None]]:
     """Yield a function that shows what is measured and adds finished rounds; it does nothing without a terminal."""
-    if not is_lively(console):
-        yield lambda text, rounds: None
-        return
     cases = sum(1 for ranks in sweep.ranks for _ in sweep.cases(ranks))
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=16), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task = bar.add_task("", total=cases * sweep.repetitions * len(sweep.contenders()))
-        yield lambda text, rounds: bar.update(task, description=text, advance=rounds)
+    return counting(cases * sweep.repetitions * len(sweep.contenders()), console)
 
 
 @contextmanager

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from covey.base.version import __version__
+
+if TYPE_CHECKING:
+    from covey.runtime.group.group import Group
 
 Array = NDArray[Any]
 Step = Callable[[], Any]
@@ -39,7 +44,9 @@ def open_engine(name: str, *, rank: int, size: int, folder: str) -> Engine:
     """Join the other ranks. `rank` and `size` are used if no launcher sets them; `folder` is private."""
     match name:
         case "covey":
-            return CoveyEngine()
+            import covey
+
+            return CoveyEngine(covey.join())
         case "covey-torch":
             return TorchEngine("covey", rank, size, folder)
         case "gloo":
@@ -50,14 +57,12 @@ def open_engine(name: str, *, rank: int, size: int, folder: str) -> Engine:
 
 
 class CoveyEngine:
-    """covey through its public calls; the launcher chose the lane."""
+    """covey through its public calls, in a group that was joined before."""
 
-    def __init__(self) -> None:
-        import covey
-
-        self.group = covey.join()
-        self.rank, self.size = self.group.rank, self.group.size
-        self.versions = {"covey": covey.__version__}
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rank, self.size = group.rank, group.size
+        self.versions = {"covey": __version__}
 
     def bind(self, operation: str, x: Array, out: Array) -> tuple[Step, Array | None]:
         group, peer = self.group, partner(self.rank, self.size)

@@ -25,6 +25,7 @@ TOP: Final = 116
 LEFT_EDGES: Final = (72, 556)
 
 COLOURS: Final = {
+    "covey": ("#0f766e", "#2dd4bf"),
     "covey shm": ("#0f766e", "#2dd4bf"),
     "covey unix": ("#7c3aed", "#a78bfa"),
     "covey tcp": ("#2563eb", "#60a5fa"),

@@ -109,7 +109,7 @@ def table(measurements: Sequence[Measurement], width: int | None) -> Text:
     opponents = [name for name in opponents if any(key[2] == name for key in found)]
     title = f"{case.operation.name}, {case.ranks} ranks, {case.dtype}"
     cases = [row.case for row in measurements]
-    sizes = [(_size(each), "bold") if at == 0 or cases[at - 1] != each else "" for at, each in enumerate(cases)]
+    sizes = [(size_text(each), "bold") if at == 0 or cases[at - 1] != each else "" for at, each in enumerate(cases)]
     bandwidths = list(zip(*map(_bandwidth_cells, measurements), strict=True))
     columns = [
         Column("size", sizes, is_right=True),
@@ -133,7 +133,7 @@ def table(measurements: Sequence[Measurement], width: int | None) -> Text:
     return Text("\n").join([Text(title, "bold"), *lines, Text()])
 
 
-def _size(case: Case) -> str:
+def size_text(case: Case) -> str:
     return format_bytes(case.size_bytes) if case.bytes else "-"
 
 
@@ -162,24 +162,7 @@ def as_json(
             "busy": sweep.busy,
             "through_torch": sweep.through_torch,
         },
-        "results": [
-            _cell(row.case)
-            | {
-                "contender": row.contender.name,
-                "lanes": row.lanes,
-                "iterations": len(row.seconds),
-                "p50_seconds": row.p50,
-                "p99_seconds": row.p99,
-                "algorithm_bytes_per_second": row.algorithm_bandwidth,
-                "bus_bytes_per_second": row.bus_bandwidth,
-                "cpu_seconds_per_gib": row.cpu_per_gib,
-                "rounds": [
-                    {"nanoseconds_by_rank": turn.nanoseconds, "cpu_seconds_by_rank": turn.cpu_seconds}
-                    for turn in row.rounds
-                ],
-            }
-            for row in measurements
-        ],
+        "results": [result_json(row) for row in measurements],
         "ratios": [
             _cell(ratio.case)
             | {"contender": ratio.contender.name, "opponent": ratio.opponent.name, "times_faster": ratio.value}
@@ -188,12 +171,29 @@ def as_json(
     }
 
 
+def result_json(row: Measurement) -> dict[str, Any]:
+    """Return one measurement, down to each iteration of each rank, as plain values."""
+    return _cell(row.case) | {
+        "contender": row.contender.name,
+        "lanes": row.lanes,
+        "iterations": len(row.seconds),
+        "p50_seconds": row.p50,
+        "p99_seconds": row.p99,
+        "algorithm_bytes_per_second": row.algorithm_bandwidth,
+        "bus_bytes_per_second": row.bus_bandwidth,
+        "cpu_seconds_per_gib": row.cpu_per_gib,
+        "rounds": [
+            {"nanoseconds_by_rank": turn.nanoseconds, "cpu_seconds_by_rank": turn.cpu_seconds} for turn in row.rounds
+        ],
+    }
+
+
 def format_seconds(seconds: float) -> str:
     """Write a duration with three significant digits and the unit that suits it."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds / 1e-9)} ns"
+            return f"{three_digits(seconds / scale)} {unit}"
+    return f"{three_digits(seconds / 1e-9)} ns"
 
 
 def _cell(case: Case) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _cell(case: Case) -> dict[str, Any]:
     }
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     if 0 < value < 0.005:
         return "<0.01"
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
@@ -215,11 +215,11 @@ def _three_digits(value: float) -> str:
 def _bandwidth_cells(row: Measurement) -> list[str]:
     if row.cpu_per_gib is None:
         return ["-", "-", "-"]
-    return [_three_digits(v) for v in (row.algorithm_bandwidth / 1e9, row.bus_bandwidth / 1e9, row.cpu_per_gib)]
+    return [three_digits(v) for v in (row.algorithm_bandwidth / 1e9, row.bus_bandwidth / 1e9, row.cpu_per_gib)]
 
 
 def _ratio_cell(value: float | None) -> Piece:
     if value is None:
         return "", ""
     style = "bold green" if value >= 2 else "green" if value >= 1 else "yellow" if value >= 0.8 else "red"
-    return f"{_three_digits(value)}x", style
+    return f"{three_digits(value)}x", style

@@ -102,38 +102,55 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
-    """Everything one `covey bench` measures; checked when built."""
+class CaseGrid:
+    """Operations over sizes, and how often each is measured; checked when built."""
 
     operations: tuple[str, ...] = ("all_reduce",)
     sizes: tuple[int, ...] = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    ranks: tuple[int, ...] = (2,)
-    lanes: tuple[str, ...] = ("shm", "tcp")
-    opponents: tuple[str, ...] = ()
     dtype: str = "float32"
     repetitions: int = 7
     """Rounds of each contender in each case."""
     round_seconds: float = 0.1
     """What one round of one contender should take; its iterations follow from the warm-up."""
+
+    def __post_init__(self) -> None:
+        _choose("operation", self.operations, OPERATIONS)
+        _choose("dtype", (self.dtype,), DTYPES)
+        if not self.operations:
+            raise ConfigError(f"nothing to measure: name an operation, such as {', '.join(OPERATIONS)}")
+        if self.repetitions < 1:
+            raise ConfigError(f"at least one repetition is needed, not {self.repetitions}")
+
+    def cases(self, ranks: int) -> Iterator[Case]:
+        """Yield the cases for one number of ranks, operation by operation, sizes rising."""
+        for name, size in product(self.operations, sorted(self.sizes)):
+            if name != "barrier":
+                yield Case(OPERATIONS[name], size, ranks, self.dtype)
+            elif size == min(self.sizes):
+                yield Case(OPERATIONS[name], 0, ranks, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep(CaseGrid):
+    """Everything one `covey bench` measures on one machine; checked when built."""
+
+    ranks: tuple[int, ...] = (2,)
+    lanes: tuple[str, ...] = ("shm", "tcp")
+    opponents: tuple[str, ...] = ()
     busy: bool = False
     """Every rank of every contender also runs one pure-Python thread during its rounds."""
     through_torch: bool = False
     """covey is called as a backend of torch.distributed."""
 
     def __post_init__(self) -> None:
-        _choose("operation", self.operations, OPERATIONS)
+        CaseGrid.__post_init__(self)
         _choose("lane", self.lanes, LANES)
         _choose("opponent", self.opponents, OPPONENTS)
-        _choose("dtype", (self.dtype,), DTYPES)
         if not self.lanes and not self.opponents:
             raise ConfigError("nothing to measure: name a lane or an opponent")
-        if not self.operations:
-            raise ConfigError(f"nothing to measure: name an operation, such as {', '.join(OPERATIONS)}")
         for ranks in self.ranks:
             if not 2 <= ranks <= MAX_RANKS:
                 raise ConfigError(f"a benchmark needs 2 to {MAX_RANKS} ranks, not {ranks}")
-        if self.repetitions < 1:
-            raise ConfigError(f"at least one repetition is needed, not {self.repetitions}")
         if self.dtype in NOT_IN_MPI and {"mpi", "mpi-tcp"} & set(self.opponents):
             raise ConfigError(f"Open MPI cannot add {self.dtype}; use --dtype float32, or leave mpi out of --against")
 
@@ -147,14 +164,6 @@ class Sweep:
             "mpi-tcp": Contender("mpi-tcp", "mpi", "tcp"),
         }
         return lanes + [others[name] for name in self.opponents]
-
-    def cases(self, ranks: int) -> Iterator[Case]:
-        """Yield the cases for one number of ranks, operation by operation, sizes rising."""
-        for name, size in product(self.operations, sorted(self.sizes)):
-            if name != "barrier":
-                yield Case(OPERATIONS[name], size, ranks, self.dtype)
-            elif size == min(self.sizes):
-                yield Case(OPERATIONS[name], 0, ranks, self.dtype)
 
 
 def iterations_for(seconds_each: float, round_seconds: float) -> int:
