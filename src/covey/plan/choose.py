@@ -42,6 +42,9 @@ DEFAULT_SIZES: Final = PlanSizes()
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
+PLANNED_BYTES: Final = 1 << 20
+"""From this size on, the plan of a sum may be fitted to the links; smaller ones depend on round trips more than on
+speed."""
 
 
 @lru_cache(maxsize=256)

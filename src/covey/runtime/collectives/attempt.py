@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.collectives.executor import Coder
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
+    from covey.runtime.collectives.planner import Planner
     from covey.runtime.collectives.undo_buffer import UndoBuffer
 
 T = TypeVar("T")
@@ -146,6 +147,10 @@ class Attempt(EnginePart):
         self.execute(plan, (x,), reduction(op, x.dtype))
         return plan
 
+    def synchronize(self) -> None:
+        """Return once all ranks of the attempt have begun this step of the current operation."""
+        self.execute(self._barrier, self._nothing)
+
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""
         engine = self.engine
@@ -232,6 +237,21 @@ class Attempt(EnginePart):
         # All of them are asked: a kind that some pair cannot have is an error here, before a lane is dialled.
         share = [self.engine.roster.shares_memory(rank) for rank in self.ranks if rank != self.engine.rank]
         return "ring" if all(share) else "stream"
+
+    @functools.cached_property
+    def planner(self) -> Planner | None:
+        """What fits the plans of large sums to the links; None where all links are alike. Equal on all ranks."""
+        config, roster = self.engine.config, self.engine.roster
+        if config.plan == "plain" or self.size < 3:
+            return None
+        hosts = [roster.host(rank) for rank in self.ranks]
+        if config.plan == "always":  # for tests on one host: as if each rank were on a host of its own
+            hosts = [str(slot) for slot in self.slots]
+        elif self.lane_family == "ring" or len(set(hosts)) < 2:
+            return None
+        from covey.runtime.collectives.planner import Planner  # most groups have no use for it
+
+        return Planner(tuple(hosts.index(host) for host in hosts))
 
     def open_lane(self, rank: Rank) -> Lane | None:
         """Return the open lane to a rank, if there is one."""
