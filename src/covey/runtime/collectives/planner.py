@@ -23,6 +23,7 @@ import numpy as np
 from covey.plan.choose import all_reduce_algorithm
 from covey.plan.fit import fit, plan_of, predicted
 from covey.plan.network import infer
+from covey.runtime.collectives import network_report
 from covey.runtime.collectives.measuring import measure
 from covey.runtime.events import PLAN, Event
 
@@ -142,7 +143,7 @@ class Planner:
         self._is_on = is_same
         if is_same and is_known and before is not None:
             self._plain_calls = 0
-            self._use(before)
+            self._use(attempt, before)
             self._review_at = REVIEW_CALLS
 
     def _review(self, attempt: Attempt) -> None:
@@ -163,11 +164,12 @@ class Planner:
         self._calls_before, self._review_at = self._calls, self._calls + REVIEW_CALLS
         if found is not None:
             attempt.engine.measured = found
-            self._use(found)
+            self._use(attempt, found)
 
-    def _use(self, measured: MeasuredLinks) -> None:
+    def _use(self, attempt: Attempt, measured: MeasuredLinks) -> None:
         self.network = infer(self.hosts, measured.rounds, measured.round_trips)
         self.measured_at = measured.at
+        network_report.tell(attempt, self.network, measured.at, "")
 
     def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, count: int, itemsize: int) -> None:
         """Choose the plan of a size class, from a network that all ranks hold."""
@@ -216,6 +218,8 @@ class Planner:
         if _form(before.fitted) == _form(choice.fitted):
             return
         kind.calls, kind.measured = 0, UNKNOWN
+        if self.network is not None:
+            network_report.tell(attempt, self.network, self.measured_at, choice.why)
         engine = attempt.engine
         if engine.node is not None:
             generation = 0 if engine.generation is None else engine.generation.number

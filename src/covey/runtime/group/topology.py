@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from covey.base.text import spell_rate
 from covey.runtime.group import observing
 
 if TYPE_CHECKING:
@@ -82,14 +83,6 @@ class Topology:
         for (one, other), rate in self.between_sites.items():
             lines.append(f"site {one} to site {other}: {spell_rate(rate)}")
         return "\n".join(lines)
-
-
-def spell_rate(rate: float | None) -> str:
-    """Return a speed in bits per second, as links are sold."""
-    if rate is None or not math.isfinite(rate):
-        return "unknown"
-    bits = rate * 8
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 def topology(engine: Engine) -> Topology:
