@@ -172,3 +172,14 @@ def test_links_are_measured_again_only_if_that_takes_a_small_part_of_the_time(
     first, *others = run_threads(3, body, plan="always")
     assert others == [first, first]
     assert sorted(measured) == sorted([0, 1, 2] * (3 if cost > 1 else 1))
+
+
+def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(planner, "PATIENCE", 1e-3)  # of the 30 s that each operation has
+
+    def body(group: Group) -> list[bytes]:
+        return [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]

@@ -50,6 +50,9 @@ COST: Final = 0.01
 REVIEW_CALLS: Final = 64
 """Large calls after which ranks look for the first time whether they may measure again."""
 MOST_CALLS: Final = 1 << 20
+PATIENCE: Final = 0.2
+"""The part of the time which is left to an operation that a measurement in it may take."""
+CACHED_PLANS: Final = 256
 GAIN: Final = 0.9
 """A plan replaces another one if it is predicted to take at most this part of its time."""
 UNKNOWN: Final = math.inf
@@ -148,18 +151,22 @@ class Planner:
 
     def _review(self, attempt: Attempt) -> None:
         """Measure the links, or put that off if it would take too large a part of the time."""
-        figures = np.array([self._spent, self._speed, -self._cost], np.float64)
+        left = attempt.engine.operation.deadline - time.monotonic()
+        figures = np.array([self._spent, self._speed, left, -self._cost], np.float64)
         attempt.all_reduce(figures, "min")
-        if not np.isfinite(figures).all() or not (figures[:2] > 0).all() or figures[2] > 0:
-            figures = np.array([LEAST_SECONDS, SPEED, -MOST_SECONDS])
-        spent, speed, cost = float(figures[0]), float(figures[1]), -float(figures[2])
+        if not np.isfinite(figures).all() or not (figures[:2] > 0).all() or figures[3] > 0:
+            figures = np.array([LEAST_SECONDS, SPEED, 0.0, -MOST_SECONDS])
+        spent, speed, left, cost = float(figures[0]), float(figures[1]), float(figures[2]), -float(figures[3])
+        if PATIENCE * left < LEAST_SECONDS:
+            self._review_at = self._calls + REVIEW_CALLS
+            return
         if cost and spent * COST < cost:
             each = spent / (self._calls - self._calls_before)
             calls = math.ceil((cost / COST - spent) / each)
             self._review_at = self._calls + max(1, min(calls, MOST_CALLS))
             return
         began = time.perf_counter()
-        found = measure(attempt, min(MOST_SECONDS, max(LEAST_SECONDS, cost or spent)), speed)
+        found = measure(attempt, min(MOST_SECONDS, PATIENCE * left, max(LEAST_SECONDS, cost or spent)), speed)
         self._cost, self._spent = time.perf_counter() - began, 0.0
         self._calls_before, self._review_at = self._calls, self._calls + REVIEW_CALLS
         if found is not None:
@@ -229,6 +236,8 @@ class Planner:
         key = (fitted, count, itemsize)
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= CACHED_PLANS:
+                self._plans.clear()
             plan = plan_of(fitted, attempt.slot, attempt.size, count, itemsize, attempt.sizes)
             self._plans[key] = plan
         return plan

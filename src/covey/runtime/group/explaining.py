@@ -80,12 +80,12 @@ class PlanReport:
 def explain(engine: Engine, nbytes: int) -> PlanReport:
     """Return the plan of a sum of `nbytes`, as all ranks have it now."""
     attempt = engine.attempt
-    planner = attempt.planner if engine.node is not None and nbytes >= PLANNED_BYTES else None
-    family = attempt.lane_family if engine.node is not None else "ring"
-    plain = all_reduce_algorithm(attempt.size, nbytes, family, attempt.sizes)
-    if planner is None:
+    is_alone = engine.node is None  # a run of one, or a process that was forked from a member
+    plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
+    if is_alone or nbytes < PLANNED_BYTES or not attempt.fits_plans:
         return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
-    kind = planner.classes.get(size_class(nbytes)) or SizeClass()
+    planner = attempt.known_planner
+    kind = SizeClass() if planner is None else planner.classes.get(size_class(nbytes), SizeClass())
     return _report(engine, attempt, nbytes, plain, planner, kind.choice.why, kind)
 
 

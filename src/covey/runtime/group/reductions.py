@@ -119,8 +119,9 @@ class Reductions(Issuer):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             keeps = weight is None and (operand is None or operand.is_own)
-            if flat.nbytes >= PLANNED_BYTES and algorithm is None and attempt.planner is not None:
-                attempt.planner.reduce(
+            planner = attempt.planner() if flat.nbytes >= PLANNED_BYTES and algorithm is None else None
+            if planner is not None:
+                planner.reduce(
                     attempt, flat.size, flat.itemsize, plan,
                     lambda fitted: attempt.execute(fitted, (flat,), rule, keeps=keeps),
                 )  # fmt: skip

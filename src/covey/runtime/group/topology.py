@@ -88,7 +88,7 @@ class Topology:
 def topology(engine: Engine) -> Topology:
     """Return the network between the live members of a group."""
     attempt = engine.attempt
-    planner = attempt.planner if engine.node is not None else None
+    planner = attempt.known_planner
     network = None if planner is None else planner.network
     if planner is None or network is None:
         return _as_seen(engine)
