@@ -1,10 +1,10 @@
 """What a plan costs on a network: predicted from its moves.
 
-`seconds` follows all moves in the order that the executor keeps: a rank has one send and one receive under way, and a
-transfer waits for both ends and for what `after` names. It takes its bytes divided by the speed of the pair, then half
-a round trip. So the filling of a pipeline, chains of small transfers, and fast ranks that wait for slow ones are all
-counted. Links that several pairs share (of a host, between sites) make their pairs slower until none carries more than
-it can.
+`seconds` follows all moves in the order that the executor keeps: sends one after another, receives one after another,
+and `after` between them. A transfer takes its bytes divided by the speed of the pair, and arrives half a round trip
+later. On a link that several pairs share (of a host, or between sites) transfers queue. A lane holds a few bytes on
+either side for a receiver that is not there yet; then its sender waits. So the filling of a pipeline, chains of small
+transfers, and fast ranks that wait for slow ones are all counted.
 
 `bound` is what no plan can beat. Let S be the bytes of the array. Take any division of the slots into k >= 2 blocks,
 for example hosts or sites. For each element, every block must send a value, or its contribution stays inside, and must
@@ -18,21 +18,21 @@ where up and down are what each block can send to and receive from the others. C
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from covey.plan.moves import Plan
     from covey.plan.network import Network
 
 TRANSFER_SECONDS: Final = 2e-5
 """What a transfer costs beside its bytes: its header, two system calls, and the turn of the loop that notices it."""
-ROUNDS: Final = 5
-"""How often the shares of shared links are adjusted."""
-ENOUGH: Final = 1.01
-"""A shared link that is overloaded by less is not adjusted."""
+BUFFER_BYTES: Final = 64 << 10
+"""What each end of a lane holds, in addition to what is on its way. Sockets grow theirs beyond that when they can."""
 
 Shared = tuple[str, int, int]
 """A link that several pairs may share: ("up", host, 0), ("down", host, 0) or ("trunk", site, site)."""
@@ -67,26 +67,6 @@ def _least(nbytes: int, up: Sequence[float], down: Sequence[float]) -> float:
     return max(nbytes / min(up), nbytes / min(down), all_values / sum(up), all_values / sum(down))
 
 
-def seconds(plans: Sequence[Plan], network: Network, itemsize: int) -> float:
-    """Return the predicted time of an operation whose slots run `plans`."""
-    loads: dict[Shared, float] = {}
-    for slot, plan in enumerate(plans):
-        for send in plan.sends:
-            for link in shared_links(network, slot, send.peer):
-                loads[link] = loads.get(link, 0.0) + (send.stop - send.start) * itemsize
-    busy = {link: load / capacity(network, link) for link, load in loads.items()}
-    slowness = dict.fromkeys(busy, 1.0)
-    longest = max(busy.values(), default=0.0)
-    time = 0.0
-    for _ in range(ROUNDS):
-        time = _followed(plans, network, itemsize, slowness)
-        if longest <= time * ENOUGH:
-            break
-        for link, needed in busy.items():
-            slowness[link] *= max(1.0, needed / time)
-    return max(time, longest)
-
-
 def shared_links(network: Network, source: int, target: int) -> list[Shared]:
     """Return the shared links between two slots."""
     here, there = network.hosts[source], network.hosts[target]
@@ -106,56 +86,107 @@ def capacity(network: Network, link: Shared) -> float:
     return (network.up if kind == "up" else network.down)[network.hosts.index(a)]
 
 
-def _followed(plans: Sequence[Plan], network: Network, itemsize: int, slowness: dict[Shared, float]) -> float:
-    """Return when the last move ends if each link is slower by its factor, and pairs do not share otherwise."""
-    size = len(plans)
-    ways: dict[tuple[int, int], tuple[float, float]] = {}  # seconds per element, and of latency
-
-    def way(source: int, target: int) -> tuple[float, float]:
-        links = shared_links(network, source, target)
-        factor = max((slowness.get(link, 1.0) for link in links), default=1.0)
-        found = itemsize * factor / network.rates[source][target], network.round_trips[source][target] / 2
-        ways[source, target] = found
-        return found
-
-    sent: list[list[float]] = [[0.0] for _ in plans]  # when so many sends were done
-    applied: list[list[float]] = [[0.0] for _ in plans]  # when so many receives were applied
-    arrived: list[float | None] = [None] * size  # when the current receive had arrived, if it waits for sends
-    ready = list(range(size - 1, -1, -1))
-    while ready:
-        slot = ready.pop()
-        sends, recvs = plans[slot]
-        done, got = sent[slot], applied[slot]
-        while True:
-            at = len(done) - 1
-            if at < len(sends):
-                target, _, start, stop, after = sends[at]
-                theirs = applied[target]
-                position = len(theirs) - 1
-                their_recvs = plans[target].recvs
-                if (
-                    after < len(got)
-                    and arrived[target] is None
-                    and position < len(their_recvs)
-                    and their_recvs[position].peer == slot
-                ):
-                    per_element, latency = ways.get((slot, target)) or way(slot, target)
-                    begin = max(done[-1], got[after], theirs[-1] - latency)
-                    end = begin + (stop - start) * per_element + TRANSFER_SECONDS
-                    done.append(end)
-                    arrived[target] = end + latency
-                    ready.append(target)
-                    continue
-            came = arrived[slot]
-            at = len(got) - 1
-            if came is None or recvs[at].after >= len(done):
-                break
-            got.append(max(came, done[recvs[at].after]))
-            arrived[slot] = None
-            if at + 1 < len(recvs):
-                ready.append(recvs[at + 1].peer)
-    return max(_last(sent), _last(applied))
+def seconds(plans: Sequence[Plan], network: Network, itemsize: int) -> float:
+    """Return the predicted time of an operation whose slots run `plans`."""
+    return _Forecast(plans, network, itemsize).run()
 
 
-def _last(times: Iterable[list[float]]) -> float:
-    return max((each[-1] for each in times), default=0.0)
+class _Way:
+    """From one slot to another; times are in seconds per element."""
+
+    __slots__ = ("free_at", "hold", "latency", "links", "pace", "reached", "starts", "total", "window")
+
+    def __init__(self, network: Network, source: int, target: int, itemsize: int) -> None:
+        self.pace = itemsize / network.rates[source][target]
+        self.latency = network.round_trips[source][target] / 2
+        self.links = [(link, itemsize / capacity(network, link)) for link in shared_links(network, source, target)]
+        self.hold = BUFFER_BYTES / itemsize
+        """Elements that the sender's end holds."""
+        self.window = self.hold + 2 * self.latency / self.pace
+        """Elements that may be sent to a receiver that is not there."""
+        self.free_at = 0.0
+        self.total = 0
+        self.starts: list[int] = []
+        self.reached: list[float] = []
+        """When the receiver was there, by transfer; those start after `starts` elements."""
+
+
+class _Forecast:
+    """Follows all plans. Transfers are taken in the order in which their sends begin."""
+
+    def __init__(self, plans: Sequence[Plan], network: Network, itemsize: int) -> None:
+        self._plans, self._network, self._itemsize = plans, network, itemsize
+        self._ways: dict[tuple[int, int], _Way] = {}
+        self._free_at: dict[Shared, float] = {}
+        self._sent: list[list[float]] = [[0.0] for _ in plans]  # when so many sends were done
+        self._applied: list[list[float]] = [[0.0] for _ in plans]  # when so many receives were applied
+        self._arrived: list[float | None] = [None] * len(plans)  # when the current receive came, if it waits for sends
+        self._ready: list[tuple[float, int]] = []
+        self._is_ready = [False] * len(plans)
+
+    def run(self) -> float:
+        for slot in range(len(self._plans)):
+            self._consider(slot)
+        while self._ready:
+            _, slot = heapq.heappop(self._ready)
+            self._is_ready[slot] = False
+            self._transfer(slot)
+        return max(times[-1] for times in [*self._sent, *self._applied])
+
+    def _consider(self, slot: int) -> None:
+        """Note that the next send of a slot can happen: what it waits for is applied, and its receiver comes to it."""
+        sends, done = self._plans[slot].sends, self._sent[slot]
+        at = len(done) - 1
+        if self._is_ready[slot] or at == len(sends):
+            return
+        send, got = sends[at], self._applied[slot]
+        theirs = self._plans[send.peer].recvs
+        position = len(self._applied[send.peer]) - 1
+        if (
+            send.after < len(got)
+            and self._arrived[send.peer] is None
+            and position < len(theirs)
+            and theirs[position].peer == slot
+        ):
+            self._is_ready[slot] = True
+            heapq.heappush(self._ready, (max(done[-1], got[send.after]), slot))
+
+    def _transfer(self, slot: int) -> None:
+        done, got = self._sent[slot], self._applied[slot]
+        target, _, first, last, after = self._plans[slot].sends[len(done) - 1]
+        length = last - first
+        way = self._ways.get((slot, target))
+        if way is None:
+            way = self._ways[slot, target] = _Way(self._network, slot, target, self._itemsize)
+        start = max(done[-1], got[after], way.free_at) + TRANSFER_SECONDS
+        end = start + length * way.pace
+        for link, pace in way.links:
+            free_at = max(self._free_at.get(link, 0.0), start) + length * pace
+            self._free_at[link] = free_at
+            end = max(end, free_at)
+        way.starts.append(way.total)
+        way.reached.append(self._applied[target][-1])
+        way.total += length
+        # The last element leaves when the receiver has come so near that the window reaches it.
+        near = bisect_right(way.starts, max(0.0, way.total - way.window)) - 1
+        behind = max(0.0, way.total - way.starts[near] - way.window)
+        end = max(end, way.reached[near] - way.latency + behind * way.pace)
+        way.free_at = end
+        done.append(max(start, end - min(length, way.hold) * way.pace))
+        self._arrived[target] = end + way.latency
+        self._apply(target)
+        self._apply(slot)
+        self._consider(slot)
+
+    def _apply(self, slot: int) -> None:
+        """Apply what has come to a slot, if it has sent enough; then others may come."""
+        came, got = self._arrived[slot], self._applied[slot]
+        recvs, done = self._plans[slot].recvs, self._sent[slot]
+        at = len(got) - 1
+        if came is None or recvs[at].after >= len(done):
+            return
+        got.append(max(came, got[-1], done[recvs[at].after]))
+        self._arrived[slot] = None
+        if at + 1 < len(recvs):
+            self._consider(recvs[at + 1].peer)
+        self._consider(slot)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.plan import choose, cost, doubling, levels, order, ring, shares, trees
-from covey.plan.moves import divided, renamed
+from covey.plan import choose, cost, doubling, estimate, levels, order, ring, shares, trees
+from covey.plan.moves import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 GAIN: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
 plans opens new lanes."""
+SLACK: Final = 1.08
+"""A ring is chosen if it takes at most so many times as long as the fastest plan: it needs two lanes a rank, and its
+time does not depend on how much lanes buffer."""
+PIECE_BYTES: Final = 64 << 10
+"""A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
+that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
 PIECES: Final = 32
-"""The longest part of a fitted plan is cut into so many, if it is large enough: what fills a pipeline is then small."""
-MOST_DIRECT: Final = 32
-"""Slots up to which every slot may exchange transfers with every other one."""
+"""The longest part of a ring with unequal parts is cut into so many, if it is large enough."""
+MOST_FOLLOWED: Final = 24
+"""Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what they carry."""
+FOLLOWED_PIECES: Final = 1500
+"""Of plans along trees, so many are followed. The time for more grows evenly."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -68,7 +76,8 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
         for each in found.values()
     ]
     ranked = sorted(timed, key=lambda each: each.fitted.seconds)
-    best = ranked[0]
+    near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
+    best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
     if size < 3 or order.is_even(network) or best.fitted.seconds * GAIN > timed[0].fitted.seconds:
         best = timed[0]
     return (best, *(each for each in ranked if each is not best))
@@ -77,27 +86,65 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
 @lru_cache(maxsize=256)
 def plan_of(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
     """Return the moves of one slot."""
+    return _built(fitted, rank, size, count, itemsize, sizes)
+
+
+def predicted(fitted: Fitted, network: Network, count: int, itemsize: int, sizes: PlanSizes) -> float:
+    """Return the predicted seconds of a plan on a network."""
+    size = len(network.hosts)
+    if size > MOST_FOLLOWED and fitted.algorithm != "doubling":
+        return _estimated(fitted, network, count * itemsize, sizes)
+
+    def followed(number: int) -> float:
+        return cost.seconds(
+            [_built(fitted, slot, size, number, itemsize, sizes) for slot in range(size)], network, itemsize
+        )
+
+    if not _is_along_trees(fitted):
+        return followed(count)
+    most = max(size, FOLLOWED_PIECES // (2 * size)) * PIECE_BYTES // itemsize
+    if count <= most:
+        return followed(count)
+    short, long = followed(most // 2), followed(most)
+    return long + (long - short) * (count - most) / (most - most // 2)
+
+
+def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
     slots = fitted.order or tuple(range(size))
     position = slots.index(rank)
-    if fitted.algorithm == "levels" or (fitted.algorithm == "direct" and fitted.shares):
+    if _is_along_trees(fitted):
         cells = levels.cells(size, fitted.groups, fitted.shares, count)
-        segment = _segment([cell.stop - cell.start for cell in cells], itemsize, sizes)
-        return trees.all_reduce(rank, size, cells, segment)
+        return trees.all_reduce(rank, size, cells, max(1, PIECE_BYTES // itemsize))
     if fitted.algorithm == "ring" and fitted.shares:
         weights = [fitted.shares[slot] for slot in slots]
-        segment = _segment([stop - start for start, stop in divided(0, count, weights)], itemsize, sizes)
-        return renamed(ring.all_reduce(position, size, count, segment, weights), slots)
+        segment = ring_piece(count * itemsize, fitted.shares, sizes) // itemsize
+        return renamed(ring.all_reduce(position, size, count, max(1, segment), weights), slots)
     if fitted.algorithm == "doubling":
         return renamed(doubling.all_reduce(position, size, count), slots)
     lanes = "ring" if fitted.groups else "stream"
     return renamed(choose.all_reduce(position, size, count, itemsize, lanes, fitted.algorithm, sizes), slots)
 
 
-def predicted(fitted: Fitted, network: Network, count: int, itemsize: int, sizes: PlanSizes) -> float:
-    """Return the predicted seconds of a plan on a network."""
+def _is_along_trees(fitted: Fitted) -> bool:
+    return fitted.algorithm == "levels" or (fitted.algorithm == "direct" and bool(fitted.shares))
+
+
+def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
+    """Return the bytes of a transfer of a ring with unequal parts."""
+    longest = nbytes * max(weights) // sum(weights)
+    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // PIECES))
+
+
+def _estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
     size = len(network.hosts)
-    plans = [plan_of(fitted, slot, size, count, itemsize, sizes) for slot in range(size)]
-    return cost.seconds(plans, network, itemsize)
+    if fitted.algorithm == "ring":
+        slots = fitted.order or tuple(range(size))
+        weights = [fitted.shares[slot] for slot in slots] if fitted.shares else [1] * size
+        piece = ring_piece(nbytes, weights, sizes) if fitted.shares else min(sizes.segment_bytes, -(-nbytes // size))
+        return estimate.ring(network, slots, weights, nbytes, piece)
+    weights = list(fitted.shares) or [1] * size
+    groups = fitted.groups if fitted.algorithm == "levels" else ()
+    return estimate.levelled(network, groups, weights, nbytes, min(PIECE_BYTES, -(-nbytes // size)))
 
 
 def _plain(network: Network, nbytes: int, sizes: PlanSizes) -> Candidate:
@@ -123,7 +170,7 @@ def _others(network: Network) -> list[Candidate]:
         uneven = Fitted("ring", best, _ring_shares(network, best), (), 0.0)
         found.append(Candidate(uneven, "the order with the fastest slowest hop; slow ranks finish more"))
     hosts, sites = _several(network.hosts), _several(network.sites)
-    if size <= MOST_DIRECT and not hosts:
+    if size <= levels.MOST_IN_STAR and not hosts:
         speeds = [min(network.up[slot], network.down[slot]) for slot in slots]
         found.append(Candidate(Fitted("direct", (), shares.owners(speeds), (), 0.0), "slow ranks finish less"))
     for groups, why in (
@@ -166,9 +213,3 @@ def _speed(network: Network, part: tuple[int, ...]) -> float:
         up = min(up, sum(each for other, each in enumerate(network.trunks[site]) if other != site))
         down = min(down, sum(row[site] for other, row in enumerate(network.trunks) if other != site))
     return min(up, down)
-
-
-def _segment(lengths: Sequence[int], itemsize: int, sizes: PlanSizes) -> int:
-    """Return the elements of a transfer: a part of the longest range, within the limits of the settings."""
-    least, most = sorted((sizes.segment(itemsize, is_cached=True), sizes.segment(itemsize)))
-    return min(most, max(least, -(-max(lengths, default=0) // PIECES)))

@@ -33,7 +33,7 @@ class _Hop(NamedTuple):
     """One transfer of one piece between this rank and its parent or a child; hops are carried out in order."""
 
     time: int
-    """Pieces follow each other through the tree, one a unit of time: piece + step."""
+    """When the piece begins, and as many units later as this is a later step of it."""
     step: int
     distance: int
     source: int
@@ -42,21 +42,19 @@ class _Hop(NamedTuple):
     piece: int
 
 
-def rounds(cells: Sequence[Cell], segment: int) -> int:
-    """Return into how many pieces each cell is cut, so that none is longer than `segment`."""
-    longest = max((cell.stop - cell.start for cell in cells), default=0)
-    return max(1, -(-longest // segment))
-
-
 def all_reduce(rank: int, size: int, cells: Sequence[Cell], segment: int) -> Plan:
-    """All-reduce buffer 0, whose elements are divided among `cells`; empty pieces do not travel."""
-    number = rounds(cells, segment)
-    cuts = [pieces(cell.start, cell.stop, number) for cell in cells]
+    """All-reduce buffer 0, whose elements are divided among `cells`, none of which is empty.
+
+    Cells are cut into pieces of at most `segment` elements; those of all cells begin and end together.
+    """
+    cuts = [pieces(cell.start, cell.stop, -(-(cell.stop - cell.start) // segment)) for cell in cells]
+    most = max(map(len, cuts), default=0)
     hops = sorted(
         hop
         for index, cell in enumerate(cells)
-        for hop in _hops(rank, size, index, cell, number)
-        if cuts[index][hop.piece][0] < cuts[index][hop.piece][1]
+        for hop in _hops(
+            rank, size, index, cell, [piece * most // len(cuts[index]) for piece in range(len(cuts[index]))]
+        )
     )
     contributions: dict[tuple[int, int], int] = {}  # to each piece that this rank owns
     for hop in hops:
@@ -81,29 +79,30 @@ def all_reduce(rank: int, size: int, cells: Sequence[Cell], segment: int) -> Pla
     return Plan(tuple(sends), tuple(recvs))
 
 
-def _hops(rank: int, size: int, index: int, cell: Cell, number: int) -> Iterator[_Hop]:
-    """Yield the transfers of a cell that this rank takes part in."""
+def _hops(rank: int, size: int, index: int, cell: Cell, times: list[int]) -> Iterator[_Hop]:
+    """Yield the transfers of a cell that this rank takes part in; its pieces begin at `times`."""
     parent = cell.parents[rank]
-    depths, height = _depths(cell.parents)
+    heights = _heights(cell.parents)
+    last = 2 * max(heights) - 1
     edges = [] if parent == ROOT else [(rank, parent)]
     edges += [(child, rank) for child, above in enumerate(cell.parents) if above == rank]
     for child, above in edges:
-        depth = depths[child]
-        up, down = height - depth, height + depth - 1
-        for piece in range(number):
-            yield _Hop(piece + up, up, (above - child) % size, child, above, index, piece)
-            yield _Hop(piece + down, down, (child - above) % size, above, child, index, piece)
+        # A rank sends as soon as all below it have sent: the same levels of all trees meet in the same step.
+        up = heights[child]
+        down = last - up
+        for piece, time in enumerate(times):
+            yield _Hop(time + up, up, (above - child) % size, child, above, index, piece)
+            yield _Hop(time + down, down, (child - above) % size, above, child, index, piece)
 
 
-def _depths(parents: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the distance of every rank from the root, and the longest one."""
-    known = [0 if parent == ROOT else -1 for parent in parents]
+def _heights(parents: tuple[int, ...]) -> list[int]:
+    """Return how long the longest way up to each rank is."""
+    heights = [0] * len(parents)
     for rank in range(len(parents)):
-        path = []
-        at = rank
-        while known[at] < 0:
-            path.append(at)
-            at = parents[at]
-        for below, each in enumerate(reversed(path), 1):
-            known[each] = known[at] + below
-    return known, max(known)
+        below, at = 0, rank
+        while parents[at] != ROOT:
+            below, at = below + 1, parents[at]
+            if heights[at] >= below:
+                break
+            heights[at] = below
+    return heights

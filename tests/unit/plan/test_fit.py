@@ -52,6 +52,6 @@ def test_the_first_plan_is_the_fastest_or_the_plain_one_and_the_others_follow_by
     plain = next(each for each in (first, *others) if each.fitted[:4] == Fitted("ring", (), (), (), 0.0)[:4])
     if first is not plain:
         assert first.fitted.seconds * 1.05 <= plain.fitted.seconds
-        assert first.fitted.seconds <= min(times)
+        assert first.fitted.seconds <= min(times) * (1.08 if first.fitted.algorithm == "ring" else 1)
     else:
-        assert min(times) * 1.05 > plain.fitted.seconds
+        assert min(times) * 1.08 * 1.05 > plain.fitted.seconds
