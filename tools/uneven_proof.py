@@ -3,8 +3,8 @@
     python -m tools.uneven_proof [--mib 64] [--case NAME ...] [--repeat 3] [--secure]
 
 Hosts are network namespaces, their links are shaped by `tc tbf`. Prints a table for docs/benchmarks.md. The bound is
-what the links allow whatever the plan: every rank must send and receive at least as many bytes as the array has, and
-the slower side of the thinnest link between two parts of the network must carry the array once in each direction.
+what the links allow whatever the plan: every host must send and receive as many bytes as the array has, all of them
+together must send 2 (n - 1) times that, and the link between two sites must carry the array once in each direction.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ CASES: Final = (
 
 
 def bound(case: Case, nbytes: int) -> float:
-    """Return the fewest seconds in which any plan can sum arrays of so many bytes."""
-    speeds = [float(number) for rate in case.rates for number in rate.split("/")]
-    slowest = min(speeds + ([float(case.trunk)] if case.trunk else []))
-    return nbytes * 8 / (slowest * 1e6)
+    """Return the fewest seconds in which any plan can sum arrays of so many bytes; see `covey.plan.cost`."""
+    up, down = ([float(rate.split("/")[at]) for rate in case.rates] for at in (0, -1))
+    values = 2 * (len(up) - 1)
+    least = [nbytes / min(up), nbytes / min(down), values * nbytes / sum(up), values * nbytes / sum(down)]
+    return max(*least, nbytes / case.trunk if case.trunk else 0.0) * 8 / 1e6
 
 
 def run(case: Case, plan: str, count: int, repeat: int, *, secure: bool) -> tuple[float, str, float | None]:
