@@ -29,6 +29,7 @@ PUBLIC = {
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
     *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
+    *("PlanAlternative", "PlanReport", "Topology", "TopologyHost", "TopologyLink", "TopologyNode"),
     *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
     *("serve_http", "HttpServer", "on_shutdown", "shutdown"),
@@ -38,6 +39,7 @@ GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
     *("compression", "feedback", "members", "to_parent", "to_run", "split_by_host"),
     *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
+    "explain",
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
@@ -49,7 +51,7 @@ GROUP = {
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
     *("call", "call_async", "stream", "broadcast_call", "proxy"),
-    *("id", "name", "leader", "members", "hosts", "links", "health", "on_event", "events", "store"),
+    *("id", "name", "leader", "members", "hosts", "links", "topology", "health", "on_event", "events", "store"),
     *("add_check", "remove_check"),
 }
 MODULES = sorted(

@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.events import Event
+    from covey.runtime.group.explaining import PlanAlternative, PlanReport
     from covey.runtime.group.group import Group
     from covey.runtime.group.node import Node
     from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
     from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
+    from covey.runtime.group.topology import Topology, TopologyHost, TopologyLink, TopologyNode
     from covey.runtime.http_server import HttpServer
     from covey.runtime.joining.bootstrap import join, join_async
     from covey.runtime.joining.generations import generations
@@ -102,6 +104,8 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "OneBit",
     "PeerLink",
     "PeerLostError",
+    "PlanAlternative",
+    "PlanReport",
     "PowerSGD",
     "QuorumLostError",
     "RandomK",
@@ -113,6 +117,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "Strategy",
     "Threshold",
     "TopK",
+    "Topology",
+    "TopologyHost",
+    "TopologyLink",
+    "TopologyNode",
     "Work",
     "WorkerNode",
     "WorkerNodeConfig",
@@ -155,11 +163,17 @@ _HOMES = {
     "MessageInfo": "covey.proto.message",
     "OneBit": "covey.compress.quantisers",
     "PeerLink": "covey.runtime.group.observing",
+    "PlanAlternative": "covey.runtime.group.explaining",
+    "PlanReport": "covey.runtime.group.explaining",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
     "Strategy": "covey.runtime.group.strategy",
     "Threshold": "covey.compress.sparse",
     "TopK": "covey.compress.sparse",
+    "Topology": "covey.runtime.group.topology",
+    "TopologyHost": "covey.runtime.group.topology",
+    "TopologyLink": "covey.runtime.group.topology",
+    "TopologyNode": "covey.runtime.group.topology",
     "Work": "covey.runtime.work",
     "WorkerNode": "covey.coordinator.worker",
     "WorkerNodeConfig": "covey.coordinator.worker",

@@ -81,6 +81,7 @@ class GroupConfig:
     patience: float = _default("patience")
     quorum: str = _default("quorum")
     compress: str = _default("compress")
+    plan: str = _default("plan")
     warn_after: float = _default("warn_after")
     bucket_bytes: int = _default("bucket_bytes")
     heartbeat: float = _default("heartbeat")

@@ -20,6 +20,7 @@ LANES: Final = ("auto", "shm", "unix", "tcp", "secure")
 KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
+PLANS: Final = ("auto", "plain")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
@@ -164,6 +165,12 @@ _ROWS: Final = (
         _OPERATIONS, "compress", AnyText("a codec or a policy"), "",
         "How gradients and large sums are compressed: `int8`, or `embed.*=topk(0.01), *=int8`; empty: not at all. "
         "Ranks that differ raise MismatchError in the first operation.",
+    ),
+    _of_group(
+        _OPERATIONS, "plan", OneOf(PLANS, hidden=("always",)), "auto",
+        "How large arrays are added between three or more ranks on several machines: `auto` measures the links, and "
+        "uses the plan that fits them; `plain` treats all links alike.",
+        is_shared=True,
     ),
     _tuned(
         _OPERATIONS, "call_handlers", Whole(1, 4096), 64,

@@ -30,3 +30,11 @@ def listed(items: Iterable[object]) -> str:
     """Return the items as an English list: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(item) for item in items]
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def spell_rate(rate: float | None) -> str:
+    """Return a speed in bytes per second as bits per second, as links are sold; "unknown" for one that is not known."""
+    if rate is None or rate == float("inf"):
+        return "unknown"
+    bits = rate * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

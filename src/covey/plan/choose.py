@@ -42,6 +42,9 @@ DEFAULT_SIZES: Final = PlanSizes()
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
+PLANNED_BYTES: Final = 1 << 20
+"""From this size on, the plan of a sum may be fitted to the links; smaller ones depend on round trips more than on
+speed."""
 
 
 @lru_cache(maxsize=256)
@@ -49,14 +52,8 @@ def all_reduce(
     rank: int, size: int, count: int, itemsize: int, lanes: str, algorithm: str | None, sizes: PlanSizes
 ) -> Plan:
     """Return this rank's plan; `lanes` is "ring" if all pairs share memory, else "stream"."""
-    nbytes = count * itemsize
     if algorithm is None:
-        if size == 2:
-            algorithm = "exchange" if nbytes <= sizes.exchange_bytes else "direct"
-        elif nbytes <= sizes.doubling_bytes:
-            algorithm = "doubling"
-        else:
-            algorithm = "direct" if lanes == "ring" else "ring"
+        algorithm = all_reduce_algorithm(size, count * itemsize, lanes, sizes)
     segment = sizes.segment(itemsize, is_cached=lanes == "ring" and size > 2)
     match algorithm:
         case "exchange" if size <= 2:
@@ -68,6 +65,15 @@ def all_reduce(
         case "ring":
             return ring.all_reduce(rank, size, count, segment)
     raise unknown("all_reduce", algorithm, ALL_REDUCE)
+
+
+def all_reduce_algorithm(size: int, nbytes: int, lanes: str, sizes: PlanSizes) -> str:
+    """Return the algorithm for links of which nothing is known."""
+    if size == 2:
+        return "exchange" if nbytes <= sizes.exchange_bytes else "direct"
+    if nbytes <= sizes.doubling_bytes:
+        return "doubling"
+    return "direct" if lanes == "ring" else "ring"
 
 
 @lru_cache(maxsize=256)

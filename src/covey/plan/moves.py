@@ -11,7 +11,7 @@ The ranks of a plan are numbered from 0 without gaps: when a group runs it, they
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -97,6 +97,14 @@ def placed(plan: Plan, places: Sequence[tuple[int, int]]) -> Plan:
     return Plan(tuple(map(put, plan.sends)), tuple(map(put, plan.recvs)))
 
 
+def renamed(plan: Plan, slots: Sequence[int]) -> Plan:
+    """Return a plan among other ranks: its rank j is slots[j]."""
+    return Plan(
+        tuple(send._replace(peer=slots[send.peer]) for send in plan.sends),
+        tuple(recv._replace(peer=slots[recv.peer]) for recv in plan.recvs),
+    )
+
+
 def part(count: int, size: int, index: int) -> tuple[int, int]:
     """Return the range of part `index` when `count` elements are split into `size` parts as numpy.array_split does."""
     base, extra = divmod(count, size)
@@ -116,6 +124,15 @@ def pieces(start: int, stop: int, number: int) -> list[tuple[int, int]]:
     base, extra = divmod(stop - start, number)
     bounds = [start + index * base + min(index, extra) for index in range(number + 1)]
     return list(pairwise(bounds))
+
+
+def divided(start: int, stop: int, weights: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut a range in proportion to `weights`; into equal parts if all are 0."""
+    if not any(weights):
+        weights = [1] * len(weights)
+    total = sum(weights)
+    ends = [start + (stop - start) * upto // total for upto in accumulate(weights, initial=0)]
+    return list(pairwise(ends))
 
 
 def segmented_parts(count: int, size: int, length: int) -> list[list[tuple[int, int]]]:

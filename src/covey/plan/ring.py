@@ -7,34 +7,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, segmented_parts, segments
+from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, divided, segmented_parts, segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def all_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
+def all_reduce(rank: int, size: int, count: int, segment: int, shares: Sequence[int] = ()) -> Plan:
     """All-reduce buffer 0: each `part` goes round the ring once to be summed, and once more to be distributed.
+
+    `shares` makes unequal parts: that which rank j finishes is in proportion to shares[j], and is cut into segments of
+    its own; empty parts do not travel.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
     if size == 1:
         return Plan()
     right, left = (rank + 1) % size, (rank - 1) % size
-    cuts = segmented_parts(count, size, segment)
-    depth = len(cuts[0])
+    cuts = _shared_parts(count, shares, segment) if shares else segmented_parts(count, size, segment)
     sends: list[Send] = []
     recvs: list[Recv] = []
+    earlier = 0  # receives before those of the last step, which bring what is sent in this one
     for step in range(2 * size - 2):
-        # A segment that is sent was received one step earlier, which is `depth` receives.
-        earlier = (step - 1) * depth
         sends += [
-            Send(right, 0, start, stop, max(0, earlier + k))
+            Send(right, 0, start, stop, earlier + k if step else 0)
             for k, (start, stop) in enumerate(cuts[(rank - step) % size], 1)
         ]
+        earlier = len(recvs)
         action = STORE if step > size - 2 else REDUCE | FINAL if step == size - 2 else REDUCE
         recvs += [Recv(left, 0, start, stop, action) for start, stop in cuts[(rank - step - 1) % size]]
     return Plan(tuple(sends), tuple(recvs))
+
+
+def _shared_parts(count: int, shares: Sequence[int], segment: int) -> list[list[tuple[int, int]]]:
+    """Return the segments of each part, in the order in which ranks begin to send them; none of an empty one."""
+    owned = divided(0, count, shares)
+    return [segments(*part, segment) if part[0] < part[1] else [] for part in (owned[-1], *owned[:-1])]
 
 
 def all_gather(rank: int, lengths: Sequence[int]) -> Plan:

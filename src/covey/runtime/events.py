@@ -27,6 +27,8 @@ KEPT: Final = 1000
 """Events that are kept in memory; older ones are in the log."""
 CODEC: Final = "codec"
 """The event that another codec was chosen."""
+PLAN: Final = "plan"
+"""The event that another plan was chosen for large sums."""
 CHECKPOINT: Final = "checkpoint"
 """The event that a checkpoint of the run has begun or is over."""
 FOUNDED: Final = ("joined", "generation", "restored")
@@ -43,6 +45,7 @@ KINDS: Final = (
     "leader",
     "lane",
     CODEC,
+    PLAN,
     CHECKPOINT,
 )
 """All kinds of events."""
@@ -59,8 +62,8 @@ class Event:
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
     again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
-    another member leads; `lane`: a lane was opened; `codec`: `compress="auto"` chose another codec; `checkpoint`: a
-    checkpoint has begun or is over."""
+    another member leads; `lane`: a lane was opened; `codec`: `compress="auto"` chose another codec; `plan`: another
+    plan was chosen for large sums; `checkpoint`: a checkpoint has begun or is over."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -71,8 +74,8 @@ class Event:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
     text: str = ""
-    """In words: why members are lost, the kind of a lane, the codec and why it was chosen, `begun ID`, `ended ID` or
-    `failed ID: ...` of a checkpoint."""
+    """In words: why members are lost, the kind of a lane, the codec or plan and why it was chosen, `begun ID`,
+    `ended ID` or `failed ID: ...` of a checkpoint."""
     is_earlier: bool = False
     """Whether it happened before this process was in the run. Another member has told it, with times of its clock."""
 

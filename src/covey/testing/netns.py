@@ -132,9 +132,13 @@ class Lan:
     """Hosts on one Ethernet, or on two. Leaving the block removes all of it.
 
     `kind="bridge"` joins them in the kernel, at full speed or at `rate` (as tc writes it: "1gbit") for each host and
-    direction. `kind="switch"` joins them by a `Switch`, which can drop, delay and forge. Without `ipv4` or `ula` the
-    networks have no such addresses; link-local IPv6 is always there. `hosts_file` says that the host's own name is
-    127.0.1.1, as Debian does. `two_networks` gives each host a second interface on another network.
+    direction. `rates` has a rate for each host instead, "20mbit/100mbit" for what it sends and what it receives. With
+    `sites`, the number of a site for each host, each site has a bridge, and `trunk` is the rate of the way from site 0
+    to each other one. `kind="switch"` joins them by a `Switch`, which can drop, delay and forge.
+
+    Without `ipv4` or `ula` the networks have no such addresses; link-local IPv6 is always there. `hosts_file` says that
+    the host's own name is 127.0.1.1, as Debian does. `two_networks` gives each host a second interface on another
+    network.
     """
 
     def __init__(
@@ -143,15 +147,21 @@ class Lan:
         *,
         kind: Literal["bridge", "switch"] = "bridge",
         rate: str = "",
+        rates: Sequence[str] = (),
+        sites: Sequence[int] = (),
+        trunk: str = "",
         ipv4: bool = True,
         ula: bool = True,
         hosts_file: bool = False,
         two_networks: bool = False,
         prefix: str = PREFIX,
     ) -> None:
-        if rate and kind != "bridge":
-            raise ValueError("rate is for bridges; a switch has shape(bytes_per_second=...)")
-        self._kind, self._rate, self._ipv4, self._ula, self._hosts_file = kind, rate, ipv4, ula, hosts_file
+        if (rate or rates or sites) and kind != "bridge":
+            raise ValueError("rates are for bridges; a switch has shape(bytes_per_second=...)")
+        if len(rates) not in (0, hosts) or len(sites) not in (0, hosts):
+            raise ValueError(f"rates and sites need one entry for each of the {hosts} hosts")
+        self._rates, self._sites, self._trunk = list(rates) or [rate] * hosts, list(sites) or [0] * hosts, trunk
+        self._kind, self._ipv4, self._ula, self._hosts_file = kind, ipv4, ula, hosts_file
         self._prefix, self._size = prefix, hosts
         self._networks = 2 if two_networks else 1
         self.hosts: list[Host] = []
@@ -203,18 +213,32 @@ class Lan:
     def _make_bridge(self, network: int) -> None:
         middle = self._bridges[network]
         _make_namespace(middle)
-        _ip(middle, "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set br0 up")
-        for host in self.hosts:
+        for site in sorted({0, *self._sites}):
+            _ip(
+                middle,
+                f"link add br{site} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+                f"link set br{site} up",
+            )
+            if site:
+                _ip(
+                    middle,
+                    f"link add near{site} type veth peer name far{site}",
+                    f"link set near{site} master br0 up",
+                    f"link set far{site} master br{site} up",
+                )
+                for end in (f"near{site}", f"far{site}") if self._trunk else ():
+                    _shape(middle, end, self._trunk)
+        for host, rate, site in zip(self.hosts, self._rates, self._sites, strict=True):
             port, device = host.name, f"eth{network}"
             _ip(
                 middle,
                 f"link add {port} type veth peer name {device} netns {host.namespace}",
-                f"link set {port} master br0 up",
+                f"link set {port} master br{site} up",
             )
-            if self._rate:
-                for namespace, end in ((middle, port), (host.namespace, device)):
-                    shaper = f"qdisc add dev {end} root tbf rate {self._rate} burst 256kb latency 20ms"
-                    _call(["tc", "-n", namespace, *shaper.split()])
+            if rate:
+                up, _, down = rate.partition("/")
+                _shape(host.namespace, device, up)
+                _shape(middle, port, down or up)
 
     def _make_switch(self, network: int) -> None:
         self.switches.append(switch := Switch(seed=network))
@@ -234,6 +258,11 @@ class Lan:
             _ip(host.namespace, *commands)
             host.ip6s.append(ip6 if self._ula else _link_local(host.namespace, device))
             host.ip4, host.ip6 = (host.ip4s or [""])[0], host.ip6s[0]
+
+
+def _shape(namespace: str, device: str, rate: str) -> None:
+    """Let a device send at most so fast."""
+    _call(["tc", "-n", namespace, *f"qdisc add dev {device} root tbf rate {rate} burst 256kb latency 20ms".split()])
 
 
 def _make_namespace(name: str) -> None:

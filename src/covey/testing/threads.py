@@ -28,16 +28,17 @@ def run_threads(
     lanes: str = "memory",
     timeout: float = 30.0,
     settings: Mapping[str, Any] | None = None,
+    plan: str = "auto",
 ) -> list[T]:
     """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
 
     `lanes` may be memory, unix, tcp or shm. `timeout` is each group's default and bounds the whole. `settings`
-    are those of `covey.join`. If ranks fail, raises an ExceptionGroup of what they raised, each with a note that names
-    its rank.
+    are those of `covey.join`; `plan="always"` fits plans as if each rank were on a host of its own. If ranks fail,
+    raises an ExceptionGroup of what they raised, each with a note that names its rank.
     """
     results: list[Any] = [None] * size
     errors: list[Exception] = []
-    config = GroupConfig(lanes=lanes, timeout=timeout, **from_argument(settings or {}))
+    config = GroupConfig(lanes=lanes, timeout=timeout, plan=plan, **from_argument(settings or {}))
     token = secrets.token_bytes(TOKEN_BYTES)
 
     def rank_main(rank: int, folder: str) -> None:

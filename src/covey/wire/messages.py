@@ -577,7 +577,8 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
 
     what: Name
-    """`metrics`; `operations`: the last ones of its groups; or `events`: the last ones of its run."""
+    """`metrics`; `operations`: the last ones of its groups; `events`: the last ones of its run; or `network`: the
+    links that its ranks have measured."""
     page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
 
@@ -589,7 +590,7 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.flight` or `wire.past`."""
+    """An encoded message of `wire.flight`, `wire.past` or `wire.network`."""
 
 
 class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):

@@ -362,6 +362,7 @@ def test_the_json_has_all_facts_and_findings() -> None:
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("host_problem", "search_problem", "looked", "nodes", "other_processes", "unreachable", "seeds", "refusals"),
+        "limits",
         *("seconds", "findings"),
     }
 

@@ -70,6 +70,7 @@ RETIRED = frozenset(
 
 EXCEPTIONS = {
     "__post_init__": "Python's own name",
+    "Candidate": "a plan that could be chosen",
     "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
     "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
     "_letters_for": "letters of the alphabet, in join codes",
@@ -97,6 +98,7 @@ SHARED = {
     "Done": ONE_PROGRAM,
     "Ending": TWO_LAYERS,
     "Engine": ONE_PROGRAM,
+    "Fitted": "a table that fits its terminal; a plan that fits its network",
     "Founded": IN_TESTING,
     "Header": TWO_LAYERS,
     "Heard": ONE_PROGRAM,
@@ -105,6 +107,7 @@ SHARED = {
     "Lanes": TWO_LAYERS,
     "Link": IN_TESTING,
     "Member": TWO_LAYERS,
+    "Network": "what a machine is connected to, for `covey doctor`; the links between ranks, for plans",
     "Newcomer": TWO_LAYERS,
     "Node": IN_TESTING,
     "Operation": ONE_PROGRAM,

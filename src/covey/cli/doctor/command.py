@@ -133,6 +133,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         unreachable=search.unreachable,
         seeds=search.seeds,
         refusals=search.refusals,
+        limits=search.limits,
     )
 
 

@@ -196,6 +196,27 @@ class Seed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitingLink:
+    """The machine whose own link makes large sums of a run slow."""
+
+    run: str
+    host_name: str
+    medium: str
+    """`wired`, `wireless`, `virtual` or `unknown`."""
+    direction: str
+    """`sends` or `receives`: the slower one."""
+    bytes_per_second: float
+    next_bytes_per_second: float
+    """Of the next slowest machine."""
+    nbytes: int
+    """The size of the sum whose times are predicted."""
+    seconds: float
+    """Predicted for the best plan with the links as they are."""
+    seconds_then: float
+    """The same, if this machine were as fast as the next slowest one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """All facts of an examination."""
 
@@ -221,4 +242,6 @@ class Facts:
     seeds: tuple[Seed, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     """Nodes that were refused, and why."""
+    limits: tuple[LimitingLink, ...] = ()
+    """The links that limit runs, where their ranks have measured them."""
     seconds: float = 0.0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE, WEIGHTS, Finding, Weight, parted, some
+from covey.cli.doctor.limits import slow_machines
 from covey.cli.doctor.own_machine import MACHINE_CHECKS, bad_folders, is_before_certificates, physical_and_down
 from covey.cli.doctor.waits import silent_members, waiting_runs
 
@@ -300,4 +301,5 @@ _CHECKS: Final = (
     *MACHINE_CHECKS,
     *(_search, _unreachable, _seeds, _refused, _foreign, _no_node, _other_clusters),
     *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks),
+    slow_machines,
 )

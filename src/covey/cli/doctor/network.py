@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.doctor.facts import MetNode, Network, Seed, Wait, Way
+from covey.cli.doctor.facts import LimitingLink, MetNode, Network, Seed, Wait, Way
+from covey.cli.doctor.limits import limiting_links
 from covey.cli.doctor.multicast_listener import MulticastListener
+from covey.cli.status.asking import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
 from covey.runtime.links.handshake import SILENCE, spell
@@ -81,6 +83,7 @@ class Search:
         self.other_processes: tuple[int, ...] = ()
         self.unreachable: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
+        self.limits: tuple[LimitingLink, ...] = ()
         self.multicast_problem = self.host_problem = ""
 
     def run(self) -> None:
@@ -122,6 +125,7 @@ class Search:
                 node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, listener))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
+        self.limits = limiting_links(measured_networks(visit, cards, stories, PROBE_SECONDS))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
         closed = dialling.result(PROBE_SECONDS + LATE_SECONDS)

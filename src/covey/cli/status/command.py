@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path  # noqa: TC003 - Typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -16,6 +17,7 @@ from rich.live import Live
 from covey.base.config import check_timeout, group_config
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.cli.layout import room
+from covey.cli.status.asking import measured_networks
 from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture, tellers, with_events
 from covey.cli.status.view import local_view, nothing_found, view
@@ -29,6 +31,7 @@ from covey.runtime.past_events import decode_last
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from covey.cli.status.network import RunNetwork
     from covey.cli.status.picture import Picture
     from covey.net.local_runs import LocalRunFound
     from covey.runtime.events import Event
@@ -52,6 +55,12 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C; with events.")
     ] = False,
+    as_graph: Annotated[
+        bool, typer.Option("--graph", help="Draw machines, sites and the speeds of links, as the ranks measured them.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write that drawing to a file, as SVG.", show_default=False)
+    ] = None,
     wait: Annotated[
         float | None,
         typer.Option(
@@ -79,6 +88,8 @@ def status(
     with visiting(found, config, announce=False) as visit:
         with working(f"looking for nodes of {found.name} ...", quiet=as_json):
             look_around(visit, wait)
+        if as_graph or svg is not None:
+            return _draw(visit, console, svg, is_shown=as_graph)
         if watch:
             return _watch(visit, console, as_json=as_json)
         seen = take(visit, has_events=as_json)
@@ -114,6 +125,30 @@ def take(visit: Visit, *, has_events: bool) -> Picture:
     mesh = visit.mesh
     drawn = picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
     return with_events(drawn, last_events(visit, tellers(seen, answers))) if has_events else drawn
+
+
+def _draw(visit: Visit, console: Console, path: Path | None, *, is_shown: bool) -> None:
+    """Show the links of all runs, or write them to a file; exit with 1 if there is no run."""
+    from covey.cli.status.graph import graph, svg  # most calls do not draw
+
+    found = networks(visit)
+    for name, network in found.items():
+        if is_shown:
+            console.print(graph(name, network, room()), soft_wrap=True)
+    if not found:
+        say(nothing_found(visit.mesh.cluster.name), err=True)
+        raise typer.Exit(1)
+    if path is not None:
+        drawn = [(name, network) for name, network in found.items() if network is not None]
+        if not drawn:
+            raise ConfigError("no run of the cluster has measured its links yet, so there is nothing to draw")
+        path.write_text(svg(drawn))
+
+
+def networks(visit: Visit) -> dict[str, RunNetwork | None]:
+    """Return what the nodes of each run have measured of their links; None for a run that has not measured."""
+    cards = [state.card for state in visit.members()]
+    return measured_networks(visit, cards, visit.ask_all(cards, messages.Ask(), ANSWER_SECONDS), ANSWER_SECONDS)
 
 
 def last_events(visit: Visit, to_ask: dict[str, messages.Card]) -> dict[str, list[Event]]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.collectives.executor import Coder
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
+    from covey.runtime.collectives.planner import Planner
     from covey.runtime.collectives.undo_buffer import UndoBuffer
 
 T = TypeVar("T")
@@ -103,6 +104,8 @@ class Attempt(EnginePart):
             self._native = NativeExecutor(engine.counters.recorder, ranks)
         run: Callable[..., None] = engine.quiet.run
         self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
+        self.known_planner: Planner | None = None
+        """None before the first large sum, and where plans are not fitted."""
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
         self._paths: list[tuple[str, str] | None] = [None] * self.size
@@ -145,6 +148,10 @@ class Attempt(EnginePart):
         plan = choose.all_reduce(self.slot, self.size, x.size, x.itemsize, self.lane_family, algorithm, self.sizes)
         self.execute(plan, (x,), reduction(op, x.dtype))
         return plan
+
+    def synchronize(self) -> None:
+        """Return once all ranks of the attempt have begun this step of the current operation."""
+        self.execute(self._barrier, self._nothing)
 
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""
@@ -232,6 +239,29 @@ class Attempt(EnginePart):
         # All of them are asked: a kind that some pair cannot have is an error here, before a lane is dialled.
         share = [self.engine.roster.shares_memory(rank) for rank in self.ranks if rank != self.engine.rank]
         return "ring" if all(share) else "stream"
+
+    @functools.cached_property
+    def fits_plans(self) -> bool:
+        """Whether the plans of large sums are fitted to the links. Equal on all ranks."""
+        config, roster = self.engine.config, self.engine.roster
+        if config.plan == "plain" or self.size < 3:
+            return False
+        several = len({roster.host(rank) for rank in self.ranks}) > 1
+        return config.plan == "always" or (several and self.lane_family == "stream")
+
+    def planner(self) -> Planner | None:
+        """Return what fits the plans of large sums to the links; None where all links are alike.
+
+        For the thread that runs an operation; others read `known_planner`.
+        """
+        if self.known_planner is None and self.fits_plans:
+            from covey.runtime.collectives.planner import Planner  # most groups have no use for it
+
+            hosts = [self.engine.roster.host(rank) for rank in self.ranks]
+            if self.engine.config.plan == "always":  # for tests on one host: as if each rank were on a host of its own
+                hosts = [str(slot) for slot in self.slots]
+            self.known_planner = Planner(tuple(hosts.index(host) for host in hosts))
+        return self.known_planner
 
     def open_lane(self, rank: Rank) -> Lane | None:
         """Return the open lane to a rank, if there is one."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
+    from covey.runtime.collectives.measuring import MeasuredLinks
     from covey.runtime.collectives.native_executor import Shortcut
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
@@ -83,6 +84,8 @@ class Engine:
             config.segment_bytes,
             config.cached_segment_bytes,
         )
+        self.measured: MeasuredLinks | None = None
+        """What the ranks measured last of the links between them; see `planner`."""
         self.nothing = np.empty(0, np.uint8)
         self.quiet = contextvars.Context()
         """A context in which numpy does not warn about infinities and nans; cheaper to enter than np.errstate."""

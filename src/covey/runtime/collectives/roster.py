@@ -75,6 +75,14 @@ class GroupRoster:
             return self.node.card.host_name if self.node is not None else ""
         return str(self.node.peers[self.seats[rank]].host_name)
 
+    def host(self, rank: Rank) -> str:
+        """Return what is equal for ranks that can share memory."""
+        if self.node is None:
+            return ""
+        peer = self.peer(rank)
+        contact = self.node.card.contact if peer is None else peer.contact
+        return "" if contact is None else contact.host
+
     def pid(self, rank: Rank) -> int:
         """Return the process id of a rank."""
         peer = self.peer(rank)

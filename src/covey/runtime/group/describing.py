@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.roster import LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
+    from covey.runtime.group.explaining import PlanReport
     from covey.runtime.group.node import Node
     from covey.runtime.group.observing import Member
     from covey.runtime.group.savings import Compression
@@ -102,6 +103,16 @@ class Description(Issuer):
         from covey.runtime.group.snapshot import group_metrics  # most programs do not ask
 
         return group_metrics(self._engine, self._savings.total)
+
+    def explain(self, nbytes: int) -> PlanReport:
+        """Return the plan with which an all_reduce of so many bytes is made now, why, and what the others would take.
+
+        Between three or more ranks on several machines, large sums use the plan that fits the links, which the ranks
+        measure together at the third large sum; `print` shows all of it. Nothing is sent.
+        """
+        from covey.runtime.group.explaining import explain  # most programs do not ask
+
+        return explain(self._engine, nbytes)
 
     @property
     def node(self) -> Node:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.events import Event
     from covey.runtime.group.observing import Member, MemberHealth, PeerLink
+    from covey.runtime.group.topology import Topology
     from covey.wire.call_values import ValueDecoder
 
     Peer = int | str | bytes
@@ -94,6 +95,15 @@ class Node:
     def links(self) -> tuple[PeerLink, ...]:
         """Return how this node reaches the other live members: lane, interface, round trip, speed."""
         return observing.links(self._engine)
+
+    def topology(self) -> Topology:
+        """Return the network between the live members as a graph: machines, sites, links with their speeds.
+
+        The speeds are those that all ranks have measured together, or what this node has seen itself before that.
+        """
+        from covey.runtime.group.topology import topology  # most programs do not ask
+
+        return topology(self._engine)
 
     def health(self) -> tuple[MemberHealth, ...]:
         """Return the state of each member by rank, as this node knows it: since when, and why."""

@@ -109,29 +109,20 @@ def _member(engine: Engine, rank: Rank) -> Member:
     )
 
 
-def hosts(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Return the live ranks of each machine, in the order of their first ranks.
+def hosts(engine: Engine, ranks: tuple[Rank, ...] | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the live ranks of each machine, or those of `ranks`, in the order of their first ranks.
 
     Two machines of one name are told apart by a number after the name.
     """
     by_host: dict[str, list[Rank]] = {}
-    for rank in engine.live:
-        by_host.setdefault(host_of(engine, rank), []).append(rank)
+    for rank in engine.live if ranks is None else ranks:
+        by_host.setdefault(engine.roster.host(rank), []).append(rank)
     named: dict[str, tuple[int, ...]] = {}
-    for ranks in by_host.values():
-        name = engine.roster.host_name(ranks[0]) or os.uname().nodename
+    for here in by_host.values():
+        name = engine.roster.host_name(here[0]) or os.uname().nodename
         same = sum(1 for other in named if other == name or other.startswith(f"{name}#"))
-        named[f"{name}#{same + 1}" if same else name] = tuple(ranks)
+        named[f"{name}#{same + 1}" if same else name] = tuple(here)
     return named
-
-
-def host_of(engine: Engine, rank: Rank) -> str:
-    """Return what is equal for ranks that can share memory."""
-    node, peer = engine.node, engine.roster.peer(rank)
-    if node is None:
-        return ""
-    contact = node.card.contact if peer is None else peer.contact
-    return "" if contact is None else contact.host
 
 
 def health(engine: Engine) -> tuple[MemberHealth, ...]:
@@ -162,7 +153,7 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
     kind = engine.roster.lane_kind(rank) if lane is None else lane.kind
     link = peer.link
     own = "" if link is None else link.local_ip
-    is_here = engine.node is not None and host_of(engine, rank) == engine.node.host
+    is_here = engine.node is not None and engine.roster.host(rank) == engine.node.host
     found = None if is_here else next((each for each in interfaces if own and own in each.addresses), None)
     medium = "local" if is_here else "unknown" if found is None else found.kind
     rate = None

@@ -15,6 +15,7 @@ from covey.base.config import check_timeout
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError
 from covey.plan import choose, doubling
+from covey.plan.choose import PLANNED_BYTES
 from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
@@ -117,7 +118,15 @@ class Reductions(Issuer):
             if weight is not None and not weigh(attempt, flat, weight):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
-            attempt.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
+            keeps = weight is None and (operand is None or operand.is_own)
+            planner = attempt.planner() if flat.nbytes >= PLANNED_BYTES and algorithm is None else None
+            if planner is not None:
+                planner.reduce(
+                    attempt, flat.size, flat.itemsize, plan,
+                    lambda fitted: attempt.execute(fitted, (flat,), rule, keeps=keeps),
+                )  # fmt: skip
+            else:
+                attempt.execute(plan, (flat,), rule, keeps=keeps)
             return x
 
         then = None

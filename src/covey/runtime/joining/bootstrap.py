@@ -64,6 +64,7 @@ def join(
     patience: float | None = None,
     quorum: str | None = None,
     compress: CompressValue = None,
+    plan: str | None = None,
     tie_breaker: str | None = None,
     new: bool | None = None,
     rank: int | None = None,
@@ -102,6 +103,8 @@ def join(
         quorum: `majority`: a majority of the last view goes on; `any`: two halves may go on apart (COVEY_QUORUM).
         compress: how `sync_gradients`, and `all_reduce` of large arrays of floats, send fewer bytes: a codec like
             `int8`, or a mapping of names to codecs (COVEY_COMPRESS); default: not at all.
+        plan: `auto`: ranks on several machines measure the links between them, and add large arrays with the plan that
+            fits these; `plain`: all links count alike (COVEY_PLAN).
         tie_breaker: the node that breaks ties when half of the members are left: `here`, or the name of a node or
             host (COVEY_TIE_BREAKER); default: rank 0.
         new: give up an earlier run of this name that this machine knows of and that is not known to be over. Without
@@ -142,6 +145,7 @@ def join(
             patience=patience,
             quorum=quorum,
             compress=compress,
+            plan=plan,
             tie_breaker=tie_breaker,
             new=new,
             rank=rank,

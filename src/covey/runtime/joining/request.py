@@ -44,6 +44,7 @@ class JoinRequest:
     patience: float | None = None
     quorum: str | None = None
     compress: CompressValue = None
+    plan: str | None = None
     tie_breaker: str | None = None
     new: bool | None = None
     rank: int | None = None
@@ -79,6 +80,7 @@ class JoinRequest:
             patience=self.patience,
             quorum=self.quorum,
             compress=None if self.compress is None else _policy_text(self.compress),
+            plan=self.plan,
             **from_argument(self.settings or {}),
         )
         if config.compress:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from covey.runtime.members.leaving import Closeable
     from covey.runtime.members.peers import Newcomer
     from covey.wire.membership import Bound, Record
+    from covey.wire.network import MeasuredNetwork
 
 logger = logging.getLogger("covey")
 
@@ -122,6 +123,8 @@ class Node:
         self.clocks = ClockOffsets()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
         self.newcomers = Newcomers(self.generation_table.tell_of_newcomer)
+        self.measured: tuple[float, MeasuredNetwork] | None = None
+        """What a group of this process has measured last of the links between its ranks, and when: since 1970."""
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False

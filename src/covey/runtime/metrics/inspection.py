@@ -1,4 +1,4 @@
-"""Answers to `messages.Inspect`: the metrics, the last operations and the last events of this process.
+"""Answers to `messages.Inspect`: the metrics, last operations and events of this process, and the links it measured.
 
 A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
 to encode, on the control loop, so a process answers such nodes a few times a second. Its checks and stacks
@@ -31,6 +31,7 @@ TOTAL_RATE, TOTAL_BURST = 20.0, 128.0
 METRICS: Final = "metrics"
 OPERATIONS: Final = "operations"
 EVENTS: Final = "events"
+NETWORK: Final = "network"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
 STACKS_LIMIT_BYTES: Final = 200_000
@@ -81,4 +82,10 @@ def answer(question: messages.Inspect) -> messages.Inspected:
         from covey.runtime.past_events import encode_last  # few commands ask
 
         return messages.Inspected(EVENTS, 0, 1, encode_last(node.events))
+    if question.what == NETWORK and node is not None and node.measured is not None:
+        from covey.runtime.measured_network import encode_measured  # few commands ask
+
+        measured_at, network = node.measured
+        own = {peer.link.local_ip for peer in list(node.peers.values()) if peer.link is not None}
+        return messages.Inspected(NETWORK, 0, 1, encode_measured(measured_at, network, own))
     return messages.Inspected(question.what, question.page, 0, b"")

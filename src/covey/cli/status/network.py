@@ -1,0 +1,97 @@
+"""What the nodes of a run tell about the links between them, put together. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.plan.network import Network
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from covey.wire.network import MeasuredNetwork
+
+
+@dataclass(frozen=True)
+class NetworkHost:
+    """A machine of a run."""
+
+    name: str
+    site: int
+    ranks: tuple[int, ...]
+    """Positions of its members in the network."""
+    up: float
+    down: float
+    """Bytes per second, to and from other machines."""
+    medium: str
+    """`wired`, `wireless`, `virtual`; `unknown` if its nodes did not answer."""
+
+
+@dataclass(frozen=True)
+class RunNetwork:
+    """The links of a run."""
+
+    network: Network
+    hosts: tuple[NetworkHost, ...]
+    age: float
+    """Seconds since the links were measured."""
+    plan: str
+
+
+def combined(told: Iterable[MeasuredNetwork]) -> RunNetwork | None:
+    """Return the network that was measured last, with the mediums that all nodes tell; None if there is none.
+
+    Nodes may tell anything: a network whose parts do not fit together is left out.
+    """
+    whole = [(each, network) for each in told if (network := _network(each)) is not None]
+    if not whole:
+        return None
+    latest, network = min(whole, key=lambda each: (-len(each[0].members), each[0].age))
+    mediums = {}
+    for each, _ in whole:
+        if each.medium != "unknown":
+            mediums[each.sender] = each.medium
+    hosts: dict[int, list[int]] = {}
+    for slot, host in enumerate(network.hosts):
+        hosts.setdefault(host, []).append(slot)
+    names = [latest.members[slots[0]].host_name for slots in hosts.values()]
+    found = []
+    for at, slots in enumerate(hosts.values()):
+        first = slots[0]
+        same = names[:at].count(names[at])
+        found.append(
+            NetworkHost(
+                f"{names[at]}#{same + 1}" if same else names[at],
+                network.sites[first],
+                tuple(slots),
+                network.up[first],
+                network.down[first],
+                next((mediums[key] for slot in slots if (key := latest.members[slot].name) in mediums), "unknown"),
+            )
+        )
+    return RunNetwork(network, tuple(found), latest.age, latest.plan)
+
+
+def _network(told: MeasuredNetwork) -> Network | None:
+    """Return what a node tells as a network, or None if it is none."""
+    members = told.members
+    size, sites = len(members), {each.site for each in members}
+    if size < 2 or sites != set(range(len(told.trunks))) or any(len(row) != len(sites) for row in told.trunks):
+        return None
+    if any(len(each.rates) != size or len(each.round_trips) != size for each in members):
+        return None
+    return Network(
+        tuple(each.host for each in members),
+        tuple(tuple(map(_known, each.rates)) for each in members),
+        tuple(_known(each.up) for each in members),
+        tuple(_known(each.down) for each in members),
+        tuple(tuple(max(0.0, trip) for trip in each.round_trips) for each in members),
+        tuple(each.site for each in members),
+        tuple(tuple(map(_known, row)) for row in told.trunks),
+    )
+
+
+def _known(speed: float) -> float:
+    return speed if speed > 0 else math.inf

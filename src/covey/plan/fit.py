@@ -1,0 +1,215 @@
+"""Fit the plan of an all_reduce to the network: what could be run, what each costs, and which is chosen.
+
+All of it follows from the agreed network, the size of the array and the settings, so all ranks choose the same plan.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from covey.plan import choose, cost, doubling, estimate, levels, order, ring, shares, trees
+from covey.plan.moves import renamed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.plan.choose import PlanSizes
+    from covey.plan.moves import Plan
+    from covey.plan.network import Network
+
+GAIN: Final = 1.05
+"""How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
+plans opens new lanes."""
+SLACK: Final = 1.08
+"""A ring is chosen if it takes at most so many times as long as the fastest plan: it needs two lanes a rank, and its
+time does not depend on how much lanes buffer."""
+PIECE_BYTES: Final = 64 << 10
+"""A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
+that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
+PIECES: Final = 32
+"""The longest part of a ring with unequal parts is cut into so many, if it is large enough."""
+MOST_FOLLOWED: Final = 24
+"""Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what they carry."""
+FOLLOWED_PIECES: Final = 1500
+"""Of plans along trees, so many are followed. The time for more grows evenly."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Fitted(NamedTuple):
+    """A plan of all_reduce for one network and size, as data: hashable, equal on all ranks."""
+
+    algorithm: str
+    """"exchange", "doubling", "direct", "ring" or "levels"."""
+    order: tuple[int, ...]
+    """The slots in the order of the ring, or of the rounds of "doubling"; empty for 0, 1, 2 and so on."""
+    shares: tuple[int, ...]
+    """By slot, of shares.WHOLE: the part of the array that the slot finishes; empty for equal parts."""
+    groups: Groups
+    """Of "levels": the groups of all levels. Otherwise all slots if they are on one host, else none."""
+    seconds: float
+    """The predicted time."""
+
+
+class Candidate(NamedTuple):
+    """A plan that could be run, with a few words for people."""
+
+    fitted: Fitted
+    why: str
+
+
+@lru_cache(maxsize=256)
+def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[Candidate, ...]:
+    """Return the plans for `count` elements, with their predicted times: the chosen one, then the others, best first.
+
+    The chosen one is the plain one, which `choose.all_reduce` returns, unless another is clearly faster; if all links
+    are equal it is always the plain one.
+    """
+    size = len(network.hosts)
+    plain = _plain(network, count * itemsize, sizes)
+    found: dict[Fitted, Candidate] = {}
+    for each in [plain, *_others(network)]:
+        found.setdefault(each.fitted, each)
+    timed = [
+        Candidate(each.fitted._replace(seconds=predicted(each.fitted, network, count, itemsize, sizes)), each.why)
+        for each in found.values()
+    ]
+    ranked = sorted(timed, key=lambda each: each.fitted.seconds)
+    near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
+    best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
+    if size < 3 or order.is_even(network) or best.fitted.seconds * GAIN > timed[0].fitted.seconds:
+        best = timed[0]
+    return (best, *(each for each in ranked if each is not best))
+
+
+@lru_cache(maxsize=256)
+def plan_of(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
+    """Return the moves of one slot."""
+    return _built(fitted, rank, size, count, itemsize, sizes)
+
+
+def predicted(fitted: Fitted, network: Network, count: int, itemsize: int, sizes: PlanSizes) -> float:
+    """Return the predicted seconds of a plan on a network."""
+    size = len(network.hosts)
+    if size > MOST_FOLLOWED and fitted.algorithm != "doubling":
+        return _estimated(fitted, network, count * itemsize, sizes)
+
+    def followed(number: int) -> float:
+        return cost.seconds(
+            [_built(fitted, slot, size, number, itemsize, sizes) for slot in range(size)], network, itemsize
+        )
+
+    if not _is_along_trees(fitted):
+        return followed(count)
+    most = max(size, FOLLOWED_PIECES // (2 * size)) * PIECE_BYTES // itemsize
+    if count <= most:
+        return followed(count)
+    short, long = followed(most // 2), followed(most)
+    return long + (long - short) * (count - most) / (most - most // 2)
+
+
+def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
+    slots = fitted.order or tuple(range(size))
+    position = slots.index(rank)
+    if _is_along_trees(fitted):
+        cells = levels.cells(size, fitted.groups, fitted.shares, count)
+        return trees.all_reduce(rank, size, cells, max(1, PIECE_BYTES // itemsize))
+    if fitted.algorithm == "ring" and fitted.shares:
+        weights = [fitted.shares[slot] for slot in slots]
+        segment = ring_piece(count * itemsize, fitted.shares, sizes) // itemsize
+        return renamed(ring.all_reduce(position, size, count, max(1, segment), weights), slots)
+    if fitted.algorithm == "doubling":
+        return renamed(doubling.all_reduce(position, size, count), slots)
+    lanes = "ring" if fitted.groups else "stream"
+    return renamed(choose.all_reduce(position, size, count, itemsize, lanes, fitted.algorithm, sizes), slots)
+
+
+def _is_along_trees(fitted: Fitted) -> bool:
+    return fitted.algorithm == "levels" or (fitted.algorithm == "direct" and bool(fitted.shares))
+
+
+def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
+    """Return the bytes of a transfer of a ring with unequal parts."""
+    longest = nbytes * max(weights) // sum(weights)
+    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // PIECES))
+
+
+def _estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
+    size = len(network.hosts)
+    if fitted.algorithm == "ring":
+        slots = fitted.order or tuple(range(size))
+        weights = [fitted.shares[slot] for slot in slots] if fitted.shares else [1] * size
+        piece = ring_piece(nbytes, weights, sizes) if fitted.shares else min(sizes.segment_bytes, -(-nbytes // size))
+        return estimate.ring(network, slots, weights, nbytes, piece)
+    weights = list(fitted.shares) or [1] * size
+    groups = fitted.groups if fitted.algorithm == "levels" else ()
+    return estimate.levelled(network, groups, weights, nbytes, min(PIECE_BYTES, -(-nbytes // size)))
+
+
+def _plain(network: Network, nbytes: int, sizes: PlanSizes) -> Candidate:
+    """Return the plan for links of which nothing is known."""
+    size = len(network.hosts)
+    is_one_host = len(set(network.hosts)) == 1
+    algorithm = choose.all_reduce_algorithm(size, nbytes, "ring" if is_one_host else "stream", sizes)
+    return Candidate(Fitted(algorithm, (), (), (tuple(range(size)),) if is_one_host else (), 0.0), "for equal links")
+
+
+def _others(network: Network) -> list[Candidate]:
+    """Return plans for unequal links; their times are not known yet."""
+    size = len(network.hosts)
+    if size < 3 or len(set(network.hosts)) == 1:
+        return []
+    best = order.best(network)
+    slots = tuple(range(size))
+    found = [
+        Candidate(Fitted("ring", best if best != slots else (), (), (), 0.0), "the order with the fastest slowest hop"),
+        Candidate(Fitted("doubling", best if best != slots else (), (), (), 0.0), "the fewest rounds"),
+    ]
+    if len(set(order.hop_speeds(network, best))) > 1:
+        uneven = Fitted("ring", best, _ring_shares(network, best), (), 0.0)
+        found.append(Candidate(uneven, "the order with the fastest slowest hop; slow ranks finish more"))
+    hosts, sites = _several(network.hosts), _several(network.sites)
+    if size <= levels.MOST_IN_STAR and not hosts:
+        speeds = [min(network.up[slot], network.down[slot]) for slot in slots]
+        found.append(Candidate(Fitted("direct", (), shares.owners(speeds), (), 0.0), "slow ranks finish less"))
+    for groups, why in (
+        (hosts, "inside hosts first"),
+        (sites, "inside sites first"),
+        (hosts + tuple(site for site in sites if site not in hosts), "inside hosts, then inside sites"),
+    ):
+        if groups:
+            found.append(Candidate(Fitted("levels", (), _level_shares(network, groups), groups, 0.0), why))
+    return found
+
+
+def _several(numbers: Sequence[int]) -> Groups:
+    """Return the slots with equal numbers, where there are several, unless all have the same."""
+    groups = [tuple(slot for slot, each in enumerate(numbers) if each == number) for number in dict.fromkeys(numbers)]
+    return tuple(group for group in groups if 1 < len(group) < len(numbers))
+
+
+def _ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
+    by_position = shares.ring(order.hop_speeds(network, slots))
+    return tuple(by_position[slots.index(slot)] for slot in range(len(slots)))
+
+
+def _level_shares(network: Network, groups: Groups) -> tuple[int, ...]:
+    """Return shares with which the parts of each group finish together, as far as the links between them matter."""
+    weights = [1.0] * len(network.hosts)
+    for parts in levels.divisions(len(network.hosts), groups):
+        for part, share in zip(parts, shares.owners([_speed(network, part) for part in parts]), strict=True):
+            for slot in part:
+                weights[slot] *= share / shares.WHOLE
+    return shares.whole(weights)
+
+
+def _speed(network: Network, part: tuple[int, ...]) -> float:
+    """Return what the slots of a host, of a site or of several hosts can send to others, and receive, in a second."""
+    hosts = {network.hosts[slot]: slot for slot in part}.values()
+    up, down = sum(network.up[slot] for slot in hosts), sum(network.down[slot] for slot in hosts)
+    site = network.sites[part[0]]
+    if part == tuple(slot for slot, each in enumerate(network.sites) if each == site) and len(network.trunks) > 1:
+        up = min(up, sum(each for other, each in enumerate(network.trunks[site]) if other != site))
+        down = min(down, sum(row[site] for other, row in enumerate(network.trunks) if other != site))
+    return min(up, down)

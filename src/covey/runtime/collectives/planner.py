@@ -1,0 +1,274 @@
+"""Fit the plans of large sums to the links between the ranks, which the ranks measure and agree on.
+
+The first large sums of an attempt use the plain plan, and are timed. Before the next one, at a call with a fixed
+number, the ranks measure the links (`measuring`), and choose a plan for each size class: all from the same figures, so
+all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of the time. A
+fitted plan stays chosen only if it turns out to be faster than the plain one.
+
+All of this belongs to one attempt: when ranks are lost, the next attempt begins anew, with what was measured before if
+all ranks have the same.
+
+Ranks that time a sum begin it together, and it takes as long as the last of them needs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from covey.plan.choose import all_reduce_algorithm
+from covey.plan.fit import fit, plan_of, predicted
+from covey.plan.network import infer
+from covey.runtime.collectives import network_report
+from covey.runtime.collectives.measuring import measure
+from covey.runtime.events import PLAN, Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.plan.choose import PlanSizes
+    from covey.plan.fit import Candidate, Fitted
+    from covey.plan.moves import Plan
+    from covey.plan.network import Network
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.measuring import MeasuredLinks
+
+PLAIN_CALLS: Final = 2
+"""Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
+MEASURING: Final = PLAIN_CALLS + 1
+"""The large call of an attempt, counted from 1, before which the ranks measure."""
+CHECKING: Final = 2
+"""Calls of a fitted plan that are timed before it is compared with the plain plan."""
+LEAST_SECONDS, MOST_SECONDS = 0.1, 1.5
+"""Of the first measurement, which takes as long as the calls before it took, within these bounds."""
+COST: Final = 0.01
+"""The part of the time of large sums that later measurements may take."""
+REVIEW_CALLS: Final = 64
+"""Large calls after which ranks look for the first time whether they may measure again."""
+MOST_CALLS: Final = 1 << 20
+PATIENCE: Final = 0.2
+"""The part of the time which is left to an operation that a measurement in it may take."""
+CACHED_PLANS: Final = 256
+GAIN: Final = 0.9
+"""A plan replaces another one if it is predicted to take at most this part of its time."""
+UNKNOWN: Final = math.inf
+SPEED: Final = 1e7
+"""Bytes per second that are assumed if what a rank says is not a speed."""
+
+
+class PlanChoice(NamedTuple):
+    """The plan of a size class."""
+
+    fitted: Fitted | None
+    """None: the plain plan."""
+    why: str
+    predicted: float
+    """Seconds; infinite before the links are known."""
+
+
+FIRST: Final = PlanChoice(None, "plain: the links are not measured yet", UNKNOWN)
+
+
+class SizeClass:
+    """The sums of arrays of about one size. Read on any thread."""
+
+    def __init__(self) -> None:
+        self.choice = FIRST
+        self.calls = 0
+        """Since the choice."""
+        self.timed: list[float] = []
+        """What timed calls took on this rank since the choice. All ranks have timed the same calls."""
+        self.measured = self.plain = UNKNOWN
+        """What the fastest timed call took with the chosen plan, and with the plain one before: agreed seconds."""
+        self.plain_predicted = UNKNOWN
+        self.candidates: tuple[Candidate, ...] = ()
+        self.network: Network | None = None
+        """What the choice was made from."""
+
+
+class Planner:
+    """The choices of one attempt. Every rank makes the same calls in the same order."""
+
+    def __init__(self, hosts: tuple[int, ...]) -> None:
+        """`hosts` has for each slot a number that is equal for ranks on one host."""
+        self.hosts = hosts
+        self.network: Network | None = None
+        """What was measured; None before, and if ranks do not agree on it."""
+        self.measured_at = 0.0
+        """When it was measured, in seconds since 1970."""
+        self.classes: dict[int, SizeClass] = {}
+        self._plans: dict[tuple[Fitted, int, int], Plan] = {}
+        self._calls = self._calls_before = 0
+        self._review_at = MEASURING
+        self._plain_calls = PLAIN_CALLS
+        self._is_on = True
+        """Whether the ranks agree on what they know of each other."""
+        self._spent = self._cost = self._speed = 0.0
+        """Seconds of large sums since the last measurement, those of that measurement, and the fastest sum here."""
+
+    def reduce(self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]) -> None:
+        """Call `perform` with the plan to use for a sum of so many elements; `plain` is the plan of equal links."""
+        kind = self.classes.setdefault(size_class(count * itemsize), SizeClass())
+        self._calls += 1
+        if self._calls == 1:
+            self._recall(attempt)
+        elif self._is_on and self._calls == self._review_at:
+            self._review(attempt)
+        if self.network is not None:
+            if kind.network is not self.network and kind.calls >= self._plain_calls:
+                self._choose(attempt, kind, self.network, count, itemsize)
+            elif kind.choice.fitted is not None and kind.calls == CHECKING:
+                self._check(attempt, kind)
+        fitted = kind.choice.fitted
+        plan = plain if fitted is None else self._plan(attempt, fitted, count, itemsize)
+        is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING)
+        if is_timed:
+            attempt.synchronize()
+        began = time.perf_counter()
+        perform(plan)
+        seconds = max(time.perf_counter() - began, 1e-9)
+        kind.calls += 1
+        if is_timed:
+            kind.timed.append(seconds)
+        self._spent += seconds
+        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * count * itemsize / seconds)
+
+    def _recall(self, attempt: Attempt) -> None:
+        """Take over what was measured in an earlier attempt, if all ranks have the same figures of those present."""
+        engine = attempt.engine
+        before = None if engine.measured is None else engine.measured.among(attempt.ranks)
+        known = 0 if before is None else zlib.crc32(repr((before.rounds, before.round_trips)).encode())
+        is_same, is_known = _agrees(attempt, zlib.crc32(repr(self.hosts).encode()), known)
+        self._is_on = is_same
+        if is_same and is_known and before is not None:
+            self._plain_calls = 0
+            self._use(attempt, before)
+            self._review_at = REVIEW_CALLS
+
+    def _review(self, attempt: Attempt) -> None:
+        """Measure the links, or put that off if it would take too large a part of the time."""
+        left = attempt.engine.operation.deadline - time.monotonic()
+        figures = np.array([self._spent, self._speed, left, -self._cost], np.float64)
+        attempt.all_reduce(figures, "min")
+        if not np.isfinite(figures).all() or not (figures[:2] > 0).all() or figures[3] > 0:
+            figures = np.array([LEAST_SECONDS, SPEED, 0.0, -MOST_SECONDS])
+        spent, speed, left, cost = float(figures[0]), float(figures[1]), float(figures[2]), -float(figures[3])
+        if PATIENCE * left < LEAST_SECONDS:
+            self._review_at = self._calls + REVIEW_CALLS
+            return
+        if cost and spent * COST < cost:
+            each = spent / (self._calls - self._calls_before)
+            calls = math.ceil((cost / COST - spent) / each)
+            self._review_at = self._calls + max(1, min(calls, MOST_CALLS))
+            return
+        began = time.perf_counter()
+        found = measure(attempt, min(MOST_SECONDS, PATIENCE * left, max(LEAST_SECONDS, cost or spent)), speed)
+        self._cost, self._spent = time.perf_counter() - began, 0.0
+        self._calls_before, self._review_at = self._calls, self._calls + REVIEW_CALLS
+        if found is not None:
+            attempt.engine.measured = found
+            self._use(attempt, found)
+
+    def _use(self, attempt: Attempt, measured: MeasuredLinks) -> None:
+        self.network = infer(self.hosts, measured.rounds, measured.round_trips)
+        self.measured_at = measured.at
+        network_report.tell(attempt, self.network, measured.at, "")
+
+    def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, count: int, itemsize: int) -> None:
+        """Choose the plan of a size class, from a network that all ranks hold."""
+        sizes, used = attempt.sizes, kind.choice.fitted
+        candidates = fit(network, count, itemsize, sizes)
+        plain = next(each.fitted for each in candidates if self._is_plain(each.fitted, count * itemsize, sizes))
+        best, why = candidates[0]
+        if best != plain:
+            why = f"{why}: {_ms(best.seconds)} predicted, {_ms(plain.seconds)} for the plain plan"
+            if used is not None and _form(used) != _form(best):
+                before = predicted(used, network, count, itemsize, sizes)
+                if best.seconds > GAIN * before:
+                    best, why = used._replace(seconds=before), kind.choice.why
+        if used is None:
+            kind.plain = kind.measured = _agreed(attempt, kind)
+        else:
+            kind.plain = UNKNOWN  # it was timed when the links were others
+        kind.candidates, kind.network, kind.plain_predicted = candidates, network, plain.seconds
+        if not _agrees(attempt, zlib.crc32(repr((candidates, best)).encode()))[0]:
+            why = "plain: the ranks found different plans in the same figures"  # as if they rounded differently
+            self._take(attempt, kind, PlanChoice(None, why, plain.seconds))
+        elif best == plain:
+            why = f"plain: no other plan is predicted to be faster than {_ms(plain.seconds)}"
+            self._take(attempt, kind, PlanChoice(None, why, plain.seconds))
+        else:
+            self._take(attempt, kind, PlanChoice(best, f"{best.algorithm}: {why}", best.seconds))
+
+    def _is_plain(self, fitted: Fitted, nbytes: int, sizes: PlanSizes) -> bool:
+        """Tell whether a plan is the one for equal links."""
+        lanes = "stream" if len(set(self.hosts)) > 1 else "ring"
+        algorithm = all_reduce_algorithm(len(self.hosts), nbytes, lanes, sizes)
+        return (fitted.algorithm, fitted.order, fitted.shares) == (algorithm, (), ())
+
+    def _check(self, attempt: Attempt, kind: SizeClass) -> None:
+        """Compare the times of a fitted plan with those of the plain one, and go back if that was faster."""
+        measured = _agreed(attempt, kind)
+        if measured < kind.plain or measured == UNKNOWN:
+            kind.measured = measured
+            return
+        why = f"plain: {_ms(kind.plain)}, and {_ms(measured)} with the plan that was predicted to be faster"
+        self._take(attempt, kind, PlanChoice(None, why, kind.plain_predicted))
+        kind.measured = kind.plain
+
+    def _take(self, attempt: Attempt, kind: SizeClass, choice: PlanChoice) -> None:
+        before, kind.choice = kind.choice, choice
+        if _form(before.fitted) == _form(choice.fitted):
+            return
+        kind.calls, kind.measured = 0, UNKNOWN
+        if self.network is not None:
+            network_report.tell(attempt, self.network, self.measured_at, choice.why)
+        engine = attempt.engine
+        if engine.node is not None:
+            generation = 0 if engine.generation is None else engine.generation.number
+            engine.node.events.add(Event(PLAN, time.time(), generation, 0, text=f"{engine.name}: {choice.why}"))
+
+    def _plan(self, attempt: Attempt, fitted: Fitted, count: int, itemsize: int) -> Plan:
+        key = (fitted, count, itemsize)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= CACHED_PLANS:
+                self._plans.clear()
+            plan = plan_of(fitted, attempt.slot, attempt.size, count, itemsize, attempt.sizes)
+            self._plans[key] = plan
+        return plan
+
+
+def size_class(nbytes: int) -> int:
+    """Return a number that is equal for arrays of about one size."""
+    return nbytes.bit_length()
+
+
+def _form(fitted: Fitted | None) -> Fitted | None:
+    """Return what tells plans apart: all but the predicted time."""
+    return None if fitted is None else fitted._replace(seconds=0.0)
+
+
+def _agrees(attempt: Attempt, *digests: int) -> list[bool]:
+    """Tell for each number whether it is the same on all ranks; for numbers other than 0, which none may be."""
+    figures = np.array([sign * each for each in digests for sign in (1, -1)], np.int64)
+    attempt.all_reduce(figures, "min")
+    return [bool(least == -most != 0) for least, most in figures.reshape(-1, 2)]
+
+
+def _agreed(attempt: Attempt, kind: SizeClass) -> float:
+    """Return what the fastest timed call took until the last rank had finished, and forget the times."""
+    if not kind.timed:
+        return UNKNOWN
+    figures = np.array(kind.timed, np.float64)
+    kind.timed.clear()
+    attempt.all_reduce(figures, "max")
+    return float(figures.min()) if np.isfinite(figures).all() and figures.min() > 0 else UNKNOWN
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,146 @@
+"""`Group.explain`: the plan with which a sum of some size is made, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.base.setting_kinds import show_bytes
+from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm
+from covey.plan.cost import bound
+from covey.plan.fit import fit
+from covey.runtime.collectives.planner import SizeClass, size_class
+from covey.runtime.group.topology import Topology, topology
+
+if TYPE_CHECKING:
+    from covey.plan.fit import Candidate, Fitted
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.planner import Planner
+
+ITEM_BYTES = 4
+"""Of an element, where none is given: most large arrays are float32."""
+
+
+@dataclass(frozen=True)
+class PlanAlternative:
+    """A plan that was not chosen."""
+
+    algorithm: str
+    why: str
+    """What speaks for it."""
+    predicted_seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of sums of some size; see `Group.explain`."""
+
+    nbytes: int
+    algorithm: str
+    """`exchange`, `doubling`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between them."""
+    order: tuple[int, ...]
+    """The ranks in the order of the ring."""
+    shares: tuple[float, ...]
+    """By rank of `order`: which part of the array the rank finishes. Empty if all finish equal parts."""
+    groups: tuple[tuple[int, ...], ...]
+    """Of `levels`: the ranks that combine among themselves first."""
+    why: str
+    predicted_seconds: float | None
+    """None before the links are measured."""
+    measured_seconds: float | None
+    """What such a sum took until the last rank had finished, when they agreed on it last; None if they have not."""
+    bound_seconds: float | None
+    """What no plan can beat, with these links; None before they are measured."""
+    alternatives: tuple[PlanAlternative, ...]
+    """The plans that were not chosen, the best one first."""
+    topology: Topology
+    """The network that the plan was made for."""
+
+    def __str__(self) -> str:
+        lines = [f"{show_bytes(self.nbytes)}: {self.algorithm} ({self.why})"]
+        if self.algorithm == "ring":
+            lines.append(f"  order: {' -> '.join(map(str, self.order))}")
+        if self.shares:
+            parts = (f"rank {rank} {share:.1%}" for rank, share in zip(self.order, self.shares, strict=True))
+            lines.append(f"  finished by: {', '.join(parts)}")
+        if self.groups:
+            lines.append(f"  first among: {'; '.join(', '.join(map(str, group)) for group in self.groups)}")
+        times = (("predicted", self.predicted_seconds), ("measured", self.measured_seconds),
+                 ("no plan beats", self.bound_seconds))  # fmt: skip
+        said = [f"{what} {_spell(seconds)}" for what, seconds in times if seconds is not None]
+        if said:
+            lines.append(f"  {', '.join(said)}")
+        for other in self.alternatives:
+            lines.append(f"  instead of {other.algorithm} ({other.why}): {_spell(other.predicted_seconds)}")
+        return "\n".join([*lines, str(self.topology)])
+
+
+def explain(engine: Engine, nbytes: int) -> PlanReport:
+    """Return the plan of a sum of `nbytes`, as all ranks have it now."""
+    attempt = engine.attempt
+    is_alone = engine.node is None  # a run of one, or a process that was forked from a member
+    plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
+    if is_alone or nbytes < PLANNED_BYTES or not attempt.fits_plans:
+        return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
+    planner = attempt.known_planner
+    kind = SizeClass() if planner is None else planner.classes.get(size_class(nbytes), SizeClass())
+    return _report(engine, attempt, nbytes, plain, planner, kind.choice.why, kind)
+
+
+def _report(
+    engine: Engine, attempt: Attempt, nbytes: int, plain: str, planner: Planner | None, why: str, kind: SizeClass
+) -> PlanReport:
+    fitted, network = kind.choice.fitted, None if planner is None else planner.network
+    candidates: tuple[Candidate, ...] = kind.candidates
+    if network is not None and not candidates:
+        candidates = fit(network, max(1, nbytes // ITEM_BYTES), ITEM_BYTES, attempt.sizes)
+    ranks = attempt.ranks
+    order = tuple(ranks[slot] for slot in (fitted.order if fitted is not None else ()) or attempt.slots)
+    total = sum(fitted.shares) if fitted is not None else 0
+    shares = () if fitted is None or not total else tuple(
+        fitted.shares[attempt.slot_of(engine.ranks[rank])] / total for rank in order
+    )  # fmt: skip
+    groups = () if fitted is None or fitted.algorithm != "levels" else fitted.groups
+    return PlanReport(
+        nbytes,
+        plain if fitted is None else fitted.algorithm,
+        order,
+        shares,
+        tuple(tuple(ranks[slot] for slot in group) for group in groups),
+        why,
+        _known(kind.choice.predicted),
+        _known(kind.measured),
+        None if network is None else bound(network, nbytes),
+        tuple(
+            PlanAlternative(each.fitted.algorithm, each.why, each.fitted.seconds)
+            for each in candidates
+            if not _is_used(each.fitted, fitted, plain)
+        ),
+        topology(engine),
+    )
+
+
+def _is_used(candidate: Fitted, fitted: Fitted | None, plain: str) -> bool:
+    if fitted is None:
+        return (candidate.algorithm, candidate.order, candidate.shares) == (plain, (), ())
+    return candidate._replace(seconds=0.0) == fitted._replace(seconds=0.0)
+
+
+def _why_plain(engine: Engine, attempt: Attempt, nbytes: int) -> str:
+    if attempt.size < 3:
+        return "plain: there are fewer than three ranks"
+    if nbytes < PLANNED_BYTES:
+        return f"plain: sums below {show_bytes(PLANNED_BYTES)} depend on round trips more than on speed"
+    if engine.config.plan == "plain":
+        return "plain: plan='plain' asks for it"
+    return "plain: all ranks are on one machine"
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
+def _spell(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

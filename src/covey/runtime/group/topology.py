@@ -1,0 +1,155 @@
+"""The network between the members of a group, as a graph: from what the ranks have measured together, if they have.
+
+A snapshot, read without asking other nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.base.text import spell_rate
+from covey.runtime.group import observing
+
+if TYPE_CHECKING:
+    from covey.plan.network import Network
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.engine import Engine
+
+
+@dataclass(frozen=True)
+class TopologyNode:
+    """A live member of the group."""
+
+    rank: int
+    name: str
+    host: str
+    """The name of its machine, as in `Node.hosts`."""
+    site: int
+    """Members with equal numbers are near each other. 0 for all before the links are measured."""
+
+
+@dataclass(frozen=True)
+class TopologyHost:
+    """A machine."""
+
+    name: str
+    ranks: tuple[int, ...]
+    site: int
+    up: float | None
+    """Bytes per second that it can send to other machines in all; None if that is not known."""
+    down: float | None
+    """The same for what it receives."""
+
+
+@dataclass(frozen=True)
+class TopologyLink:
+    """The way from one member to another."""
+
+    source: int
+    target: int
+    medium: str
+    """`wired`, `wireless`, `virtual` or `local`; `unknown` if this node is at neither end."""
+    bytes_per_second: float | None
+    """What one member can send to the other; None if that is not known."""
+    round_trip: float | None
+    """Seconds; None if it is not known."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The members of a group, their machines and sites, and the links between them."""
+
+    nodes: tuple[TopologyNode, ...]
+    hosts: tuple[TopologyHost, ...]
+    sites: tuple[tuple[int, ...], ...]
+    """The ranks of each site. Links between sites are shared by all their members."""
+    links: tuple[TopologyLink, ...]
+    between_sites: dict[tuple[int, int], float]
+    """Bytes per second that all members of one site together can send to another one."""
+    measured_at: float | None
+    """When the ranks measured the links together, in seconds since 1970. None: they have not, and the links are those
+    that this node has used itself."""
+
+    def __str__(self) -> str:
+        lines = []
+        for number, ranks in enumerate(self.sites):
+            here = [host for host in self.hosts if host.site == number]
+            lines.append(f"site {number}: {len(ranks)} ranks on {len(here)} machines")
+            for host in here:
+                both = f"sends {spell_rate(host.up)}, receives {spell_rate(host.down)}"
+                lines.append(f"  {host.name}: rank {', '.join(map(str, host.ranks))}; {both}")
+        for (one, other), rate in self.between_sites.items():
+            lines.append(f"site {one} to site {other}: {spell_rate(rate)}")
+        return "\n".join(lines)
+
+
+def topology(engine: Engine) -> Topology:
+    """Return the network between the live members of a group."""
+    attempt = engine.attempt
+    planner = attempt.known_planner
+    network = None if planner is None else planner.network
+    if planner is None or network is None:
+        return _as_seen(engine)
+    return _as_agreed(engine, attempt, network, planner.measured_at)
+
+
+def _as_agreed(engine: Engine, attempt: Attempt, network: Network, measured_at: float) -> Topology:
+    known = observing.members(engine)
+    by_host = observing.hosts(engine, attempt.ranks)
+    slots, ranks = range(attempt.size), attempt.ranks
+    sites: dict[int, list[int]] = {}
+    for slot in slots:
+        sites.setdefault(network.sites[slot], []).append(ranks[slot])
+    hosts = []
+    for name, here in by_host.items():
+        slot = attempt.slot_of(engine.ranks[here[0]])
+        up, down = (value if math.isfinite(value) else None for value in (network.up[slot], network.down[slot]))
+        hosts.append(TopologyHost(name, here, network.sites[slot], up, down))
+    own = {link.rank: link.medium for link in observing.links(engine)}
+    links = tuple(
+        TopologyLink(
+            ranks[i],
+            ranks[j],
+            _medium(engine, own, ranks[i], ranks[j]),
+            network.rates[i][j],
+            network.round_trips[i][j],
+        )
+        for i in slots
+        for j in slots
+        if i != j
+    )
+    between = {
+        (a, b): rate for a, row in enumerate(network.trunks) for b, rate in enumerate(row) if a != b
+    }  # fmt: skip
+    names = _by_rank(by_host)
+    nodes = tuple(
+        TopologyNode(rank, known[rank].name, names[rank], network.sites[slot]) for slot, rank in enumerate(ranks)
+    )
+    return Topology(nodes, tuple(hosts), tuple(map(tuple, sites.values())), links, between, measured_at)
+
+
+def _as_seen(engine: Engine) -> Topology:
+    """Return what this node knows by itself: all members at one site, and its own links."""
+    known, live = observing.members(engine), engine.live
+    by_host = observing.hosts(engine, live)
+    names = _by_rank(by_host)
+    nodes = tuple(TopologyNode(rank, known[rank].name, names[rank], 0) for rank in live)
+    hosts = tuple(TopologyHost(name, ranks, 0, None, None) for name, ranks in by_host.items())
+    links = tuple(
+        TopologyLink(engine.rank, link.rank, link.medium, link.bytes_per_second, link.round_trip)
+        for link in (observing.links(engine) if engine.node is not None else ())
+    )
+    return Topology(nodes, hosts, (live,), links, {}, None)
+
+
+def _by_rank(by_host: dict[str, tuple[int, ...]]) -> dict[int, str]:
+    return {rank: name for name, ranks in by_host.items() for rank in ranks}
+
+
+def _medium(engine: Engine, own: dict[int, str], one: int, other: int) -> str:
+    if engine.rank in (one, other):
+        return own.get(other if one == engine.rank else one, "unknown")
+    roster = engine.roster
+    return "local" if roster.host(engine.ranks[one]) == roster.host(engine.ranks[other]) else "unknown"

@@ -1,0 +1,185 @@
+"""Plans that fit the links: ranks measure, choose alike, and change together; nothing they say can make them differ."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.support.compiled import EXECUTORS, use_executors
+
+from covey.plan.choose import PLANNED_BYTES
+from covey.runtime.collectives import measuring, planner
+from covey.runtime.collectives.planner import PLAIN_CALLS
+from covey.runtime.group.internals import node_of
+from covey.testing.threads import run_threads
+
+if TYPE_CHECKING:
+    from covey import Group, PlanReport
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+COUNT = PLANNED_BYTES // 4
+SLOW, FAST = 4_000_000, 40_000_000
+"""Bytes per second of lanes: so slow that no moment in which the machine stands still decides the choice."""
+
+
+def values(rank: int, number: int) -> Array:
+    return np.random.default_rng([rank, number]).integers(-1000, 1000, COUNT).astype(np.float32)
+
+
+def check_sum(group: Group, number: int, **options: Any) -> bytes:
+    """Add arrays of all ranks, compare the result, and return its bits."""
+    x = values(group.rank, number)
+    group.all_reduce(x, **options)
+    np.testing.assert_array_equal(x, sum(values(rank, number) for rank in range(group.size)))
+    return x.tobytes()
+
+
+def chosen(report: PlanReport) -> tuple[Any, ...]:
+    """Return what all ranks must have in common; mediums are those that a rank knows itself."""
+    return (
+        report.algorithm,
+        report.order,
+        report.shares,
+        report.groups,
+        report.why,
+        report.predicted_seconds,
+        report.measured_seconds,
+        report.bound_seconds,
+        report.alternatives,
+        report.topology.sites,
+        [(link.source, link.target, link.bytes_per_second, link.round_trip) for link in report.topology.links],
+    )
+
+
+def paced(group: Group) -> Group:
+    """Return a group in which the last rank sends slowly, and the others fast."""
+    node = node_of(group)
+    assert node is not None
+    node.lanes.factory.bytes_per_second = SLOW if group.rank == group.size - 1 else FAST
+    return group.split(0)
+
+
+def told(group: Group) -> list[str]:
+    return [event.text for event in group.events() if event.kind == "plan"]
+
+
+@pytest.mark.parametrize("executors", EXECUTORS)
+def test_on_uneven_links_all_ranks_change_to_the_same_faster_plan(
+    executors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_executors(monkeypatch, executors)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        with paced(group) as part:
+            bits = [check_sum(part, number) for number in range(PLAIN_CALLS)]
+            before = part.explain(4 * COUNT)
+            assert (before.algorithm, before.predicted_seconds) == ("ring", None)
+            assert before.topology.measured_at is None
+            bits += [check_sum(part, number) for number in range(PLAIN_CALLS, PLAIN_CALLS + 4)]
+            after = part.explain(4 * COUNT)
+            assert after.topology.measured_at is not None
+            assert after.predicted_seconds is not None
+            assert after.bound_seconds is not None
+            assert after.alternatives
+            assert "predicted" in str(after)
+            rates = {(link.source, link.target): link.bytes_per_second for link in after.topology.links}
+            for target in range(part.size - 1):
+                assert rates[part.size - 1, target] == pytest.approx(SLOW, rel=0.5)
+            check_sum(part, 9, algorithm="direct")
+            assert told(group)[:1] != []
+            return bits, chosen(after), told(group)
+
+    first, *others = run_threads(4, body, lanes="tcp", timeout=60.0, plan="always")
+    for other in others:
+        assert other == first
+
+
+def test_small_arrays_and_groups_and_plain_ones_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
+
+    def few(group: Group) -> None:
+        for number in range(5):
+            check_sum(group, number)
+            group.all_reduce(np.ones(1000, np.float32))
+        report = group.explain(4 * COUNT)
+        assert report.why.startswith("plain: ")
+        assert report.predicted_seconds is None
+
+    run_threads(2, few, plan="always")
+    run_threads(3, few, plan="plain", lanes="tcp")
+    run_threads(3, few, lanes="tcp")  # all on one machine
+
+
+@pytest.mark.parametrize("figure", [float("nan"), 0.0, -1.0, float("inf")])
+def test_a_rank_that_says_what_is_no_speed_leaves_all_ranks_with_the_plain_plan(
+    figure: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, speed = [0], measuring.Arrivals.speed
+    said = lambda self, piece: figure if threading.get_ident() in liar else speed(self, piece)  # noqa: E731
+    monkeypatch.setattr(measuring.Arrivals, "speed", said)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        if group.rank == 1:
+            liar[0] = threading.get_ident()
+        bits = [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]
+        assert group.node.topology().measured_at is None
+        return bits, chosen(group.explain(4 * COUNT))[:5], told(group)
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+    assert first[1][-1].startswith("plain: ")
+
+
+def test_a_plan_that_turns_out_to_be_slower_is_given_up_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed = planner._agreed
+    # What the ranks agree on is the same on all of them; only that sums of the plain plan took no time is not true.
+    took = lambda attempt, kind: agreed(attempt, kind) * (1e-6 if kind.choice.fitted is None else 1)  # noqa: E731
+    monkeypatch.setattr(planner, "_agreed", took)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        with paced(group) as part:
+            bits = [check_sum(part, number) for number in range(PLAIN_CALLS + planner.CHECKING + 1)]
+            return bits, told(group), part.explain(4 * COUNT).why
+
+    first, *others = run_threads(3, body, lanes="tcp", timeout=60.0, plan="always")
+    assert others == [first, first]
+    (chose, gave_up), why = first[1:]
+    assert "predicted" in chose
+    assert gave_up.endswith(why)
+    assert why.startswith("plain: ")
+
+
+@pytest.mark.parametrize("cost", [1e9, 1e-9])
+def test_links_are_measured_again_only_if_that_takes_a_small_part_of_the_time(
+    cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, measure = [], measuring.measure
+
+    def count(attempt: Any, *rest: Any) -> Any:
+        measured.append(attempt.slot)
+        return measure(attempt, *rest)
+
+    monkeypatch.setattr(planner, "measure", count)
+    monkeypatch.setattr(planner, "COST", cost)
+    monkeypatch.setattr(planner, "REVIEW_CALLS", 2)
+
+    def body(group: Group) -> list[bytes]:
+        return [check_sum(group, number) for number in range(PLAIN_CALLS + 5)]
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+    assert sorted(measured) == sorted([0, 1, 2] * (3 if cost > 1 else 1))
+
+
+def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(planner, "PATIENCE", 1e-3)  # of the 30 s that each operation has
+
+    def body(group: Group) -> list[bytes]:
+        return [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]

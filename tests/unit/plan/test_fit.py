@@ -1,0 +1,57 @@
+"""Fitted plans are right for all ranks and sizes, and the choice follows from the network alone."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.plan.cases import SIZES, counts
+from tests.unit.plan.networks import NETWORKS, random_network, small_sizes
+
+from covey.plan import check, choose
+from covey.plan.fit import Fitted, fit, plan_of
+from covey.plan.moves import first_writes
+from covey.plan.network import Network, uniform
+
+DEFAULT = choose.DEFAULT_SIZES
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_plan_that_could_be_chosen_reduces_everything_on_every_rank(size: int) -> None:
+    network = random_network(size, seed=size)
+    for count in counts(size) if size <= 8 else [size - 1, size + 3]:
+        sizes = small_sizes(segment=1 + count % 3)
+        for fitted, _ in fit(network, count, 4, sizes):
+            plans = [plan_of(fitted, rank, size, count, 4, sizes) for rank in range(size)]
+            check.all_reduce(plans, count)
+            for plan in plans:
+                first_writes(plan)
+
+
+@pytest.mark.parametrize("size", range(2, 13))
+@pytest.mark.parametrize("nbytes", [4, 4096, 1 << 20, 64 << 20])
+def test_equal_links_get_the_plan_that_they_had_before(size: int, nbytes: int) -> None:
+    network = uniform(size, 125e6)
+    chosen = fit(network, nbytes // 4, 4, DEFAULT)[0].fitted
+    for rank in range(size):
+        plan = choose.all_reduce(rank, size, nbytes // 4, 4, "stream", None, DEFAULT)
+        assert plan_of(chosen, rank, size, nbytes // 4, 4, DEFAULT) == plan
+
+
+def test_ranks_of_one_host_get_the_plan_for_shared_memory() -> None:
+    network = uniform(4, 4e9)._replace(hosts=(7,) * 4)
+    (only,) = fit(network, 1 << 20, 4, DEFAULT)
+    for rank in range(4):
+        plan = choose.all_reduce(rank, 4, 1 << 20, 4, "ring", None, DEFAULT)
+        assert plan_of(only.fitted, rank, 4, 1 << 20, 4, DEFAULT) == plan
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_the_first_plan_is_the_fastest_or_the_plain_one_and_the_others_follow_by_time(network: Network) -> None:
+    first, *others = fit(network, 1 << 20, 4, DEFAULT)
+    times = [each.fitted.seconds for each in others]
+    assert times == sorted(times)
+    plain = next(each for each in (first, *others) if each.fitted[:4] == Fitted("ring", (), (), (), 0.0)[:4])
+    if first is not plain:
+        assert first.fitted.seconds * 1.05 <= plain.fitted.seconds
+        assert first.fitted.seconds <= min(times) * (1.08 if first.fitted.algorithm == "ring" else 1)
+    else:
+        assert min(times) * 1.08 * 1.05 > plain.fitted.seconds

@@ -1,0 +1,32 @@
+from covey.base.numbers import Rank
+from covey.plan.network import Flow
+from covey.runtime.collectives.measuring import MOST_ROUNDS, MeasuredLinks, steps
+
+
+def test_all_pairs_are_measured_among_few_ranks_and_some_among_many() -> None:
+    assert steps(3) == [1, 2]
+    assert steps(16) == list(range(1, 16))
+    for size in (17, 64, 128):
+        found = steps(size)
+        assert len(found) <= MOST_ROUNDS
+        assert len(set(found)) == len(found)
+        assert all(0 < step < size for step in found)
+        assert {1, 2, 4, 8} <= set(found)
+
+
+def test_what_was_measured_is_kept_for_the_ranks_that_remain() -> None:
+    ranks = (Rank(0), Rank(2), Rank(3), Rank(5))
+    rounds = (
+        (Flow(0, 1, 10.0), Flow(1, 2, 20.0), Flow(2, 3, 30.0), Flow(3, 0, 40.0)),
+        (Flow(0, 2, 1.0), Flow(1, 3, 2.0), Flow(2, 0, 3.0), Flow(3, 1, 4.0)),
+    )
+    trips = tuple(tuple(10.0 * i + j for j in range(4)) for i in range(4))
+    measured = MeasuredLinks(ranks, rounds, trips, 7.0)
+    assert measured.among(ranks) == measured
+    assert measured.among((Rank(0), Rank(2), Rank(4))) is None
+    assert measured.among((Rank(0), Rank(3), Rank(5))) == MeasuredLinks(
+        (Rank(0), Rank(3), Rank(5)),
+        ((Flow(1, 2, 30.0), Flow(2, 0, 40.0)), (Flow(0, 1, 1.0), Flow(1, 0, 3.0))),
+        ((0.0, 2.0, 3.0), (20.0, 22.0, 23.0), (30.0, 32.0, 33.0)),
+        7.0,
+    )
