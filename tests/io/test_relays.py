@@ -330,3 +330,38 @@ def test_a_registration_hears_of_others_and_of_calls() -> None:
             await until(lambda: server.counts().registrations == 0)
 
     run(work)
+
+
+def test_a_connection_that_does_not_say_what_it_wants_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "STRANGERS_OF_SOURCE", 2)
+
+    async def work(_meshes: Meshes) -> None:
+        async with relaying_at() as server:
+            port = port_of(server)
+            socks = [(await client(port))[0] for _ in range(2)]
+            with pytest.raises(AttributeError):  # one too many
+                await client(port)
+            for sock in socks:
+                with sock:
+                    assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+            (await client(port))[0].close()
+
+    run(work)
+
+
+def test_a_message_that_a_client_may_not_send_ends_its_connection() -> None:
+    async def work(_meshes: Meshes) -> None:
+        async with relaying_at() as server:
+            key, port = RelayKey(new_cluster().secret), port_of(server)
+            for wrong in (CallJoined(), ListedTokens((TOKEN,)), IncomingCall(TOKEN)):
+                sock, _ = await client(port)
+                with sock:
+                    await send_message(sock, wrong)
+                    assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+            with await register(port, key, TOKEN) as sock:
+                await send_message(sock, CallJoined())
+                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+            await until(lambda: server.counts().registrations == 0 and not server._sources)
+
+    run(work)

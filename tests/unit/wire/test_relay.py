@@ -6,6 +6,7 @@ import secrets
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.frame import LENGTH, frame
 from covey.wire.relay import (
@@ -46,6 +47,17 @@ def test_what_was_signed_is_good_as_it_is_and_not_if_anything_is_changed(kind: s
     changes |= {"is_listed": False} if kind == "register" else {}
     for field, value in changes.items():
         assert not is_proved(msgspec.structs.replace(message, **{field: value}), CHALLENGE)
+
+
+def test_what_is_signed_is_as_written() -> None:
+    key = RelayKey(SECRET)
+    public = Ed25519PrivateKey.from_private_bytes(SECRET.derive("relay")).public_key()
+    assert public.public_bytes_raw() == key.cluster
+    label = b"\0\0\0\x0dcovey/1/relay"
+    for is_listed in (True, False):
+        words = label + b"R" + CHALLENGE + key.cluster + TOKEN + bytes((is_listed,))
+        public.verify(key.register(CHALLENGE, TOKEN, is_listed=is_listed).signature, words)
+    public.verify(key.call(CHALLENGE, TOKEN).signature, label + b"C" + CHALLENGE + key.cluster + TOKEN)
 
 
 def test_a_registration_is_no_call() -> None:
