@@ -42,8 +42,9 @@ async def redial(mesh: Mesh, contact: Contact, is_wanted: Callable[[], bool]) ->
 
 async def seek_direct(mesh: Mesh, remote: RemoteNode) -> None:
     """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
-    pause, contact, told = 1.0, remote.card.contact, ""
+    pause, told = 1.0, ""
     while remote.link is not None and remote.link.relay and not mesh.is_closing:
+        contact = remote.card.contact  # it may have moved
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 await mesh.dial(contact.addresses, same_host=contact.host == mesh.card.contact.host)
