@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "group": {"calls", "compressed", "collectives", "messages", "members", "links", "metrics"},
         "mesh": {"members", "links", "metrics"},
         "joining": {"group", "calls", "collectives", "messages", "mesh", "members", "links", "metrics"},
+        "relaying": {"links"},
         "keeper": {"joining", "group", "calls", "collectives", "messages", "mesh", "members", "links", "metrics"},
     },
     "net": {"lanes": set(), "discovery": set(), "keys": set()},

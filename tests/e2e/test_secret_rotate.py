@@ -25,7 +25,7 @@ def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
     ended = one.covey("secret", "rotate", "--yes", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
-    secret, _, owner = decode_join_code(report["join_code"])
+    secret, _, owner, _ = decode_join_code(report["join_code"])
     assert owner.hex() == json.loads(away.covey("secret", "show", "--json").stdout)["owner"]
     assert (report["cluster"], secret.name) == ("lab", "lab")
     assert [(node["kept"], node["problem"]) for node in report["nodes"]] == [(True, "")] * 2

@@ -90,8 +90,8 @@ def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_la
 
 
 def test_seeds_and_processes_of_the_same_host_are_found_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortage = Shortage(handshake._new_socket)
-    monkeypatch.setattr(handshake, "_new_socket", shortage)
+    shortage = Shortage(handshake.new_socket)
+    monkeypatch.setattr(handshake, "new_socket", shortage)
 
     async def work(meshes: Meshes) -> None:
         cluster = new_cluster()

@@ -19,6 +19,7 @@ from covey.net import audit as audit_log
 from covey.net import descriptors
 from covey.net.discovery import mdns, sieve
 from covey.net.keys import clusters
+from covey.proto import relaying
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
@@ -27,7 +28,8 @@ from covey.runtime.links import dial_limits as allowance
 from covey.runtime.links import link
 from covey.runtime.links import source_limits as arrivals
 from covey.runtime.members import audit
-from covey.runtime.mesh import follower, hints, node_links, problems, reach, situation, visitors
+from covey.runtime.mesh import follower, hints, node_links, problems, reach, relays, situation, visitors
+from covey.runtime.relaying import pipe, server
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 PAGES = ("security", "wire")
@@ -174,3 +176,14 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
     store = f"more than {store_rules.ENTRIES_LIMIT} entries of {store_rules.BYTES_LIMIT >> 20} MiB in all"
     assert f"{store}, nor wait on more than {store_rules.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)
+
+
+def test_the_numbers_about_relays_are_those_of_the_code() -> None:
+    words = plain(section("Relays"))
+    taken = f"at most {relays.CALLS_AT_ONCE} of its calls at a time, and {relays.CALLS_RATE:.0f} a second"
+    assert f"{taken} after the first {relays.CALLS_BURST:.0f}" in words
+    assert f"follows {relays.TOKENS_BURST:.0f} tokens that a relay names at once, and {relays.TOKENS_RATE:.0f}" in words
+    strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
+    assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
+    calls = f"calls that wait for up to {relaying.CALL_SECONDS:.0f} s, {relaying.CALLS_AT_ONCE} of them for one node"
+    assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words

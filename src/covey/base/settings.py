@@ -24,6 +24,8 @@ PLANS: Final = ("auto", "plain")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
+RELAY_PORT: Final = 47690
+"""The port of a relay, unless its address says another."""
 FILE: Final = "covey.toml"
 ANY_FILE: Final = "any"
 """A setting that both files may have."""
@@ -120,6 +122,10 @@ _ROWS: Final = (
     _variable(
         _NETWORK, "seeds", Listing("addresses `host:port`, separated by commas"), None,
         "Nodes to ask for others, for networks without multicast.", argument="seeds", files=USER_FILE,
+    ),
+    _variable(
+        _NETWORK, "relays", Listing("addresses `host:port`, separated by commas"), None,
+        "Relays (`covey relay`), through which nodes meet that cannot connect with each other.", files=USER_FILE,
     ),
     _of_group(
         _NETWORK, "interfaces", Listing("patterns, separated by commas"), "",

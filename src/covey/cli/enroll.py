@@ -36,7 +36,7 @@ def enroll(
     `covey init` printed the code on the first machine; `covey init --show` prints it again. The code also names the
     cluster's owner: this machine takes a new secret only with the owner's signature.
     """
-    secret, seeds, owner = decode_join_code(_ask(code))
+    secret, seeds, owner, relays = decode_join_code(_ask(code))
     path = clusters.cluster_path(secret.name)
     old = clusters.load(secret.name) if path.exists() else None
     is_same = old is not None and (
@@ -49,13 +49,13 @@ def enroll(
         )
     if old is not None and is_same:
         joined = "stays in"
-        kept = replace(old, seeds=seeds or old.seeds, owner=owner or old.owner)
+        kept = replace(old, seeds=seeds or old.seeds, owner=owner or old.owner, relays=relays or old.relays)
         if old.secret != secret:  # nodes that run here may meet nodes that still have the old secret
             kept, joined = clusters.with_secret(kept, secret, kept.serial, clusters.GRACE), "has the new secret of"
         clusters.save(kept)
     else:
         denied = old.denied if old is not None else frozenset()  # denied nodes stay denied under a new key
-        clusters.save(Cluster(secret, seeds, denied, owner))
+        clusters.save(Cluster(secret, seeds, denied, owner, relays=relays))
         joined = "is now in"
     audit.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
     ensure_identity()

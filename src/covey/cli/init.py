@@ -7,12 +7,14 @@ import ipaddress
 import json
 import secrets
 import sys
+from dataclasses import replace
 from typing import Annotated, Final
 
 import typer
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
+from covey.base.seeds import split_relays
 from covey.cli.terminal import say
 from covey.net import audit
 from covey.net.keys import clusters, owner
@@ -21,6 +23,7 @@ from covey.net.keys.identity import ensure_identity
 from covey.net.settings_files import effective_environment
 from covey.wire.secret import (
     KEY_BYTES,
+    MAX_RELAYS,
     MAX_SEEDS,
     ClusterSecret,
     check_cluster_name,
@@ -46,6 +49,10 @@ def init(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a cluster of that name; its other machines need the new code.")
     ] = False,
+    relay: Annotated[
+        str | None,
+        typer.Option("--relay", metavar="A,B", help="host:port of relays, for the join code: see `covey relay`."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make a cluster: its secret, and the join code for other machines.
@@ -57,10 +64,11 @@ def init(
     """
     if show and (passphrase or force):
         raise ConfigError("--show only prints; leave --passphrase and --force out")
+    relays = _relays(relay)
     if show:
         shown = clusters.find_saved(cluster)
         headline = f"The cluster {shown.name!r} has this join code:"
-        return _print_code(shown, current_seeds(), headline, as_json=as_json)
+        return _print_code(replace(shown, relays=relays or shown.relays), current_seeds(), headline, as_json=as_json)
     name = check_cluster_name(cluster or DEFAULT_NAME)
     replaced = clusters.cluster_path(name).exists()
     if replaced and not force:
@@ -72,7 +80,7 @@ def init(
     denied = clusters.load(name).denied if replaced else frozenset()
     seeds = current_seeds()  # raises if no interface is usable, before anything is changed
     # A passphrase makes the same cluster on every machine, so no machine is its owner.
-    made = Cluster(secret, denied=denied, owner=b"" if passphrase else owner.make(name))
+    made = Cluster(secret, denied=denied, owner=b"" if passphrase else owner.make(name), relays=relays)
     if passphrase:
         owner.forget(name)
     clusters.save(made)
@@ -82,6 +90,14 @@ def init(
     if replaced:
         headline = f"The cluster {name!r} has a new key; the old one is gone. Enroll its other machines with this code:"
     _print_code(made, seeds, headline, as_json=as_json)
+
+
+def _relays(text: str | None) -> tuple[str, ...]:
+    """Return the relays for a join code; ConfigError if they cannot be in one."""
+    relays = split_relays(text or "")
+    if len(relays) > MAX_RELAYS:
+        raise ConfigError(f"a join code holds at most {MAX_RELAYS} relays, not {len(relays)}")
+    return relays
 
 
 def current_seeds() -> tuple[str, ...]:
@@ -116,7 +132,7 @@ def _ask_passphrase(name: str) -> ClusterSecret:
 
 
 def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_json: bool) -> None:
-    code = encode_join_code(cluster.secret, seeds, cluster.owner)
+    code = encode_join_code(cluster.secret, seeds, cluster.owner, cluster.relays[:MAX_RELAYS])
     if as_json:
         path = str(clusters.cluster_path(cluster.name))
         return typer.echo(json.dumps({"cluster": cluster.name, "join_code": code, "seeds": seeds, "file": path}))

@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "enroll": "Put this machine into a cluster, with a join code.",
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
+    "relay": "Run a relay, at which machines meet that cannot connect with each other.",
     "up": "Let members of the cluster start programs on this machine.",
     "ps": "List the programs that run on machines of the cluster.",
     "logs": "Show the output of a run that was started with `covey run --on`.",

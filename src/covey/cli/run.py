@@ -95,6 +95,10 @@ def run(
         str | None,
         typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast."),
     ] = None,
+    relay: Annotated[
+        str | None,
+        typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
+    ] = None,
     interfaces: Annotated[
         str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
     ] = None,
@@ -214,7 +218,7 @@ def run(
         of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
-        of_all |= {"--tls-key": _whole_path(tls_key)}
+        of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
         several_machines.refuse({"--http": http, "--insecure": insecure})
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
@@ -242,7 +246,7 @@ def run(
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
     sizes = (min_size, max_size, size)
-    others = (run_name, cluster, wait, seeds, interfaces, tie_breaker, new or None, tls_ca, tls_cert, tls_key)
+    others = (run_name, cluster, wait, seeds, relay, interfaces, tie_breaker, new or None, tls_ca, tls_cert, tls_key)
     if processes is not None and all(option is None for option in (*sizes, *others)):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
@@ -266,6 +270,7 @@ def run(
         "COVEY_TORCH_ENV": 1 if torch_env else None,
         "COVEY_CLUSTER": cluster,
         "COVEY_SEEDS": seeds,
+        "COVEY_RELAYS": relay,
         "COVEY_INTERFACES": interfaces,
         "COVEY_TIE_BREAKER": tie_breaker,
         "COVEY_TLS_CA": _whole_path(tls_ca),
@@ -318,7 +323,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
-    from covey.base.seeds import split_seeds
+    from covey.base.seeds import split_relays, split_seeds
     from covey.net.discovery.interfaces import parse_pattern
     from covey.net.settings_files import effective_environment
     from covey.runtime.keeper.service import ClusterKeeperService
@@ -331,6 +336,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         raise ConfigError(f"-n {processes} are more than the {most} nodes that the run may have")
     parse_pattern(env.get("COVEY_INTERFACES", ""))
     split_seeds(env.get("COVEY_SEEDS", ""))
+    split_relays(env.get("COVEY_RELAYS", ""))
     is_passed_on = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
     try:
         cluster = ClusterOptions().find(env)
@@ -345,6 +351,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     if not is_passed_on:
         return functools.partial(ClusterRun, processes, variables, service)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
+    variables |= {"COVEY_RELAYS": ",".join(cluster.relays)} if cluster.relays else {}
     return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
 
 

@@ -25,7 +25,7 @@ from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
-from covey.wire.secret import encode_join_code
+from covey.wire.secret import MAX_RELAYS, encode_join_code
 
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
@@ -175,7 +175,7 @@ def _hand_out(visit: Visit, signed: list[tuple[messages.Card, messages.NewSecret
 
 def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
     seeds = current_seeds()
-    code = encode_join_code(new.secret, seeds, new.owner)
+    code = encode_join_code(new.secret, seeds, new.owner, new.relays[:MAX_RELAYS])
     if as_json:
         nodes = [
             {

@@ -83,6 +83,8 @@ def environment_with(options: Mapping[str, object]) -> MutableMapping[str, str]:
     for name in ("seeds", "interfaces", "tls_ca", "tls_cert", "tls_key"):
         if (value := options.get(f"--{name.replace('_', '-')}")) is not None:
             env[f"COVEY_{name.upper()}"] = str(value)
+    if (relay := options.get("--relay")) is not None:
+        env["COVEY_RELAYS"] = str(relay)
     return env
 
 

@@ -46,6 +46,10 @@ def up(
     seeds: Annotated[
         str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
     ] = None,
+    relay: Annotated[
+        str | None,
+        typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
+    ] = None,
     unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False,
 ) -> None:
     """Let members of the cluster start programs on this machine, until Ctrl-C.
@@ -59,6 +63,8 @@ def up(
     env = effective_environment()
     if interfaces is not None:
         env["COVEY_INTERFACES"] = interfaces
+    if relay is not None:
+        env["COVEY_RELAYS"] = relay
     found = ClusterOptions(cluster, None, None if seeds is None else tuple(seeds.split(","))).find(env)
     if not clusters.cluster_path(found.name).exists():
         raise ConfigError(
@@ -68,7 +74,8 @@ def up(
     permission = permission_for(found, allow or [])
     if unit:
         options = [f"--cluster={found.name}", *(f"--allow={each}" for each in allow or [])]
-        options += [f"--{name}={value}" for name, value in (("interfaces", interfaces), ("seeds", seeds)) if value]
+        given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay))
+        options += [f"--{name}={value}" for name, value in given if value]
         return typer.echo(unit_text(found.name, options), nl=False)
     from covey.agent.agent import serving
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
-from covey.base.seeds import split_seeds
+from covey.base.seeds import split_relays, split_seeds
 from covey.base.settings import SETTINGS
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES, rendezvous_folder
 
@@ -77,7 +77,10 @@ class ClusterOptions:
     seeds: tuple[str, ...] | None = None
 
     def find(self, env: MutableMapping[str, str]) -> Cluster:
-        """Return the cluster; its seeds come after those of the program, or else of the environment."""
+        """Return the cluster; its seeds come after those of the program, or else of the environment.
+
+        Its relays come after those of the environment.
+        """
         from covey.net.keys import secret_sources
 
         secret = self.secret
@@ -85,7 +88,12 @@ class ClusterOptions:
             secret = _read_token(_number(env, "COVEY_SECRET_FD"))
         found = secret_sources.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
         seeds = split_seeds(env.get("COVEY_SEEDS", "") if self.seeds is None else ",".join(self.seeds))
-        return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
+        relays = split_relays(env.get("COVEY_RELAYS", ""))
+        return replace(
+            found,
+            seeds=tuple(dict.fromkeys((*seeds, *found.seeds))),
+            relays=tuple(dict.fromkeys((*relays, *found.relays))),
+        )
 
 
 @dataclass(frozen=True)

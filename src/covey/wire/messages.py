@@ -104,6 +104,8 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
     """The addresses at which it accepts TCP connections, best first."""
     socket: Text
     """The path of the unix socket at which it accepts connections, or empty."""
+    relay: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    """The token under which it is registered with its relays, or empty."""
 
 
 class Hardware(Worded, frozen=True, array_like=True):
@@ -149,8 +151,7 @@ def key_of(card: Card) -> tuple[bytes, bytes]:
 
 def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
     """Return the card of a node with new addresses."""
-    contact = Contact(card.contact.host, addresses, card.contact.socket)
-    return msgspec.structs.replace(card, contact=contact)
+    return msgspec.structs.replace(card, contact=msgspec.structs.replace(card.contact, addresses=addresses))
 
 
 class Papers(msgspec.Struct, frozen=True, array_like=True):
@@ -418,6 +419,8 @@ class PeerReport(Worded, frozen=True, array_like=True):
     """Negative if not measured."""
     clock_offset: Seconds
     """How far the peer's clock is ahead of the sender's."""
+    relay: Text = ""
+    """The address of the relay that their link goes through, or empty."""
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):

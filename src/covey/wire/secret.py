@@ -7,6 +7,7 @@ A join code is `covey1-` and then, in Crockford's base32 in groups of five:
     key                         32 bytes
     owner                       1, 32 bytes: the owner's public key; nothing, if the cluster has no owner
     seeds                       each 4, four bytes, port; or 6, sixteen bytes, port
+    relays                      each 2, length, host, port; at most two
     checksum                    the first 5 bytes of SHA-256 over all of the above except the first two bytes
 """
 
@@ -24,6 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from covey.base.errors import ConfigError
+from covey.base.seeds import parse_relay
 from covey.wire.owner import OWNER_BYTES
 
 if TYPE_CHECKING:
@@ -32,10 +34,15 @@ if TYPE_CHECKING:
 CLUSTER_NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
 KEY_BYTES: Final = 32
 MAX_SEEDS: Final = 7
+MAX_RELAYS: Final = 2
+HOST_LIMIT: Final = 64
+"""Letters of a relay's host in a join code."""
+_BODY_LIMIT: Final = 255
 _PREFIX: Final = "covey1"
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _LOOKALIKES: Final = str.maketrans("oil", "011")
 _OWNER: Final = 1
+_RELAY: Final = 2
 _LENGTH_MASK: Final = 0x5A
 _CHECKSUM_BYTES: Final = 5
 _COMPARE: Final = "compare it with what `covey init --show` prints on the machine that has it"
@@ -66,6 +73,7 @@ class JoinCode(NamedTuple):
     seeds: tuple[str, ...]
     owner: bytes
     """The owner's public key, or empty."""
+    relays: tuple[str, ...] = ()
 
 
 def check_cluster_name(name: str) -> str:
@@ -107,13 +115,24 @@ def new_passphrase(random: Callable[[int], bytes]) -> str:
     return " ".join(words[number >> 9 * place & 511] for place in range(6))
 
 
-def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = (), owner: bytes = b"") -> str:
-    """Return a join code for the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most seven."""
+def encode_join_code(
+    secret: ClusterSecret, seeds: Sequence[str] = (), owner: bytes = b"", relays: Sequence[str] = ()
+) -> str:
+    """Return a join code for the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most seven.
+
+    `relays` are `host:port`, at most two; if the code would be too long with them, it has fewer seeds.
+    """
+    if len(relays) > MAX_RELAYS:
+        raise ConfigError(f"a join code holds at most {MAX_RELAYS} relays, not {len(relays)}")
     if len(seeds) > MAX_SEEDS:
         raise ConfigError(f"a join code holds at most {MAX_SEEDS} seeds, not {len(seeds)}")
     name = secret.name.encode()
     owned = bytes([_OWNER]) + owner if owner else b""
-    body = bytes([len(name)]) + name + secret.key + owned + b"".join(_pack_seed(seed) for seed in seeds)
+    first = bytes([len(name)]) + name + secret.key + owned
+    packed, last = [_pack_seed(seed) for seed in seeds], b"".join(_pack_relay(relay) for relay in relays)
+    while packed and len(first) + sum(map(len, packed)) + len(last) + _CHECKSUM_BYTES > _BODY_LIMIT:
+        packed.pop()
+    body = first + b"".join(packed) + last
     body += _checksum(body)
     text = _to_base32(bytes([len(body), len(body) ^ _LENGTH_MASK]) + body)
     return "-".join([_PREFIX, *(text[at : at + 5] for at in range(0, len(text), 5))])
@@ -191,6 +210,25 @@ def _pack_seed(seed: str) -> bytes:
         raise ConfigError(f"{seed!r} cannot be in a join code: write ip:port or [ip6]:port, in numbers") from None
 
 
+def _pack_relay(relay: str) -> bytes:
+    host, port = parse_relay(relay)
+    if len(host) > HOST_LIMIT or not host.isascii():
+        raise ConfigError(f"{relay!r} cannot be in a join code: its host has more than {HOST_LIMIT} letters, or others")
+    return bytes([_RELAY, len(host)]) + host.encode() + port.to_bytes(2, "big")
+
+
+def _unpack_relay(rest: bytes) -> tuple[str, bytes]:
+    """Return the relay at the start of what is left of a code, and what follows it."""
+    size = rest[1]
+    host, port = rest[2 : 2 + size].decode("ascii"), rest[2 + size : 4 + size]
+    if len(port) != 2 or size > HOST_LIMIT:
+        raise ValueError
+    number = _checked_port(int.from_bytes(port, "big"))
+    relay = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+    parse_relay(relay)
+    return relay, rest[4 + size :]
+
+
 def _checked_port(port: int) -> int:
     if not 0 < port < 65536:
         raise ValueError
@@ -208,7 +246,8 @@ def _unpack(content: bytes) -> JoinCode:
             if len(owner) != OWNER_BYTES:
                 raise ValueError
         seeds: list[str] = []
-        while rest:
+        relays: list[str] = []
+        while rest and rest[0] != _RELAY:
             size = {4: 4, 6: 16}[rest[0]]
             ip, port = ipaddress.ip_address(rest[1 : 1 + size]), rest[1 + size : 3 + size]
             if len(port) != 2 or len(seeds) == MAX_SEEDS:
@@ -216,11 +255,14 @@ def _unpack(content: bytes) -> JoinCode:
             number = _checked_port(int.from_bytes(port, "big"))
             seeds.append(f"[{ip}]:{number}" if ip.version == 6 else f"{ip}:{number}")
             rest = rest[3 + size :]
-    except (ValueError, LookupError):
+        while rest:
+            relay, rest = _unpack_relay(rest if rest[0] == _RELAY and len(relays) < MAX_RELAYS else b"")
+            relays.append(relay)
+    except (ValueError, LookupError, ConfigError):
         raise ConfigError(
             "this join code was made by another version of covey; update covey on both machines"
         ) from None
-    return JoinCode(secret, tuple(seeds), owner)
+    return JoinCode(secret, tuple(seeds), owner, tuple(relays))
 
 
 _WORDS: Final = """

@@ -362,8 +362,7 @@ def test_the_json_has_all_facts_and_findings() -> None:
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("host_problem", "search_problem", "looked", "nodes", "other_processes", "unreachable", "seeds", "refusals"),
-        "limits",
-        *("seconds", "findings"),
+        *("limits", "relays", "seconds", "findings"),
     }
 
 
@@ -381,3 +380,15 @@ def test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers() -> None:
     assert (flooded.weight, flooded.code) == ("warning", "door-flood")
     assert "123,456 connections, 120,000 of them" in flooded.text
     assert found(with_beta(turned_away=500, too_many=49)) == []
+
+
+def test_a_relay_that_does_not_work_and_a_node_behind_one_are_found() -> None:
+    silent = only(replace(WELL, relays={"r.org": "Connection refused", "s.org": ""}))
+    assert (silent.weight, silent.code) == ("warning" if WELL.nodes else "problem", "relay-silent")
+    assert "r.org" in silent.text
+    assert "covey relay" in silent.remedy
+    dropped = only(replace(WELL, relays={"r.org": "no answer in time"}))
+    assert "47690" in dropped.remedy
+    relayed = only(with_beta(relay="192.0.2.7:47690"))
+    assert (relayed.weight, relayed.code) == ("note", "relayed")
+    assert "192.0.2.7:47690" in relayed.text

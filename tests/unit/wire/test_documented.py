@@ -16,7 +16,7 @@ import pytest
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, message, message_link, views
+from covey.proto import health, message, message_link, relaying, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
@@ -38,6 +38,7 @@ from covey.wire import (
     messages,
     owner,
     proofs,
+    relay,
     seal,
     store,
 )  # fmt: skip
@@ -124,6 +125,13 @@ def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
 
 def test_every_message_about_checkpoints_is_listed_with_its_tag_and_fields() -> None:
     known, rows = by_name(checkpoint.CheckpointMessage), table("Checkpoints", "tag")
+    assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
+    for row in rows:
+        assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
+
+
+def test_every_message_of_a_relay_is_listed_with_its_tag_and_fields() -> None:
+    known, rows = by_name(relay.RelayMessage), table("Relays", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
@@ -258,6 +266,15 @@ NUMBERS = (
     f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
+    f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
+    f"version {relay.RELAY_VERSION}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
+    f"up to {relay.TOKENS_LIMIT}, and later each new one",
+    f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
+    f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
+    f"{relaying.SILENT_SECONDS:.0f} s without a word end",
+    f"A token is {relay.TOKEN_BYTES} random bytes",
+    f"the label `{relay._LABEL.decode()}`",
+    f"A call that is not taken within {relaying.CALL_SECONDS:.0f} s",
 )
 
 

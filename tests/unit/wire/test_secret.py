@@ -123,9 +123,9 @@ def test_a_join_code_brings_back_name_key_seeds_and_owner(
     secret: ClusterSecret, seeds: list[str], owner: bytes
 ) -> None:
     code = encode_join_code(secret, seeds, owner)
-    assert decode_join_code(code) == (secret, tuple(seeds), owner)
-    assert decode_join_code(code.upper().replace("-", "\n ")) == (secret, tuple(seeds), owner)
-    assert decode_join_code(f'  "{code.replace("0", "O").replace("1", "l")}"\n') == (secret, tuple(seeds), owner)
+    assert decode_join_code(code) == (secret, tuple(seeds), owner, ())
+    assert decode_join_code(code.upper().replace("-", "\n ")) == (secret, tuple(seeds), owner, ())
+    assert decode_join_code(f'  "{code.replace("0", "O").replace("1", "l")}"\n') == (secret, tuple(seeds), owner, ())
     assert code.startswith("covey1-")
     assert set(code) <= set(ALPHABET + "-o")
 
@@ -213,6 +213,33 @@ def test_a_seed_that_is_not_numbers_cannot_be_in_a_join_code(seed: str) -> None:
 def test_a_join_code_holds_no_more_than_seven_seeds() -> None:
     seeds = [f"[2001:db8:1:2:3:4:5:{host}]:47700" for host in range(8)]
     longest, owner = ClusterSecret("n" * 40, SECRET.key), bytes(range(32))
-    assert decode_join_code(encode_join_code(longest, seeds[:7], owner)) == (longest, tuple(seeds[:7]), owner)
+    assert decode_join_code(encode_join_code(longest, seeds[:7], owner)) == (longest, tuple(seeds[:7]), owner, ())
     with pytest.raises(ConfigError, match="at most 7"):
         encode_join_code(SECRET, seeds)
+
+
+RELAYS = ["relay.example.org:47690", "[fd00::7]:9000"]
+
+
+def test_a_join_code_carries_relays_and_one_without_them_is_as_it_was() -> None:
+    secret = ClusterSecret("lab", bytes(range(32)))
+    code = encode_join_code(secret, ["10.0.0.1:47700"], bytes(32), RELAYS)
+    assert decode_join_code(code) == (secret, ("10.0.0.1:47700",), bytes(32), tuple(RELAYS))
+    assert decode_join_code(encode_join_code(secret, (), b"", ["10.0.0.9"])).relays == ("10.0.0.9:47690",)
+    assert encode_join_code(secret, ["10.0.0.1:47700"], bytes(32), ()) == encode_join_code(
+        secret, ["10.0.0.1:47700"], bytes(32)
+    )
+
+
+def test_in_a_long_join_code_relays_come_before_seeds() -> None:
+    secret, seeds = ClusterSecret("x" * 40, bytes(32)), [f"[fd00::{each}]:47700" for each in range(1, 8)]
+    relays = [f"{'a' * 60}.io:1", f"{'b' * 60}.io:2"]
+    decoded = decode_join_code(encode_join_code(secret, seeds, bytes(32), relays))
+    assert decoded.relays == tuple(relays)
+    assert decoded.seeds == tuple(seeds[: len(decoded.seeds)])
+
+
+@pytest.mark.parametrize("relays", [["a:1", "b:2", "c:3"], ["a" * 65], ["a:b"], ["\u00e4.org"]])
+def test_relays_that_cannot_be_in_a_join_code_are_refused(relays: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"relay|join code"):
+        encode_join_code(ClusterSecret("lab", bytes(32)), (), b"", relays)

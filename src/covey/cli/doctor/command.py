@@ -132,6 +132,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         other_processes=search.other_processes,
         unreachable=search.unreachable,
         seeds=search.seeds,
+        relays=search.relays,
         refusals=search.refusals,
         limits=search.limits,
     )

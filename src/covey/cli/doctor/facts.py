@@ -161,7 +161,7 @@ class MetNode:
     is_here: bool
     """Whether it is on this machine."""
     found_by: tuple[str, ...]
-    """`same host`, `multicast`, `seed`, or `others`: another node named it."""
+    """`same host`, `multicast`, `seed`, `relay`, or `others`: another node named it."""
     addresses: tuple[str, ...]
     ways_there: tuple[Way, ...] = ()
     """Attempts from here to each of its addresses."""
@@ -182,6 +182,8 @@ class MetNode:
     """Connections that its acceptor refused, by its own report."""
     too_many: int = 0
     """Refused connections that came too often from one source."""
+    relay: str = ""
+    """The address of the relay that the link with it goes through; empty if it goes through none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +242,8 @@ class Facts:
     unreachable: dict[str, str] = field(default_factory=dict)
     """Addresses from multicast or other nodes that cannot be reached, and why."""
     seeds: tuple[Seed, ...] = ()
+    relays: dict[str, str] = field(default_factory=dict)
+    """The relays of the settings, each with the reason why it does not work; empty if it does."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Nodes that were refused, and why."""
     limits: tuple[LimitingLink, ...] = ()

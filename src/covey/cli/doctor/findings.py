@@ -10,6 +10,7 @@ from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE, WEIGHTS, Finding, Weight, parted, some
 from covey.cli.doctor.limits import slow_machines
 from covey.cli.doctor.own_machine import MACHINE_CHECKS, bad_folders, is_before_certificates, physical_and_down
+from covey.cli.doctor.relays import RELAY_CHECKS
 from covey.cli.doctor.waits import silent_members, waiting_runs
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | 
 _CHECKS: Final = (
     *(waiting_runs, silent_members),
     *MACHINE_CHECKS,
-    *(_search, _unreachable, _seeds, _refused, _foreign, _no_node, _other_clusters),
+    *(_search, _unreachable, _seeds, *RELAY_CHECKS, _refused, _foreign, _no_node, _other_clusters),
     *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks),
     slow_machines,
 )

@@ -80,6 +80,7 @@ class Search:
         self.interfaces: tuple[Network, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
         self.seeds: tuple[Seed, ...] = ()
+        self.relays: dict[str, str] = {}
         self.other_processes: tuple[int, ...] = ()
         self.unreachable: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
@@ -132,6 +133,7 @@ class Search:
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, listener)
         problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
+        self.relays = {relay: problems.pop(relay, "") for relay in self._cluster.relays}
         if (host_registry := mesh.endpoint.host_registry) is not None:
             self.other_processes = tuple(sorted({each.pid for each in host_registry.of_other_clusters()}))
         self.host_problem = problems.pop("this host", "")
@@ -175,7 +177,9 @@ class Search:
         found_by = ["same host"] * (card.contact.host == mesh.card.contact.host)
         found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in listener.heard.values())
         found_by += ["seed"] * any(_is_at(seed, addresses) for seed in self._seeds)
-        return tuple(found_by or ["others"])
+        remote = mesh.met.get(card.id)
+        is_relayed = remote is not None and remote.link is not None and bool(remote.link.relay)
+        return tuple(found_by or ["relay" if is_relayed else "others"])
 
     def _describe(
         self, remote: RemoteNode, mesh: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
@@ -203,6 +207,7 @@ class Search:
             round_trip=remote.round_trip,
             path_mtu=taken.path_mtu if taken else max((way.path_mtu for way in ways), default=0),
             clock_offset=remote.clock_offset,
+            relay=link.relay,
         )
 
     def _measure(self, mesh: Mesh, node: MetNode, way: Where | None) -> MetNode:

@@ -177,6 +177,7 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
         "same host": "on this machine",
         "multicast": "by multicast",
         "seed": "by a seed",
+        "relay": "by a relay",
         "others": "by other nodes",
     }
     if node.wait is not None:
@@ -187,6 +188,8 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
     grid.add_row("found", ", ".join(found[each] for each in node.found_by))
     _add_ways(grid, "to it", node.ways_there, "", chosen=node.chosen_way)
     _add_ways(grid, "from it", node.ways_back, node.ways_back_problem)
+    if node.relay:
+        grid.add_row("relayed", f"by {node.relay}")
     measured = [f"round trip {_milliseconds(node.round_trip)}"] if node.round_trip >= 0 else []
     measured += [f"throughput {_rate(node.bytes_per_second)}"] if node.bytes_per_second else []
     measured += [f"path MTU {node.path_mtu}"] if node.path_mtu else []

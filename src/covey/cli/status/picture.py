@@ -30,6 +30,8 @@ class Way:
     interface: str
     round_trip: float | None
     """Seconds."""
+    relay: str = ""
+    """The address of the relay that the link goes through; empty if it goes through none."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _ranks(told: list[tuple[PeerReport, Tell]]) -> dict[bytes, int]:
 def _way(peer: PeerReport, ranks: Mapping[bytes, int]) -> Way:
     round_trip = peer.round_trip if peer.round_trip >= 0 else None
     rank = ranks.get(peer.card.id)
-    return Way(peer.card.id.hex(), rank, peer.lane, peer.local, peer.remote, peer.interface, round_trip)
+    return Way(peer.card.id.hex(), rank, peer.lane, peer.local, peer.remote, peer.interface, round_trip, peer.relay)
 
 
 def _spell(ip: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import statistics
 import time
@@ -149,8 +150,15 @@ def _links(run: Run, width: int | None) -> list[Text]:
             for title, node in zip(titles, members, strict=True)
         ]
         if fits(columns, width):
-            return [Text(), *_texts(lay_out(columns, width, "dim"))]
-    return [Text(), *(Text(line) for text in _summary(told) for line in _wrapped(text, width))]
+            return [Text(), *_texts(lay_out(columns, width, "dim")), *_relayed(told, width)]
+    return [Text(), *(Text(line) for text in _summary(told) for line in _wrapped(text, width)), *_relayed(told, width)]
+
+
+def _relayed(told: list[Node], width: int | None) -> list[Text]:
+    """Return a line for each relay that links go through: the two ends of a link may name it differently."""
+    relays = collections.Counter(way.relay for node in told for way in node.peers if way.relay)
+    lines = [f"relayed by {relay}: {plural(count, 'link')}" for relay, count in sorted(relays.items())]
+    return [Text(part, "yellow") for line in lines for part in _wrapped(line, width)]
 
 
 def _summary(told: list[Node]) -> list[str]:
@@ -197,7 +205,8 @@ def _label(node: Node) -> str:
 
 
 def _cell(way: Way) -> str:
-    return " ".join(filter(None, (way.lane, milliseconds(way.round_trip) if way.round_trip is not None else "")))
+    taken = milliseconds(way.round_trip) if way.round_trip is not None else ""
+    return " ".join(filter(None, (way.lane, taken, "relayed" * bool(way.relay))))
 
 
 def _style(state: str) -> str:

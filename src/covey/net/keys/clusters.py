@@ -48,6 +48,8 @@ class Cluster:
     """In seconds since 1970, by the clock of this machine."""
     charter: Charter | None = None
     """The owner's list of nodes that may be in the cluster."""
+    relays: tuple[str, ...] = ()
+    """Addresses `host:port` of relays, through which nodes meet that cannot connect."""
 
     def earlier(self, now: float) -> ClusterSecret | None:
         """Return the secret before the last change, if it is still valid; `now` is in seconds since 1970."""
@@ -84,6 +86,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     """By id of known nodes: the first key of their machine, if it is another."""
     waiting: dict[str, str] = {}
     """The names of machines that wait for the owner's approval, by id."""
+    relays: list[str] = []
 
     def cluster(self) -> Cluster:
         secret = ClusterSecret(self.name, bytes.fromhex(self.key))
@@ -97,6 +100,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
             ClusterSecret(self.name, bytes.fromhex(self.previous)) if self.previous else None,
             self.previous_until,
             self._charter(),
+            tuple(self.relays),
         )
 
     def _charter(self) -> Charter | None:
@@ -304,6 +308,7 @@ def _write(cluster: Cluster) -> None:
             charter=encode(cluster.charter).hex() if cluster.charter is not None else "",
             machines=old.machines if old else {},
             waiting=old.waiting if old else {},
+            relays=list(cluster.relays),
         )
     )
 

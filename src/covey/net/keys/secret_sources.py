@@ -81,7 +81,7 @@ def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
         code = decode_join_code(text)
         if name not in (None, code.secret.name):
             raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
-        return Cluster(code.secret, code.seeds, owner=code.owner)
+        return Cluster(code.secret, code.seeds, owner=code.owner, relays=code.relays)
     if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # a key with a digit missing must not be taken for a passphrase
         if len(text) != 2 * KEY_BYTES:
             raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
@@ -103,7 +103,11 @@ def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
     saved = clusters.load(cluster.name)
     cluster = replace(cluster, denied=saved.denied)  # nodes stay denied whatever the source of the secret
     if saved.secret == cluster.secret and cluster.owner in (b"", saved.owner):
-        return replace(saved, seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))))
+        return replace(
+            saved,
+            seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))),
+            relays=tuple(dict.fromkeys((*cluster.relays, *saved.relays))),
+        )
     return cluster
 
 

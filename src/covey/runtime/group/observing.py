@@ -75,6 +75,8 @@ class PeerLink:
     """Seconds; None before it was measured."""
     bytes_per_second: float | None
     """How fast the lane has sent while it had something to send; None if it has sent nothing, or shares memory."""
+    relay: str = ""
+    """The address of the relay that the link goes through; empty if it goes through none."""
 
 
 def members(engine: Engine) -> tuple[Member, ...]:
@@ -161,4 +163,5 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         speeds = [speed for sock in lane.sockets() if (speed := tcp.sending_speed(sock)) is not None]
         rate = sum(speeds) if speeds else None
     round_trip = next((taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0), None)
-    return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate)
+    relay = "" if link is None else link.relay
+    return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay)

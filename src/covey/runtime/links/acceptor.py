@@ -16,6 +16,7 @@ from covey.net.descriptors import is_scarce, track
 from covey.net.discovery.host_rendezvous import check_peer
 from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
+from covey.runtime.links.sockets import RelayedSocket
 from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
@@ -111,9 +112,19 @@ class Acceptor:
                 self._refuse(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
                 continue
             sock.setblocking(False)
-            self._strangers[sock] = self._tasks.spawn(self._at_the_door(track(sock), arrival))
-            if len(self._strangers) > STRANGERS_AT_ONCE:
-                self._close_one(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
+            self._admit(track(sock), arrival)
+
+    def take(self, sock: RelayedSocket) -> None:
+        """Take a connection that came through a relay, as if it had been accepted; owns it. On the control loop."""
+        if self._is_closing:
+            sock.close()
+        else:
+            self._admit(sock, Arrival(()))  # the registration at the relay has its own limits
+
+    def _admit(self, sock: socket.socket, arrival: Arrival) -> None:
+        self._strangers[sock] = self._tasks.spawn(self._at_the_door(sock, arrival))
+        if len(self._strangers) > STRANGERS_AT_ONCE:
+            self._close_one(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
 
     def _arrive(self, sock: socket.socket, ip: str, *, is_member: bool) -> Arrival | None:
         """Count a connection; None if its source has made too many. The kernel names the user of a unix socket."""
@@ -162,7 +173,8 @@ class Acceptor:
             elif purpose is door.Purpose.LANE and self.on_lane is not None:
                 await self.on_lane(sock)
             elif purpose is door.Purpose.PROBE:
-                self._remember_prober(door.bound(said), remote_ip(sock))
+                if not isinstance(sock, RelayedSocket):  # the address is the relay's
+                    self._remember_prober(door.bound(said), remote_ip(sock))
                 await _serve_probe(sock)
             else:
                 sock.close()

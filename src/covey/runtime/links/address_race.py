@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from covey.base.errors import AuthError, ConnectError
 from covey.runtime.links.handshake import HungUpError, RefusedError, ScarceError, connect, dial
 from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.runtime.links.sockets import RelayedWay
 
 if TYPE_CHECKING:
     import socket
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 HEAD_START: Final = 0.15
 """Seconds between the dial of an address and the dial of the next, worse one."""
+RELAY_HEAD_START: Final = 0.6
+"""Seconds for which the addresses of a node are tried before a relay; none, once all of them have failed."""
 T = TypeVar("T")
 
 
@@ -77,11 +80,7 @@ async def _first_of(
         while won is None and (remaining or len(errors) < len(tasks)):
             if remaining:
                 tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
-            running = [task for task in tasks if not task.done()]
-            if running:
-                await asyncio.wait(
-                    running, timeout=HEAD_START if remaining else None, return_when=asyncio.FIRST_COMPLETED
-                )
+            await _give_head_start([task for task in tasks if not task.done()], wheres[: len(tasks)], remaining)
             errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
             won = next((task for task in tasks if task.done() and task.exception() is None), None)
     finally:
@@ -92,6 +91,24 @@ async def _first_of(
     if won is None:
         raise min(errors, key=_information)
     return won.result(), wheres[tasks.index(won)]
+
+
+async def _give_head_start(running: list[asyncio.Future[T]], dialled: list[Where], remaining: list[Where]) -> None:
+    """Return when a running dial has ended, or when it is time for the next address.
+
+    A relay is not dialled as soon as one address has failed: the others keep their head start.
+    """
+    waits_for_relay = bool(remaining) and isinstance(remaining[0], RelayedWay)
+    is_first_relay = waits_for_relay and not any(isinstance(where, RelayedWay) for where in dialled)
+    until = asyncio.get_running_loop().time() + RELAY_HEAD_START
+    while running:
+        pause = HEAD_START if remaining else None
+        if is_first_relay:
+            pause = max(0.0, until - asyncio.get_running_loop().time())
+        done, _ = await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        running = [task for task in running if not task.done()]
+        if not is_first_relay or not done or any(task.exception() is None for task in done):
+            return
 
 
 async def _dial_in_turn(

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import hmac
-import os
 import secrets
-import socket
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
-from covey.base.text import printable
-from covey.net.descriptors import explain, is_exhausted, is_scarce, track
+from covey.net.descriptors import explain, is_exhausted, track
 from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
+from covey.runtime.links.sockets import RelayedWay, address_of
+from covey.runtime.links.sockets import Where as Where
+from covey.runtime.links.sockets import new_socket as new_socket
+from covey.runtime.links.sockets import no_delay as no_delay
+from covey.runtime.links.sockets import receive_exactly as receive_exactly
+from covey.runtime.links.sockets import spell as spell
 from covey.wire import door, messages, proofs
 from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
 
 SILENCE: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
-
-Where = str | tuple[Any, ...]
-"""The path of a unix socket, or a TCP address as `socket` takes it."""
 
 
 class RefusedError(Exception):
@@ -136,10 +136,14 @@ async def connect(
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
     try:
-        sock = track(_new_socket(where, spares=spares))
+        sock = track(new_socket(where, spares=spares))
         async with asyncio.timeout(within):
-            await loop.sock_connect(sock, where)
+            await loop.sock_connect(sock, address_of(where))
             no_delay(sock)
+            if isinstance(where, RelayedWay):
+                from covey.runtime.links.relayed import be_joined  # slow to load, and used by few pairs
+
+                await be_joined(sock, where)
             challenge = await receive_exactly(sock, door.CHALLENGE_BYTES)
             following = first()
             bound = door.bind(following or token or secrets.token_bytes(door.BOUND_BYTES))
@@ -360,41 +364,6 @@ async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
     return hello
 
 
-async def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Receive exactly `count` bytes: what follows may carry descriptors."""
-    loop = asyncio.get_running_loop()
-    data = bytearray()
-    while len(data) < count:
-        piece = await loop.sock_recv(sock, count - len(data))
-        if not piece:
-            raise ConnectionResetError("the connection ended during the handshake")
-        data += piece
-    return bytes(data)
-
-
 async def _receive_frame(sock: socket.socket) -> bytes:
     length = frame_length(await receive_exactly(sock, LENGTH.size), HANDSHAKE_LIMIT)
     return await receive_exactly(sock, length)
-
-
-def spell(where: Where) -> str:
-    """Return an address as text."""
-    if isinstance(where, str):
-        return printable(where)
-    return f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
-
-
-def _new_socket(where: Where, *, spares: bool) -> socket.socket:
-    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    if spares and is_scarce(sock.fileno()):
-        sock.close()
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    sock.setblocking(False)
-    return sock
-
-
-def no_delay(sock: socket.socket) -> None:
-    """Disable Nagle's algorithm on a TCP socket, before anything is sent."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net import tcp
 from covey.net.descriptors import track
+from covey.runtime.links.sockets import RelayedSocket
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Link(asyncio.Protocol):
         with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
             self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
             self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
+        self.relay = self.address if isinstance(sock, RelayedSocket) else ""
+        """The address of the relay that the connection goes through; then `address` and `remote_ip` are the relay's."""
         self.ended = asyncio.Event()
         self._sock, self._channel = sock, channel
         self._framer = Framer(CONTROL_LIMIT)
@@ -199,8 +202,11 @@ class Link(asyncio.Protocol):
         transport.write(data if self._channel is None else self._channel.encrypt(data))
 
     def acknowledged_seconds_ago(self) -> float | None:
-        """Return how long ago the other machine's kernel acknowledged something; None if the system does not tell."""
-        known = tcp.acknowledgements(self._sock)
+        """Return how long ago the other machine's kernel acknowledged something; None if the system does not tell.
+
+        A relay acknowledges for itself, which tells nothing about the machine behind it.
+        """
+        known = None if self.relay else tcp.acknowledgements(self._sock)
         return None if known is None else known.seconds_ago
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConnectError
 from covey.net.discovery.interfaces import to_dial
 from covey.runtime.links.handshake import SILENCE, connect, receive_exactly
+from covey.runtime.links.sockets import RelayedWay
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -126,9 +127,14 @@ async def sound_each(
 async def best_way(
     ways: Sequence[Where], credentials: LinkCredentials, known: Where | None, allowance: DialLimits | None = None
 ) -> tuple[Where | None, float]:
-    """Probe all addresses at once; return the fastest, or `known` unless one is clearly faster, and its round trip."""
+    """Probe all addresses at once; return the fastest, or `known` unless one is clearly faster, and its round trip.
+
+    A way through a relay is returned only if no other one works.
+    """
     results = await asyncio.gather(*(sound(way, credentials, allowance) for way in ways))
     times = {way: result.round_trip for way, result in zip(ways, results, strict=True) if result.round_trip >= 0}
+    direct = {way: taken for way, taken in times.items() if not isinstance(way, RelayedWay)}
+    times = direct or times
     if not times:
         return known, -1.0
     best = min(times, key=lambda way: times[way])

@@ -138,6 +138,8 @@ class Node:
         """Called when the run is over, with its lineage and whether its work is done."""
         self.find_newcomer: Callable[[messages.Card], Newcomer | None] | None = None
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
+        self.relayed_ways: Callable[[bytes], list[Where]] = lambda _token: []
+        """Returns the ways through relays to the node that has a token."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
         self.calls: object = None

@@ -1,4 +1,4 @@
-"""Where to dial a peer: a unix socket on one host, addresses otherwise."""
+"""Where to dial a peer: a unix socket on one host, addresses and then relays otherwise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def routes_to(node: Node, peer: Peer, kind: str = "") -> list[Where]:
 
     ways: list[Where] = [peer.way] if peer.way is not None else []
     own = recent_interfaces(node.config.interfaces)
-    return ways + [way for way in to_dial(own, contact.addresses, is_same_host) if way not in ways]
+    relayed = [] if is_same_host else node.relayed_ways(contact.relay)
+    return ways + [way for way in (*to_dial(own, contact.addresses, is_same_host), *relayed) if way not in ways]
 
 
 def _is_nodes_socket(node: Node, path: str) -> bool:

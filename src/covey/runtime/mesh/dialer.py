@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import AuthError, CoveyError
+from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.base.text import printable
 from covey.net.descriptors import is_exhausted
 from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
@@ -38,8 +38,13 @@ class Dialer:
         admission: Admission,
         problems: Problems,
         linked: Callable[[Card, str, Link, Where | None], None],
+        relayed: Callable[[bytes], list[Where]] = lambda _token: [],
     ) -> None:
-        """`linked` gets the card and the purpose of the node, the link, and the address that worked."""
+        """`linked` gets the card and the purpose of the node, the link, and the address that worked.
+
+        `relayed` returns the ways through relays to the node with a token.
+        """
+        self._relayed = relayed
         self._endpoint, self._interfaces = endpoint, interfaces
         self._admission, self._problems, self._linked = admission, problems, linked
 
@@ -50,14 +55,20 @@ class Dialer:
         same_host: bool = False,
         seed: str = "",
         interface: str = "",
+        relay: bytes = b"",
         limits: DialLimits | None = None,
     ) -> DialOutcome:
-        """Try to make a link with the node at these addresses, by one interface or by any."""
+        """Try to make a link with the node at these addresses, by one interface or by any.
+
+        With a token `relay`, relays are tried after the addresses.
+        """
         where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
+        where = where or f"node {relay.hex()[:8]} of a relay"
         problems, audit = self._problems, self._endpoint.audit
         try:
             is_here = same_host or any(has_loopback_ip(address) for address in addresses)
             ways, within = self.ways(addresses, is_here, interface), NEAR_SECONDS if interface else HANDSHAKE_SECONDS
+            ways += self._relayed(relay) if relay and not is_here else []
             hello = self._admission.hello()
             link, welcome, _, way = await dial_any(ways, self._endpoint.credentials, hello, limits, within)
         except HungUpError as error:
@@ -70,7 +81,8 @@ class Dialer:
             problems.answer(seed)
             said = "says" if isinstance(error, RefusedError) else "cannot be reached"
             text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
-            problems.fail(where, printable(text), addresses)
+            if addresses or not isinstance(error, ConnectError):  # a relay may name nodes that have left
+                problems.fail(where, printable(text), addresses)
             if isinstance(error, RefusedError | AuthError):
                 audit.note_paced("rejected", where, address=where, reason=text)
             return DialOutcome.SCARCE if isinstance(error, ScarceError) or is_exhausted(error) else DialOutcome.NO_NODE
@@ -89,6 +101,8 @@ class Dialer:
         """Return what to dial; addresses that were heard on one interface are dialled by that one only."""
         if interface and is_loopback(interface):
             return [(address.ip, address.port) for address in addresses]
+        if not addresses:
+            return []
         own = recent_interfaces(self._interfaces)
         return list(to_dial([each for each in own if interface in ("", each.name)], addresses, same_host))
 

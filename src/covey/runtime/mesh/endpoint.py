@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret
 
 BACKLOG: Final = 256
+TOKEN_BYTES: Final = 16
+"""Of the token under which a node registers with relays; see `covey.wire.relay`."""
 LEAVE_SECONDS: Final = 2.0
 """How long the control loop may take to stop listening."""
 
@@ -111,7 +114,7 @@ def cluster_endpoint(
         organisation = _organisation(config)
         credentials = _credentials_of(cluster, own, organisation)
         host = host_token(Path(temporary_folder()))
-        contact = Contact(host, addresses, path)
+        contact = Contact(host, addresses, path, secrets.token_bytes(TOKEN_BYTES) if cluster.relays else b"")
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False
         card = Card(
             own.id,

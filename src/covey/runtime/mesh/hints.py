@@ -33,6 +33,8 @@ class Origin(enum.Enum):
     """The network: any machine on it may have repeated the packet."""
     MEMBER = enum.auto()
     """A node that holds the secret."""
+    RELAY = enum.auto()
+    """A relay, which may say what it likes."""
     HOST = enum.auto()
     """The registry of this host, which knows that the node is alive: the hint never sleeps."""
 
@@ -46,6 +48,8 @@ class Hint:
     """Whether they are on this host."""
     interface: str = ""
     """The interface by which to reach them; empty: any."""
+    relay: bytes = b""
+    """The token under which the node may be registered with this node's relays; empty: none."""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class Hints:
         """
         state = self._hints.get(hint)
         if state is None:
-            if hint.addresses:
+            if hint.addresses or hint.relay:
                 self._make_room()
                 self._hints[hint] = _State(origin, now, naps=NAPS if origin is Origin.MEMBER else 0)
         elif origin is not Origin.HOST:

@@ -34,6 +34,8 @@ from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.node_links import NodeLinks
 from covey.runtime.mesh.problems import Problems
 from covey.runtime.mesh.reach import ReachAnswers
+from covey.runtime.mesh.redial import seek_direct
+from covey.runtime.mesh.relays import Relays
 from covey.runtime.mesh.remote_node import RemoteNode
 from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
@@ -91,14 +93,23 @@ class Mesh:
         self.problems = Problems(cluster.seeds, self.card.contact.host, endpoint.audit)
         limits = DialLimits()
         self._admission = Admission(self, self.rules, self.problems, purpose=purpose, run=run, lanes=config.lanes)
-        self._dialer = Dialer(endpoint, config.interfaces, self._admission, self.problems, self._linked)
+        self.relays = Relays(
+            cluster,
+            self.card.contact.relay,
+            endpoint.acceptor,
+            found=lambda token: self.follower.found(Hint((), relay=token), Origin.RELAY),
+            spawn=self.spawn,
+            is_listed=announce,
+        )
+        ways = self.relays.ways
+        self._dialer = Dialer(endpoint, config.interfaces, self._admission, self.problems, self._linked, ways)
         self.dial, self.hello = self._dialer.dial, self._admission.hello
         self._links = NodeLinks(
             endpoint,
             self.listener,
             self._tasks,
             limits,
-            ways=lambda card: self._dialer.ways(card.contact.addresses, self._is_on_this_host(card)),
+            ways=self._ways_to,
             received=self._received,
             ended=self._ended,
         )
@@ -114,7 +125,7 @@ class Mesh:
             needs_seeds=lambda: not self.met,
             announce=announce,
         )
-        self._secret_changes = SecretChanges(self.rules, endpoint, self.search, self._tasks)
+        self._secret_changes = SecretChanges(self.rules, endpoint, self.search, self.relays, self._tasks)
         self._limits, self._told = limits, pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
         self._inspections = PacedAnswers()
         self._reach_answers = ReachAnswers(endpoint, config.interfaces, limits, self.spawn)
@@ -140,6 +151,7 @@ class Mesh:
         """Start to listen, to announce this node and to search for others."""
         self.endpoint.acceptor.open()
         self.spawn(self.search.run())
+        self.relays.open()
         self.spawn(self._update_addresses())
         self.spawn(self.follower.keep_following())
         self.spawn(self._ping_all())
@@ -149,7 +161,7 @@ class Mesh:
 
     def report_problems(self) -> dict[str, str]:
         """Return which nodes and addresses this node knows of and is not linked with, and why."""
-        return {**self.problems.report(self.all_linked), **self.search.problems}
+        return {**self.problems.report(self.all_linked), **self.search.problems, **self.relays.problems}
 
     def identity_refused(self, error: AuthError) -> None:
         """Note that this node cannot be in the cluster, because another process uses its identity."""
@@ -173,9 +185,17 @@ class Mesh:
             await self.dial(addresses, seed=seed)
 
     async def _dial_hint(self, hint: Hint) -> DialOutcome:
-        return await self.dial(hint.addresses, same_host=hint.same_host, interface=hint.interface, limits=self._limits)
+        here, interface, relay = hint.same_host, hint.interface, hint.relay
+        return await self.dial(hint.addresses, same_host=here, interface=interface, relay=relay, limits=self._limits)
+
+    def _ways_to(self, card: messages.Card) -> list[Where]:
+        same_host = self._is_on_this_host(card)
+        relayed = [] if same_host else self.relays.ways(card.contact.relay)
+        return self._dialer.ways(card.contact.addresses, same_host) + relayed
 
     def _is_linked(self, hint: Hint) -> bool:
+        if hint.relay and any(each.card.contact.relay == hint.relay for each in self.all_linked):
+            return True
         wanted, host = {(address.ip, address.port) for address in hint.addresses}, self.card.contact.host
         return any(
             wanted & (each.listens_on_loopback(host) if hint.same_host else each.listens_at())
@@ -191,7 +211,7 @@ class Mesh:
         addresses = card.contact.addresses
         if not same_host:  # loopback addresses would be this host's
             addresses = tuple(address for address in addresses if not has_loopback_ip(address))
-        self.follower.found(Hint(addresses, same_host), Origin.MEMBER)
+        self.follower.found(Hint(addresses, same_host, relay=card.contact.relay), Origin.MEMBER)
 
     # Links
 
@@ -227,6 +247,8 @@ class Mesh:
             self.spawn(self._remember(card))
         if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, once=True)
+        if link.relay:
+            self.spawn(seek_direct(self, remote))
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
@@ -256,7 +278,7 @@ class Mesh:
             remote.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
 
     def _tell_acceptor_members(self) -> None:
-        links = (link for remote in self.met.values() for link in remote.links)
+        links = (link for remote in self.met.values() for link in remote.links if not link.relay)
         self.endpoint.acceptor.member_ips = {link.remote_ip for link in links}
 
     async def _remember(self, card: messages.Card) -> None:
@@ -353,7 +375,9 @@ class Mesh:
 
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""
-        return {link.remote_ip for each in self.all_linked if each.card.id == id for link in each.links}
+        return {
+            link.remote_ip for each in self.all_linked if each.card.id == id for link in each.links if not link.relay
+        }
 
     # Which nodes may be in the cluster
 

@@ -66,7 +66,7 @@ class NodeLinks:
             self._replace(remote, link, way)
         elif own_id > remote.card.id:
             self._listen_to(remote, link, way)  # and answer there when the node speaks there
-        elif way is not None and not remote.is_dialled and self._listener.may_change_link(remote):
+        elif _is_better(remote, link, way) and self._listener.may_change_link(remote):
             old = list(remote.links)
             self.use(remote, link, way)
             remote.ping()  # makes the node answer on this link
@@ -142,6 +142,14 @@ class NodeLinks:
         finally:
             remote.is_measuring = False
         self._listener.link_changed(remote)
+
+
+def _is_better(remote: RemoteNode, link: Link, way: Where | None) -> bool:
+    """Tell whether to use a second link instead of the first: one without a relay, or one that this node dialled."""
+    assert remote.link is not None
+    if bool(link.relay) != bool(remote.link.relay):
+        return not link.relay
+    return way is not None and not remote.is_dialled
 
 
 def _retire(link: Link) -> None:

@@ -92,10 +92,11 @@ class RemoteNode:
             rank=rank,
             lane=lane,
             local=link.local_ip,
-            remote=spell(self.way) if self.way is not None else link.address,
+            remote=spell(self.way) if self.way is not None and not link.relay else link.address,
             interface=describe(link.local_ip),
             round_trip=self.round_trip,
             clock_offset=self.clock_offset,
+            relay=link.relay,
         )
 
     def send(self, message: messages.Control) -> None:

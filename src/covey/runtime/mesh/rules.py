@@ -156,5 +156,5 @@ def _merged(running: Cluster, saved: Cluster, seen: ClusterSecret | None) -> Clu
         return replace(running, denied=saved.denied)
     charter = charters.latest(running.charter, saved.charter)
     if running.secret == saved.secret or (saved.owner and running.secret in (saved.previous, seen)):
-        return replace(saved, seeds=running.seeds, charter=charter)
+        return replace(saved, seeds=running.seeds, relays=running.relays, charter=charter)
     return replace(running, denied=saved.denied, charter=charter if running.owner else None)

@@ -55,6 +55,7 @@ class RunMember:
         node.on_founded = self._generation_founded
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
+        node.relayed_ways = mesh.relays.ways
         mesh.problems.on_refused = node.generation_table.tell_of_refusal
 
     # Links

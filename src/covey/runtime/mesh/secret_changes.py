@@ -20,6 +20,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.relays import Relays
     from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.rules import Rules
     from covey.runtime.mesh.search import Search
@@ -32,10 +33,11 @@ LOG_SECONDS: Final = 10.0
 
 
 class SecretChanges:
-    """Takes new secrets that the owner sends, and applies the cluster's secret to the endpoint and the search."""
+    """Takes new secrets that the owner sends; applies the cluster's secret to the endpoint, the search and relays."""
 
-    def __init__(self, rules: Rules, endpoint: Endpoint, search: Search, tasks: Tasks) -> None:
+    def __init__(self, rules: Rules, endpoint: Endpoint, search: Search, relays: Relays, tasks: Tasks) -> None:
         self._rules, self._endpoint, self._search, self._tasks = rules, endpoint, search, tasks
+        self._relays = relays
         self._log = LimitedLog(LOG_SECONDS)
 
     def receive(self, remote: RemoteNode, message: messages.NewSecret) -> None:
@@ -65,6 +67,7 @@ class SecretChanges:
         """Use the secret as it is now for new connections; again when the one before it is no longer good."""
         cluster = self._rules.cluster
         self._endpoint.follow(cluster)
+        self._relays.follow(cluster)
         try:
             self._search.follow(cluster)
         except CoveyError as error:

@@ -518,6 +518,11 @@ def _join_code_seeds() -> list[bytes]:
     texts = [good, good[:-2], good[:9], good + "0", "covey1-", "else", good.replace(good[-1], "u"), *map(code, wrong)]
     of = bytes((secret._OWNER,)) + bytes(owner.OWNER_BYTES)
     owned = [code(start + of), code(start + of[:-1]), code(start + of + four)]
+    relay = b"\x02\x07a.b.com\xba\x4a"
+    bad_relays = [relay[:-1], relay * 3, b"\x02\xff" + bytes(300)[:100], b"\x02\x01-\x00\x01", relay[:-2] + bytes(2)]
+    bad_relays += [relay + four, b"\x02", b"\x02\x41" + b"a" * 65 + b"\x12\x34"]
+    owned += [secret.encode_join_code(cluster, relays=["a.b.com", "[fd00::1]:9"])]
+    owned += [code(start + bad) for bad in bad_relays]
     padded = code(start)[:-1] + "z"
     return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded, *owned)]
 

@@ -1,0 +1,76 @@
+"""Addresses and sockets of connections that are being opened. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from covey.base.text import printable
+from covey.net.descriptors import is_scarce
+
+if TYPE_CHECKING:
+    from covey.wire.relay import RelayKey
+
+Where = str | tuple[Any, ...]
+"""The path of a unix socket, a TCP address as `socket` takes it, or a `RelayedWay`."""
+
+
+class RelayedWay(NamedTuple):
+    """A way to a node through a relay."""
+
+    ip: str
+    """Of the relay."""
+    port: int
+    key: RelayKey
+    token: bytes
+    """Which node: the one that has registered this token."""
+
+
+class RelayedSocket(socket.socket):
+    """A connection to a relay, or through one: its addresses say nothing about the node at the other end."""
+
+
+def address_of(where: Where) -> Where:
+    """Return what a socket connects to."""
+    return (where.ip, where.port) if isinstance(where, RelayedWay) else where
+
+
+async def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """Receive exactly `count` bytes: what follows may carry descriptors."""
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < count:
+        piece = await loop.sock_recv(sock, count - len(data))
+        if not piece:
+            raise ConnectionResetError("the connection ended during the handshake")
+        data += piece
+    return bytes(data)
+
+
+def spell(where: Where) -> str:
+    """Return an address as text."""
+    if isinstance(where, str):
+        return printable(where)
+    text = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
+    return f"relay {text}" if isinstance(where, RelayedWay) else text
+
+
+def new_socket(where: Where, *, spares: bool) -> socket.socket:
+    """Return a socket with which `where` can be connected to; with `spares`, OSError if few descriptors are left."""
+    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    kind = RelayedSocket if isinstance(where, RelayedWay) else socket.socket
+    sock = kind(family, socket.SOCK_STREAM)
+    if spares and is_scarce(sock.fileno()):
+        sock.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    sock.setblocking(False)
+    return sock
+
+
+def no_delay(sock: socket.socket) -> None:
+    """Disable Nagle's algorithm on a TCP socket, before anything is sent."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,174 @@
+"""Hosts that cannot connect with each other: a relay that both reach is enough for everything that a run does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support import pipes
+from tests.support.nodes import DEADLINE, SOURCE, Cluster
+
+from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+
+    from tests.support.nodes import Node
+
+    from covey.testing.netns import Host
+
+pytestmark = pytest.mark.slow
+
+PYTHONPATH = {"PYTHONPATH": str(SOURCE)}
+JOB = """
+import json, sys, time
+import numpy as np
+import covey
+
+host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+with covey.join(run, **options) as group:
+    other = 1 - group.rank
+    node = group.node
+    node.register("scale", lambda values: values * (group.rank + 2))
+    x = np.arange(200_003, dtype=np.float64) * (group.rank + 1)
+    group.all_reduce(x)
+    report = dict(rank=group.rank, sums=[float(x[1]), float(x[-1])])
+    sent = np.arange(70_001, dtype=np.int64) + 1000 * group.rank
+    sending = group.send(sent, other, async_op=True)
+    taken = group.recv(other)
+    sending.wait()
+    report |= dict(taken=[int(taken[0]), int(taken[-1])])
+    report |= dict(called=node.call(other, "scale", np.arange(5.0)).tolist())
+    report |= dict(relays=[each.relay for each in node.links()], lanes=group.lanes())
+    print(json.dumps(report), flush=True)
+    sys.stdin.readline()
+    steps, slowest = 0, 0.0
+    try:
+        while steps < 30:
+            began = time.monotonic()
+            x = np.full(1000, 10.0 ** group.rank)
+            group.all_reduce(x)
+            slowest = max(slowest, time.monotonic() - began)
+            steps += 1
+            assert x[0] == x[-1] == 11.0, x
+            time.sleep(0.02)
+        print(json.dumps(dict(steps=steps, slowest=slowest, relays=[each.relay for each in node.links()])))
+    except covey.PeerLostError as error:
+        print(json.dumps(dict(lost=error.rank, text=str(error), seconds=time.monotonic() - began)))
+"""
+
+
+@contextlib.contextmanager
+def two_networks(hosts: int = 3) -> Iterator[list[Host]]:
+    """Two hosts on different networks, without a route to each other, and others that are on both networks."""
+    with Lan(hosts=hosts, two_networks=True) as lan:
+        for index in (0, 1):
+            lan.hosts[index].run(["ip", "link", "set", f"eth{1 - index}", "down"])
+        yield lan.hosts
+
+
+def start_relay(host: Host) -> subprocess.Popen[str]:
+    process = host.popen([sys.executable, "-m", "covey", "relay", "--report", "1"], env=PYTHONPATH)
+    assert pipes.stdout(process).readline() == "The relay listens at [::]:47690.\n"
+    return process
+
+
+def start_nodes(cluster: Cluster, hosts: list[Host], **options: Any) -> list[Node]:
+    """Start a node on each of the two networks; each knows the relays by their addresses on its own network."""
+    relays = [",".join(relay.ip4s[network] for relay in hosts[2:]) for network in (0, 1)]
+    return [cluster.start(hosts[i], env={"COVEY_RELAYS": relays[i]}, code=JOB, **options) for i in (0, 1)]
+
+
+def hear(node: Node) -> dict[str, Any]:
+    line = pipes.stdout(node.process).readline()
+    assert line, pipes.stderr(node.process).read()
+    return dict(json.loads(line))
+
+
+def go_on(nodes: list[Node]) -> None:
+    for node in nodes:
+        stdin = node.process.stdin
+        assert stdin is not None
+        stdin.write("\n")
+        stdin.flush()
+
+
+def ended(node: Node) -> dict[str, Any]:
+    code, out, err = node.end()
+    assert code == 0, err
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def test_a_relay_that_both_hosts_reach_is_enough_for_collectives_messages_and_calls() -> None:
+    with two_networks() as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        nodes = start_nodes(cluster, hosts)
+        reports = sorted((hear(node) for node in nodes), key=lambda report: report["rank"])
+        for rank, report in enumerate(reports):
+            assert report["sums"] == [3.0, 3.0 * 200_002]
+            assert report["taken"] == [1000 * (1 - rank), 1000 * (1 - rank) + 70_000]
+            assert report["called"] == [value * (3 - rank) for value in (0.0, 1.0, 2.0, 3.0, 4.0)]
+            assert report["lanes"] == {str(1 - rank): "secure"}
+        assert sorted(report["relays"][0] for report in reports) == sorted(f"{ip}:47690" for ip in hosts[2].ip4s)
+        env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[0]}
+        shown = hosts[0].run([sys.executable, "-m", "covey", "status"], env=env).stdout
+        assert f"relayed by {hosts[2].ip4s[0]}:47690: 1 link" in shown
+        assert f"relayed by {hosts[2].ip4s[1]}:47690: 1 link" in shown
+        go_on(nodes)
+        assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        relay.send_signal(signal.SIGTERM)
+        out, err = relay.communicate(timeout=DEADLINE)
+        assert (relay.returncode, err) == (0, "")
+        assert out.endswith("The relay has ended.\n")
+
+
+def test_without_its_relay_a_run_that_raises_names_the_peer_that_is_lost() -> None:
+    with two_networks() as hosts:
+        relay = start_relay(hosts[2])
+        nodes = start_nodes(Cluster(), hosts, on_loss="raise", timeout=DEADLINE)
+        ranks = [hear(node)["rank"] for node in nodes]
+        relay.kill()
+        relay.wait(DEADLINE)
+        go_on(nodes)
+        for rank, node in zip(ranks, nodes, strict=True):
+            report = ended(node)
+            assert report["lost"] == 1 - rank
+            assert f"rank {1 - rank}" in report["text"]
+            assert report["seconds"] < DEADLINE / 2
+
+
+def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other() -> None:
+    with two_networks(hosts=4) as hosts:
+        relays = [start_relay(host) for host in hosts[2:]]
+        nodes = start_nodes(Cluster(), hosts, on_loss="continue")
+        used = [hear(node)["relays"][0].partition(":")[0] for node in nodes]
+        first = next(index for index, host in enumerate(hosts[2:]) if used[0] in host.ip4s)
+        assert used[1] in hosts[2 + first].ip4s
+        relays[first].kill()
+        relays[first].wait(DEADLINE)
+        go_on(nodes)
+        for node in nodes:
+            report = ended(node)
+            assert report["steps"] == 30
+            assert report["relays"][0].partition(":")[0] in hosts[3 - first].ip4s
+
+
+def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> None:
+    with two_networks() as hosts:
+        cluster, started = Cluster(), time.monotonic()
+        (node,) = start_nodes(cluster, hosts, timeout=3)[:1]
+        env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[0]}
+        doctor = hosts[0].popen([sys.executable, "-m", "covey", "doctor", "--json"], env=env)
+        facts = json.loads(doctor.communicate(timeout=DEADLINE)[0])
+        (finding,) = [each for each in facts["findings"] if each["code"] == "relay-silent"]
+        assert hosts[2].ip4s[0] in finding["text"]
+        assert "covey relay" in finding["remedy"]
+        code, _, err = node.end()
+        assert code == 1
+        assert f"{hosts[2].ip4s[0]}: Connection refused" in err, (err, time.monotonic() - started)
