@@ -39,6 +39,7 @@ GROUPS: Final = (
     "tests/contract/test_executors.py",
     "tests/contract/test_repeated_calls.py",
     "tests/contract/test_short_messages.py",
+    "tests/contract/test_long_messages.py",
 )
 SANITIZERS: Final = {
     "address": Sanitizer(
@@ -64,7 +65,13 @@ SANITIZERS: Final = {
         "libtsan.so",
         {"TSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:report_signal_unsafe=0"},
         # It does not see how Python's end of a ring orders its accesses, so both ends are compiled ones.
-        (*LANES, GROUPS[0], GROUPS[-1], "-k", "(True and not False) or random_program or short_messages"),
+        (
+            *LANES,
+            GROUPS[0],
+            *GROUPS[-2:],
+            "-k",
+            "(True and not False) or random_program or short_messages or long_messages",
+        ),
     ),
 }
 

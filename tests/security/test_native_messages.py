@@ -11,6 +11,8 @@ import mmap
 import os
 import random
 import socket
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from covey.net.lanes.ring import memory_bytes
 from covey.net.lanes.ring_socket import RingSocket
 from covey.proto.matching import Matcher
 from covey.proto.message_link import LentStreams, MessageSizes
-from covey.runtime.messages.lending import short_sizes
+from covey.runtime.messages.lending import short_sizes, unfinished_message
 from covey.runtime.messages.message_lane import MessageLane
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -56,6 +58,8 @@ class Victim:
         self.words = self._guarded.view[:1024].cast("Q")
         self.bytes_in = self._guarded.view[1024 + CAPACITY :]
         self.is_lent = False
+        self.operation: Any = None
+        """The message that was under way when the streams were taken back last."""
         self.put(wire.encode(Header(wire.RESUME)))
         self.lane.flush()
         self.read()
@@ -74,10 +78,11 @@ class Victim:
         self.is_lent = True
 
     def take_back(self) -> LentStreams:
-        streams, kept, has_waiting = self.ring.take_back()
+        streams, kept, unfinished, has_waiting = self.ring.take_back()
         assert not has_waiting
         self.is_lent = False
-        self.matcher.take_back(1, LentStreams(*streams), kept)
+        message = None if unfinished is None else unfinished_message(unfinished)
+        self.operation = self.matcher.take_back(1, LentStreams(*streams), kept, message)
         return LentStreams(*streams)
 
     def receive(self, out: Any = None, tag: int = -1) -> Any:
@@ -166,7 +171,7 @@ def test_an_impossible_position_moves_nothing(victim: Victim, word: int, by: int
     head = victim.words[HEAD]
     assert victim.receive() is False
     if word == TAIL:
-        assert not victim.ring.short.send(ARRAY, 1)
+        assert not victim.ring.short.send(ARRAY, 1, 0.0)
     assert victim.words[HEAD] == head or word != TAIL
     victim.take_back()
     with pytest.raises(ConnectionAbortedError):
@@ -204,5 +209,179 @@ def test_any_bytes_are_messages_or_left_to_python(victim: Victim, seed: int) -> 
                 np.testing.assert_array_equal(got, array)
             good, received = good + 1, received + got.nbytes
         if rng.random() < 0.3:
-            assert victim.ring.short.send(array, rng.randrange(9)) in (True, False)
+            assert victim.ring.short.send(array, rng.randrange(9), 0.0) in (True, False)
     assert victim.ring.short.counts()[2] <= good
+
+
+# Long messages
+
+LONG = np.arange(3000, dtype=np.int16)
+
+
+def rts(number: int = 0, array: np.ndarray[Any, Any] = LONG, **changed: Any) -> bytes:
+    return eager(number, array, kind=wire.RTS, **changed)[: wire.FIXED_BYTES + 8 * array.ndim]
+
+
+def data(number: int, payload: bytes, **changed: Any) -> bytes:
+    return wire.encode(Header(wire.DATA, number, len(payload))._replace(**changed)) + payload
+
+
+def test_a_long_message_that_is_as_it_should_be_passes(victim: Victim) -> None:
+    victim.lend()
+    content = LONG.tobytes()
+    victim.put(rts() + data(0, content[:1]) + data(0, content[1:5999]) + data(0, content[5999:]))
+    np.testing.assert_array_equal(victim.receive(), LONG)
+    victim.put(rts(1) + data(1, content[:100]))
+    unfinished = victim.receive()
+    assert unfinished[2] is None
+    streams = victim.take_back()
+    assert (streams.expected_id, victim.ring.short.counts()) == (2, (0, 0, 1, 6000))
+    victim.put(data(1, content[100:]))
+    victim.read()
+    assert victim.operation in victim.matcher.completed
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        data(1, b"x" * 10),
+        data(0, b"x" * 10, tag=1),
+        data(0, b"x" * 10, shape=(10,)),
+        data(0, b"x" * 6001),
+        data(0, b""),
+        data(0, b"x" * 10, payload_bytes=1 << 62),
+        rts(0),
+        rts(2),
+        wire.encode(Header(wire.CTS, 0, 6000)),
+        b"\0" * 64,
+    ],
+)
+@pytest.mark.parametrize("moved", [0, 100])
+def test_a_piece_that_cannot_be_is_left_to_python_which_refuses_it(victim: Victim, frame: bytes, moved: int) -> None:
+    victim.lend()
+    content = LONG.tobytes()
+    victim.put(rts() + (data(0, content[:moved]) if moved else b"") + frame)
+    assert type(victim.receive()) is tuple
+    victim.take_back()
+    with pytest.raises(RemoteProtocolError):
+        victim.read()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        rts(0, LONG, payload_bytes=7),
+        rts(1),
+        rts(0, np.zeros(1024, np.int16)),
+        rts(0, LONG, shape=(1 << 62,)),
+        rts(0, LONG, tag=-1),
+        data(0, b"x" * 10),
+    ],
+)
+def test_an_announcement_that_cannot_be_is_left_to_python_which_refuses_it(victim: Victim, frame: bytes) -> None:
+    victim.lend()
+    victim.put(frame + b"\0" * 64)
+    assert victim.receive() is False
+    assert victim.take_back().received == 0
+    with pytest.raises(RemoteProtocolError):
+        victim.read()
+
+
+def test_an_announcement_of_more_than_there_is_memory_for_is_left_to_python(victim: Victim) -> None:
+    victim.lend()
+    victim.put(rts(0, LONG, shape=(1 << 60,), payload_bytes=1 << 61))
+    assert victim.receive() is False
+    victim.take_back()
+    victim.read()
+    assert victim.matcher.has_match(1, 3)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.encode(Header(wire.CTS, 1, 6000)),
+        wire.encode(Header(wire.CTS, 0, 5999)),
+        wire.encode(Header(wire.CTS, 0, 6000))[:4] + b"\1" + wire.encode(Header(wire.CTS, 0, 6000))[5:],
+        wire.encode(Header(wire.ACK, payload_bytes=1 << 40)),
+        data(0, b"x"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_left_to_python_which_refuses_it(victim: Victim, frame: bytes) -> None:
+    victim.drain()
+    victim.lend()
+    victim.put(frame)
+    assert type(victim.ring.short.send(LONG, 1, 0.0)) is tuple
+    victim.take_back()
+    with pytest.raises(RemoteProtocolError):
+        victim.read()
+
+
+@pytest.mark.parametrize("by", [-1, CAPACITY + 1, 1 << 63])
+@pytest.mark.parametrize("word", [IN + HEAD, TAIL])
+def test_an_impossible_position_ends_a_long_message_that_waits(victim: Victim, word: int, by: int) -> None:
+    """The word is written when the victim waits for more of the payload, or for room."""
+    victim.drain()
+    victim.lend()
+    large = np.arange(CAPACITY, dtype=np.int16)
+    is_sent = word == TAIL
+    victim.put(wire.encode(Header(wire.CTS, 0, large.nbytes)) if is_sent else rts() + data(0, b"x", payload_bytes=6000))
+    began, base = time.monotonic(), victim.words[HEAD] if is_sent else victim.words[IN + HEAD]
+
+    def write() -> None:
+        while victim.words[HEAD] - victim.words[TAIL] < (CAPACITY if is_sent else 1):
+            time.sleep(0.001)
+        victim.words[word] = ((victim.words[HEAD] - by) if is_sent else (base + by)) % (1 << 64)
+        victim.doorbell.send(b"!")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    if is_sent:
+        unfinished = victim.ring.short.send(large, 1, 60.0)
+    else:
+        unfinished = victim.ring.short.receive(None, 3, time.monotonic() + 60.0)
+    thread.join(30)
+    assert type(unfinished) is tuple
+    assert time.monotonic() - began < 30
+    victim.take_back()
+    with pytest.raises(ConnectionAbortedError):
+        victim.ring.send(b"x") if is_sent else victim.ring.recv(1)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_any_bytes_are_pieces_or_left_to_python(victim: Victim, seed: int) -> None:
+    rng = random.Random(seed)
+    victim.lend()
+    for number in range(12):
+        array = np.frombuffer(rng.randbytes(rng.randrange(2049, 6000)), np.uint8)
+        content, frames, at = array.tobytes(), [rts(number, array)], 0
+        while at < len(content):
+            step = rng.randrange(1, 3000)
+            frames.append(data(number, content[at : at + step]))
+            at += step
+        is_good = rng.random() < 0.7
+        if not is_good:
+            broken = rng.randrange(len(frames))
+            frame = bytearray(frames[broken])
+            frame[rng.randrange(min(len(frame), 40))] = rng.randrange(256)
+            frames[broken] = bytes(frame)
+        stream = b"".join(frames)
+        victim.drain()
+        if len(stream) > CAPACITY:
+            continue
+        victim.put(stream)
+        got = victim.receive(tag=rng.choice([-1, 3]))
+        if is_good and got is not False:
+            np.testing.assert_array_equal(got, array)
+        elif is_good or type(got) is not np.ndarray:
+            assert not is_good
+            victim.take_back()
+            with contextlib.suppress(RemoteProtocolError, MemoryError):
+                victim.read()
+            return
+        victim.put(wire.encode(Header(wire.CTS, number, rng.choice([0, array.nbytes]))))
+        sent = victim.ring.short.send(array, rng.randrange(9), 0.0)
+        if sent is not True:
+            assert type(sent) is tuple
+            victim.take_back()
+            assert victim.operation is not None
+            return

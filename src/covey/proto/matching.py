@@ -27,7 +27,7 @@ from covey.wire.message_header import Header
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.proto.message_link import LentStreams
+    from covey.proto.message_link import LentStreams, UnfinishedMessage
 
 __all__ = ["ANY", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
 
@@ -218,9 +218,14 @@ class Matcher:
             return None
         return self._link(peer).lend()
 
-    def take_back(self, peer: int, streams: LentStreams, kept: bytes) -> None:
-        """Go on with the streams that were lent; `kept` are the last bytes that were sent."""
-        self._link(peer).take_back(streams, kept)
+    def take_back(
+        self, peer: int, streams: LentStreams, kept: bytes, unfinished: UnfinishedMessage | None = None
+    ) -> Send | Receive | None:
+        """Go on with the streams that were lent; return the operation of the message that is under way.
+
+        See `MessageLink.take_back`.
+        """
+        return self._link(peer).take_back(streams, kept, unfinished)
 
     def has_parted(self, peer: int) -> bool:
         """Tell whether `peer` has said that nothing follows."""

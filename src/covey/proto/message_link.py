@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.settings import SETTINGS
-from covey.proto.message import HEADER_COST, Arrival, Operation, Send
+from covey.proto.message import HEADER_COST, Arrival, Operation, Receive, Send
 from covey.proto.message_stream import Inlet, Landing, Outlet, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -54,6 +54,24 @@ class LentStreams(NamedTuple):
     unacknowledged: int
     received: int
     """The bytes of the peer's stream that have arrived."""
+
+
+class UnfinishedMessage(NamedTuple):
+    """A large message that is under way when the streams are taken back."""
+
+    view: memoryview
+    """The bytes of its array."""
+    tag: int
+    dtype_code: int
+    shape: tuple[int, ...]
+    message_id: int
+    is_send: bool
+    moved: int
+    """Of a send: the bytes of its DATA frames that were sent, headers included. Of a receive: those of its payload."""
+    is_cleared: bool
+    """Of a send: whether the peer has asked for the payload."""
+    left: int
+    """Of a receive: the bytes of the present DATA frame that are still to come."""
 
 
 class MessageHost(Protocol):
@@ -135,8 +153,8 @@ class MessageLink:
     def lend(self) -> LentStreams | None:
         """Return the state of the streams, if no frame and no message is under way: then `take_back` must follow.
 
-        The code that gets the state may send and receive whole EAGER messages, ACK and CREDIT frames, and must treat
-        them as this class does. Nothing else may be called here until `take_back`.
+        The code that gets the state may send and receive messages, ACK and CREDIT frames, and must treat them as this
+        class does. Nothing else may be called here until `take_back`.
         """
         outlet, inlet = self.outlet, self.inlet
         is_quiet = outlet.is_idle and inlet.is_between_frames and not (self.is_over or self.is_failed)
@@ -154,12 +172,47 @@ class MessageLink:
             inlet.received,
         )
 
-    def take_back(self, streams: LentStreams, kept: bytes) -> None:
-        """Go on from where the streams are now; `kept` are the last bytes that were sent; see `Outlet.passed`."""
+    def take_back(
+        self, streams: LentStreams, kept: bytes, unfinished: UnfinishedMessage | None = None
+    ) -> Send | Receive | None:
+        """Go on from where the streams are now, and return the operation of the unfinished message.
+
+        `kept` are the last bytes that were sent, before the payload of an unfinished message; see `Outlet.passed`.
+        """
         self._next_id, self._used, self._expected_id = streams.next_id, streams.used, streams.expected_id
         self._held, self._owed, self._unacknowledged = streams.held, streams.owed, streams.unacknowledged
-        self.outlet.passed(streams.sent, streams.arrived, kept)
         self.inlet.received = streams.received
+        if unfinished is not None and unfinished.is_send:
+            return self._go_on_sending(streams, kept, unfinished)
+        self.outlet.passed(streams.sent, streams.arrived, kept)
+        return None if unfinished is None else self._go_on_receiving(unfinished)
+
+    def _go_on_sending(self, streams: LentStreams, kept: bytes, message: UnfinishedMessage) -> Send:
+        send = Send(message.view, self._peer, message.tag, message.dtype_code, message.shape, is_object=False)
+        send.message_id, send.is_cleared = message.message_id, message.is_cleared
+        self._announced[send.message_id] = send
+        self.outlet.passed(streams.sent - message.moved, streams.arrived, kept)
+        if send.is_cleared:
+            self.outlet.go_on(send, message.moved)
+            self._note_ready()
+        return send
+
+    def _go_on_receiving(self, message: UnfinishedMessage) -> Receive:
+        header = Header(
+            wire.RTS, message.message_id, len(message.view), message.tag, False, message.dtype_code, message.shape
+        )
+        expect = message.dtype_code, message.shape
+        receive = Receive(self._peer, message.tag, message.view, expect, next(self._host.order))
+        arrival = Arrival(self._peer, header, next(self._host.order))
+        arrival.is_asked_for = arrival.is_matched = True
+        arrival.target, arrival.filled = message.view, message.moved
+        receive.arrival, arrival.receive = arrival, receive
+        self._incomplete[header.message_id] = arrival
+        if message.left:
+            self.inlet.go_on(arrival, message.left)
+        elif message.moved == header.payload_bytes:
+            self._landed(arrival)
+        return receive
 
     def fail(self, error: BaseException) -> Iterable[Arrival]:
         """Give the peer up and end all sends to it; return the messages whose payload will not come."""

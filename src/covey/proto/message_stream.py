@@ -77,6 +77,10 @@ class Inlet:
         """Continue the stream on another connection."""
         self._resume_bytes = 0
 
+    def go_on(self, landing: Landing, left: int) -> None:
+        """Go on in the middle of a frame, of whose payload `left` bytes are still to come; called between frames."""
+        self._landing, self._left = landing, left
+
     @property
     def is_between_frames(self) -> bool:
         """Whether the connection has begun and every byte that has arrived belongs to a whole frame."""
@@ -235,6 +239,17 @@ class Outlet:
             self._unacknowledged.append(_Item(kept))
         self._sent = self._offered = sent
         self._start = sent - sum(len(item.data) for item in self._unacknowledged)
+
+    def go_on(self, payload: Payload, count: int) -> None:
+        """Send a payload of whose frames the first `count` bytes have passed by other means, after `passed`."""
+        self.has_short_pieces = False
+        self.move(payload)
+        while count and self._moving:
+            self._cut_piece()
+            taken = min(count, sum(len(item.data) for item in self._line))
+            self._offered = self._sent + taken
+            self.advance(taken)
+            count -= taken
 
     @property
     def is_in_doubt(self) -> bool:

@@ -40,8 +40,8 @@ class RingSocket(MessageSocket):
     def __init__(
         self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, is_native: bool = False
     ) -> None:
-        """`first` tells the two ends apart: the first end writes the first ring. `is_native` lets short messages pass
-        without Python."""
+        """`first` tells the two ends apart: the first end writes the first ring. `is_native` lets messages pass without
+        Python."""
         doorbell.setblocking(False)
         self._doorbell = track(doorbell)
         self.capacity = capacity
@@ -59,7 +59,7 @@ class RingSocket(MessageSocket):
         """See `ring.RingLane`."""
         self._peer_gone = False
         self.short: Any = None
-        """Moves short messages while the streams are lent to it; None without the extension."""
+        """Moves messages while the streams are lent to it; None without the extension."""
 
     # Bytes
 
@@ -166,10 +166,10 @@ class RingSocket(MessageSocket):
                 except ConnectionError:
                     self._peer_gone = True
 
-    # Short messages
+    # Messages that pass without Python
 
-    def prepare_short(self, bell_fd: int, wake_fd: int, sizes: tuple[int, int, int, int, int], *, spins: bool) -> None:
-        """Make what moves short messages, if the extension is used; `sizes` are those of `messages.lending`."""
+    def prepare_short(self, bell_fd: int, wake_fd: int, sizes: tuple[int, ...], *, spins: bool) -> None:
+        """Make what moves messages, if the extension is used; `sizes` are those of `messages.lending`."""
         if self._is_native:
             self.short = native().module.MessageEnd(
                 self._memory,
@@ -187,13 +187,14 @@ class RingSocket(MessageSocket):
             )
 
     def lend(self, state: tuple[int, ...]) -> None:
-        """Let short messages pass without Python; `state` is that of the streams."""
+        """Let messages pass without Python; `state` is that of the streams."""
         self.short.lend(self._head, self._tail, *state)
 
-    def take_back(self) -> tuple[tuple[int, ...], bytes, bool]:
-        """Let none pass; return the state of the streams, the last bytes that were sent, and whether a thread waits."""
-        (self._head, self._tail, *state), kept, has_waiting = self.short.take_back()
-        return tuple(state), kept, has_waiting
+    def take_back(self) -> tuple[tuple[int, ...], bytes, tuple[Any, ...] | None, bool]:
+        """Let none pass; return the state of the streams, the last bytes that were sent, the long message that is under
+        way, and whether a thread waits. See `long_messages.c`."""
+        (self._head, self._tail, *state), kept, unfinished, has_waiting = self.short.take_back()
+        return tuple(state), kept, unfinished, has_waiting
 
     # The rest of a socket
 

@@ -38,10 +38,11 @@ class Messages(Issuer):
         the same tag arrive in order.
         """
         if type(dst) is int and not async_op and (short := self._engine.routing.short.get(dst)) is not None:
-            if timeout is not None:
-                check_timeout(timeout)
-            if short.send(x, tag):
+            sent = short.send(x, tag, self._engine.config.timeout if timeout is None else check_timeout(timeout))
+            if sent is True:
                 return None
+            if sent is not False:
+                return self._engine.routing.messenger().go_on(short, sent, dst)
         data, code, shape, is_object = _payload(x)
         return self._send(data, dst, tag, code, shape, is_object, timeout, async_op)
 
@@ -186,7 +187,10 @@ class Messages(Issuer):
         if short is None:
             return False, None
         deadline = time.monotonic() + (self._engine.config.timeout if timeout is None else check_timeout(timeout))
-        return short.receive(out, tag, deadline), deadline
+        received = short.receive(out, tag, deadline)
+        if type(received) is tuple:
+            received = self._engine.routing.messenger().go_on(short, received, src)
+        return received, deadline
 
     def _recv(
         self,

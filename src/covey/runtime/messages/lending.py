@@ -1,7 +1,8 @@
-"""Lends the streams of a messenger to the compiled executor, which moves short messages in one call each.
+"""Lends the streams of a messenger to the compiled executor, which moves messages in one call each.
 
 A stream is lent after a blocking call, if nothing else is under way. The next thread that takes the messenger's lock
-gets all of them back first, so code that holds the lock never sees streams that are out of date.
+gets all of them back first, so code that holds the lock never sees streams that are out of date. A long message that is
+under way becomes a work like others, and the call that began it waits for that.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
+from covey.proto import message_stream
 from covey.proto.message import HEADER_COST
-from covey.proto.message_link import ACK_BATCH, LentStreams
+from covey.proto.message_link import ACK_BATCH, LentStreams, UnfinishedMessage
 from covey.runtime.counters import MessageTraffic
+from covey.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,27 +24,40 @@ if TYPE_CHECKING:
     from covey.net.lanes.ring_socket import RingSocket
     from covey.proto.matching import Matcher
     from covey.proto.message_link import MessageSizes
+    from covey.runtime.messages.pending_works import PendingWorks
 
 
-def short_sizes(sizes: MessageSizes) -> tuple[int, int, int, int, int]:
+def short_sizes(sizes: MessageSizes) -> tuple[int, ...]:
     """Return the limits that the compiled executor has to know."""
-    return sizes.eager_bytes, sizes.credit_bytes, sizes.credit_batch, ACK_BATCH, HEADER_COST
+    piece_bytes = message_stream.PIECE_BYTES
+    return sizes.eager_bytes, sizes.credit_bytes, sizes.credit_batch, ACK_BATCH, HEADER_COST, piece_bytes
+
+
+def unfinished_message(state: tuple[Any, ...]) -> UnfinishedMessage:
+    """Return the message that `long_messages.c` describes by `state`."""
+    _, array, tag, code, shape, message_id, is_send, moved, rest = state
+    view = memoryview(array.reshape(-1).view(np.uint8))
+    is_cleared, left = (bool(rest), 0) if is_send else (True, rest)
+    return UnfinishedMessage(view, tag, code, shape, message_id, is_send, moved, is_cleared, left)
 
 
 class MessengerLock:
     """A lock whose holder has all streams. It has the methods that a `threading.Condition` needs."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, matcher: Matcher, pending: PendingWorks, name: str) -> None:
+        """`name` is that of the group, for error messages."""
         self._lock = threading.Lock()
-        self._matcher = matcher
+        self._matcher, self._pending, self._name = matcher, pending, name
         self.traffic = MessageTraffic()
         self._lent: dict[int, RingSocket] = {}
         self._before: set[int] = set()
         """Ranks whose streams were lent, and were taken back for something else."""
         self.short: dict[int, Any] = {}
-        """By rank: what moves short messages with it, while its streams are lent. Any thread may read it."""
+        """By rank: what moves messages with it, while its streams are lent. Any thread may read it."""
+        self._unfinished: dict[tuple[Any, int], Work[Any]] = {}
+        """By what has moved them, and its turn: the works of long messages whose calls have not asked for them yet."""
         self.wake: Callable[[], None] = lambda: None
-        """Wakes the threads that wait for a short message."""
+        """Wakes the threads that wait for a message that passes without Python."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire as `threading.Lock` does, and take back what was lent."""
@@ -78,9 +96,32 @@ class MessengerLock:
         while self._lent:
             peer, ring = self._lent.popitem()
             self._before.add(peer)
-            streams, kept, is_waited_for = ring.take_back()
+            streams, kept, unfinished, is_waited_for = ring.take_back()
             self.traffic.taken_back(ring.short)
-            self._matcher.take_back(peer, LentStreams(*streams), kept)
+            if unfinished is None:
+                self._matcher.take_back(peer, LentStreams(*streams), kept)
+            else:
+                self._go_on(peer, ring, LentStreams(*streams), kept, unfinished)
             has_waiting |= is_waited_for
         if has_waiting:
             self.wake()
+
+    def _go_on(
+        self, peer: int, ring: RingSocket, streams: LentStreams, kept: bytes, unfinished: tuple[Any, ...]
+    ) -> None:
+        """Take streams back in the middle of a long message, and make a work of it."""
+        message = unfinished_message(unfinished)
+        operation = self._matcher.take_back(peer, streams, kept, message)
+        assert operation is not None
+        turn, array = unfinished[:2]
+        does = f"send of {len(message.view)} bytes to" if message.is_send else "receive from"
+        work: Work[Any] = Work(
+            f"{self._name}: {does} rank {peer} with tag {message.tag}",
+            then=None if message.is_send else lambda _: array,
+        )
+        self._pending.add(operation, work)
+        self._unfinished[ring.short, turn] = work
+
+    def take_unfinished(self, short: Any, turn: int) -> Work[Any]:
+        """Return the work of a long message that `short` has begun in that turn. With the lock."""
+        return self._unfinished.pop((short, turn))

@@ -76,7 +76,8 @@ class Messenger:
         self._rank, self._size, self._name = rank, size, name
         self._fault, self._told = fault, told
         self._matcher = Matcher(rank, size, sizes)
-        self._lock = MessengerLock(self._matcher)
+        self._pending = PendingWorks(self._matcher)
+        self._lock = MessengerLock(self._matcher, self._pending, name)
         self._driving = self._driving_kind(self._lock, name, may_spin=may_spin)
         self._lock.wake = self._driving.alarm()
         self._lanes = LanePoll(self._matcher, self._driving, wake_fd, spins=may_spin)
@@ -84,9 +85,8 @@ class Messenger:
         self._renewal = LaneRenewal(
             self._lock, self._matcher, self._lanes, name, renew_lane=renew_lane, give_up=give_up, fault=fault, lost=lost
         )
-        self._pending = PendingWorks(self._matcher)
         self.short = self._lock.short
-        """By rank: what sends and receives short messages, while nothing else is under way with it."""
+        """By rank: what sends and receives arrays without Python, while nothing else is under way with it."""
         self._is_closed = False
         """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
 
@@ -186,7 +186,7 @@ class Messenger:
     def wait(self, work: Work[Any], deadline: float | None, peer: int | None = None) -> Any:
         """Drive until `work` is done and return its result; `deadline` is on time.monotonic().
 
-        Afterwards, short messages with `peer` may pass without Python for as long as nothing else is under way.
+        Afterwards, messages with `peer` may pass without Python for as long as nothing else is under way.
 
         Raises:
             DeadlineError: `work` was not done in time and has failed with this error; `late` has the ranks it needed. A
@@ -210,6 +210,19 @@ class Messenger:
             if self._fault() is not None:
                 self.stop_short()  # which may have been called a moment ago
         return result
+
+    def go_on(self, short: Any, unfinished: tuple[int, float, BaseException | None], peer: int) -> Any:
+        """Finish a long message that `short` has begun, and return its result, as `wait` does.
+
+        `unfinished` has its turn and its deadline, and the exception of a signal handler that has ended the call.
+        """
+        turn, deadline, error = unfinished
+        with self._lock:
+            work = self._lock.take_unfinished(short, turn)
+        if error is not None:
+            self.abandon(work, error)
+            raise error
+        return self.wait(work, deadline, peer)
 
     def stop_short(self) -> None:
         """Let no further message pass without Python, because the group has failed. On any thread."""
