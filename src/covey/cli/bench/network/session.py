@@ -14,7 +14,6 @@ from covey.cli.bench.network.rank_rounds import measure_case
 from covey.cli.bench.network.schedule import batches, rounds
 from covey.cli.bench.network.terms import NetworkTerms, RankOffer, agree
 from covey.runtime.group.internals import engine_of
-from covey.runtime.group.observing import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -88,7 +87,7 @@ def measure(group: Group, options: Mapping[str, str], writes: Sequence[str]) -> 
 
 def _offer(group: Group, options: Mapping[str, str], writes: Sequence[str]) -> RankOffer:
     engine = engine_of(group)
-    host, name = host_of(engine, engine.rank), engine.roster.host_name(engine.rank)
+    host, name = engine.roster.host(engine.rank), engine.roster.host_name(engine.rank)
     return RankOffer(dict(options), host, name, machine_facts(), tuple(writes))
 
 
