@@ -29,6 +29,7 @@ class Sanitizer(NamedTuple):
     tests: tuple[str, ...]
 
 
+SUPPRESSIONS: Final = ROOT / "tools/thread_suppressions.txt"
 LANES: Final = (
     "tests/contract/test_native_lanes.py",
     "tests/security/test_native_rings.py",
@@ -47,7 +48,7 @@ SANITIZERS: Final = {
         "libasan.so",
         # Python frees little at its end, so leaks are found by a test that counts. That one needs an ordinary malloc.
         {
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
             "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
         },
         (
@@ -63,8 +64,8 @@ SANITIZERS: Final = {
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wno-tsan"),  # fences, which it does not know, order nothing but wake-ups
         "libtsan.so",
-        {"TSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:report_signal_unsafe=0"},
-        # It does not see how Python's end of a ring orders its accesses, so both ends are compiled ones.
+        {"TSAN_OPTIONS": f"halt_on_error=1:abort_on_error=1:report_signal_unsafe=0:suppressions={SUPPRESSIONS}"},
+        # It does not see how Python's end of a ring orders its accesses, so both ends of lanes are compiled ones.
         (
             *LANES,
             GROUPS[0],
@@ -120,7 +121,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many random inputs each fuzz test makes")
     parser.add_argument("--pytest", action="append", default=[], help="an argument for pytest")
     arguments = parser.parse_args()
-    return max(run(name, arguments.seeds, arguments.pytest) for name in arguments.sanitizers)
+    codes = [run(name, arguments.seeds, arguments.pytest) for name in arguments.sanitizers]
+    return max(map(abs, codes))  # a negative one is that of a signal, with which a sanitizer ends
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_a_long_message_ends_with_the_group_or_at_its_deadline(ending: str, does
         begin(group)
         if group.rank == 1:
             if does == "recv":
-                group.send(np.arange(50_000), 0, async_op=True)
+                group.send(np.arange(50_000), 0)
             if ending == "peer":
                 time.sleep(0.1)
                 group.close()
@@ -135,11 +135,11 @@ def test_a_long_message_ends_with_the_group_or_at_its_deadline(ending: str, does
                 with pytest.raises(covey.CoveyError):
                     group.recv(0, 9, timeout=30)
             return ""
+        if does == "recv":
+            same(group.recv(1), np.arange(50_000))
         if ending in ("close", "revoke"):
             threading.Timer(0.1, group.close if ending == "close" else group.revoke).start()
         seconds = 0.2 if ending == "timeout" else 30
-        if does == "recv":
-            same(group.recv(1), np.arange(50_000))
         with pytest.raises(covey.CoveyError) as raised:
             group.send(np.arange(100_000), 1, timeout=seconds) if does == "send" else group.recv(1, timeout=seconds)
         group.close()

@@ -230,6 +230,8 @@ class Shortcut:
         self.begin = self._made.begin
         """As `run`, but without waiting: another thread goes on with a begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.broadcasts: dict[int, tuple[Any, ...]] = {}
+        """By root: the name of a broadcast that was added."""
 
     def name(self, what: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the one object that stands for `what`: calls are told apart by identity."""
