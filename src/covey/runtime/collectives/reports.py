@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.numbers import Rank
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
+from covey.runtime.members.sending_limit import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ControlReports(EnginePart):
     """A group as its node sees it (`members.node.Member`). The engine may be dropped while a report is under way."""
 
     has_rings = True
+    urgency = Urgency.TENSORS
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)

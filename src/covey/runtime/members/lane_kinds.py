@@ -134,8 +134,10 @@ def lane_of_memory(
     return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
-def lane_of_sockets(factory: LaneFactory, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
     """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
+    factory = node.lanes.factory
+    node.lanes.limit.watch(socks, offer.group)
     if offer.purpose == "collectives":
         if offer.kind == "secure":
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)
