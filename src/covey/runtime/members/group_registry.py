@@ -55,6 +55,12 @@ class RegisteredGroup(Protocol):
 
     def lane_arrived(self, peer: Seat, purpose: str, lane: Any) -> bool: ...
 
+    def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None: ...
+
+    def accept_switch(self, seat: Seat, attempt: int, lane: Any, sequence: int) -> int | None: ...
+
+    def settle_switch(self, seat: Seat, attempt: int, sequence: int | None) -> None: ...
+
     def forked(self) -> None: ...
 
     def close(self) -> None: ...
@@ -76,6 +82,10 @@ class GroupRegistry:
 
     def __getitem__(self, group_id: int) -> RegisteredGroup:
         return self._groups[group_id]
+
+    def get(self, group_id: int) -> RegisteredGroup | None:
+        """Return a group, if it exists here."""
+        return self._groups.get(group_id)
 
     def register(self, group_id: int, group: RegisteredGroup) -> None:
         """Pass on messages about a group to it from now on."""

@@ -185,7 +185,7 @@ class LaneDialler:
                 os.close(descriptor)
 
     def _has_rings(self, key: LaneKey) -> bool:
-        return key.purpose == "collectives" or self._node.groups.has_rings(key.group)
+        return key.purpose != "messages" or self._node.groups.has_rings(key.group)
 
     # Offers
 
