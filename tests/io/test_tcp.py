@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import sys
 import time
@@ -87,3 +88,27 @@ def test_unix_sockets_have_no_such_news() -> None:
     with one, other:
         assert tcp.acknowledgements(one) is None
         assert not tcp.is_stuck(one)
+
+
+def test_the_kernel_spaces_out_what_is_sent_and_tells_how_much_arrived() -> None:
+    rate, free = 400_000, 10 * 65536  # what TCP sends on loopback before it knows a round trip
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        tcp.pace(near, rate)
+        near.setblocking(False)
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            while sent < 2 << 20:
+                sent += near.send(bytes(1 << 16))
+        arrived, began = 0, time.monotonic()
+        while time.monotonic() < began + 1.0:
+            if select.select([far], [], [], 0.1)[0]:
+                arrived += len(far.recv(1 << 16))
+        assert free / 2 < arrived < free + 1.5 * rate * (time.monotonic() - began)
+        known = tcp.progress(near)
+        assert known is not None
+        assert 0 < known.acknowledged < sent
+        assert known.is_sending
+    assert tcp.progress(near) is None

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol
 
 from covey.base.errors import ConfigError
 
 YEAR_SECONDS: Final = 365 * 86400.0
 _UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_RATE_UNITS: Final = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class Kind(Protocol):
@@ -71,6 +73,39 @@ class ByteCount(NamedTuple):
         if not self.least <= size <= self.most or size % self.multiple:
             raise ConfigError(f"{label}={value!r} must be {self.words}")
         return size
+
+
+class Rate(NamedTuple):
+    """Bits a second, or text like `20M`; 0 is no limit."""
+
+    least: int
+    most: int
+
+    @property
+    def words(self) -> str:
+        return (
+            f"bits a second, `{show_rate(self.least)}` to `{show_rate(self.most)}`, or bytes a second as in `2.5MB`; "
+            "`0`: no limit"
+        )
+
+    def read(self, label: str, value: Any) -> int:
+        rate = value
+        if isinstance(value, str):
+            match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?(?:([kKMG])(bit|B)?|(bit|B))(?:/s)?", value)
+            if match is not None:
+                unit = _RATE_UNITS[match[2] or ""] * (8 if "B" in (match[3], match[4]) else 1)
+                rate = round(Fraction(match[1]) * unit)
+            elif value == "0":
+                rate = 0
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Integral):
+            raise ConfigError(
+                f"{label}={value!r} is not a rate; write 20M or 20Mbit for 20 million bits a second, 2.5MB for 2.5 "
+                "million bytes a second, or 0"
+            )
+        rate = int(rate)
+        if rate and not self.least <= rate <= self.most:
+            raise ConfigError(f"{label}={value!r} must be {self.words.replace('`', '')}")
+        return rate
 
 
 class OneOf(NamedTuple):
@@ -171,3 +206,11 @@ def show_bytes(count: int) -> str:
         if count and count % size == 0:
             return f"{count // size}{unit}"
     return str(count)
+
+
+def show_rate(bits: int) -> str:
+    """Return bits a second as a person would write them."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if bits and bits % size == 0:
+            return f"{bits // size}{unit}"
+    return f"{bits}bit" if bits else "0"

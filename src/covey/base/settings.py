@@ -11,7 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
-from covey.base.setting_kinds import AnyText, ByteCount, Flag, Kind, Listing, Number, OneOf, Seconds, Whole, show_bytes
+from covey.base.setting_kinds import (
+    AnyText,
+    ByteCount,
+    Flag,
+    Kind,
+    Listing,
+    Number,
+    OneOf,
+    Rate,
+    Seconds,
+    Whole,
+    show_bytes,
+    show_rate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,6 +83,8 @@ class Setting(NamedTuple):
             return str(int(value))
         if isinstance(self.kind, ByteCount) and isinstance(value, int):
             return show_bytes(value)
+        if isinstance(self.kind, Rate) and isinstance(value, int):
+            return show_rate(value)
         return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -144,6 +159,11 @@ _ROWS: Final = (
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
         "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
+    ),
+    _of_group(
+        _NETWORK, "limit", Rate(100_000, 10**12), 0,
+        "How much the processes of a run on this machine send over TCP together: `20M` is 20 million bits a second, "
+        "`2.5MB` as much in bytes. Calls come before tensors. Linux only.",
     ),
     _of_group(
         _NETWORK, "insecure", Flag(), False,

@@ -16,6 +16,7 @@ import typer.core
 
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
+from covey.base.settings import SETTINGS
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
@@ -104,6 +105,10 @@ def run(
     ] = None,
     lanes: Annotated[
         Lanes | None, typer.Option(help="Use this kind of lane for all ranks, instead of the best for each pair.")
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Send at most this from this machine: 20M (bits a second) or 2.5MB (bytes)."),
     ] = None,
     on_loss: Annotated[
         OnLoss | None,
@@ -216,6 +221,7 @@ def run(
         limits = {"--size": size, "--min": min_size, "--max": max_size}
         of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
         of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
+        of_all |= {"--limit": None if limit is None else check_limit(limit)}
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
         of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
@@ -241,6 +247,8 @@ def run(
         settings["COVEY_PATIENCE"] = str(check_timeout(patience, "--patience"))
     if quorum is not None:
         settings["COVEY_QUORUM"] = quorum.value
+    if limit is not None:
+        settings["COVEY_LIMIT"] = check_limit(limit)
     if compress is not None:
         settings["COVEY_COMPRESS"] = check_compress(compress)
     program = script if module else Path(script).name
@@ -281,6 +289,12 @@ def run(
     variables = {name: str(value) for name, value in asked.items() if value is not None}
     share = share_of_run(1 if processes is None else processes, variables, is_new=new)
     raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
+
+
+def check_limit(limit: str) -> str:
+    """Return the value of --limit; ConfigError if it is not a rate."""
+    SETTINGS["limit"].kind.read("--limit", limit)
+    return limit
 
 
 def check_compress(compress: str) -> str:

@@ -1,4 +1,7 @@
-"""What Linux knows about a TCP connection: when the other machine last acknowledged, and whether the path is dead."""
+"""What Linux knows about a TCP connection: when the other machine last acknowledged, and whether the path is dead.
+
+And what it can do with one: space out what it sends.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,10 @@ _LAST_ACK: Final = struct.Struct("=56xI")
 _LONG_INFO_BYTES: Final = 176
 _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
+_ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
+"""tcpi_unacked, tcpi_bytes_acked, and tcpi_notsent_bytes."""
+_SO_MAX_PACING_RATE: Final = 47
+"""Of Linux; the socket module has no name for it."""
 LEAST_BYTES: Final = 1 << 20
 """A speed is known after so many bytes; the first ones travel while a connection still looks for its speed."""
 
@@ -106,3 +113,39 @@ def sending_speed(sock: Connection) -> float | None:
     except (OSError, struct.error):
         return None
     return acked / busy * 1e6 if acked >= LEAST_BYTES and busy else None
+
+
+class SendingProgress(NamedTuple):
+    """How far a connection has sent."""
+
+    acknowledged: int
+    """Bytes that the other machine has, since the connection was made."""
+    is_sending: bool
+    """Whether there is something that it does not have."""
+
+
+def progress(sock: Connection) -> SendingProgress | None:
+    """Return how far a connection has sent; None if that is not known, or if the socket is closed."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
+        unacked, acked, unsent = _ACKED_AND_UNSENT.unpack_from(info)
+    except (OSError, struct.error):
+        return None
+    return SendingProgress(acked, unacked + unsent > 0)
+
+
+def pace(sock: socket.socket, bytes_per_second: int) -> None:
+    """Let the kernel space out what a connection sends; OSError if it cannot, or if the socket is closed."""
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("@L", bytes_per_second))
+
+
+def can_pace() -> bool:
+    """Tell whether this system can space out what a connection sends."""
+    if sys.platform != "linux":
+        return False
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            pace(sock, LEAST_BYTES)
+    except OSError:
+        return False
+    return True

@@ -278,7 +278,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """32 random bytes that only the two ends know, because links are private."""
     group: int
     purpose: Name
-    """`collectives` or `messages`."""
+    """`collectives`, `messages`, or `replacement`: to replace one for collectives."""
     kind: Name
     capacity: int
     """The size of each of its rings in bytes, for shared memory."""
@@ -649,6 +649,18 @@ class CheckpointProgress(Worded, frozen=True, array_like=True, tag=39):
     """Which ranks could not save, or why the request is refused; empty otherwise."""
 
 
+class MoveLane(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """A step of agreeing on the operation from which a replacement is used instead of the one for collectives."""
+
+    group: int
+    attempt: int
+    step: Annotated[str, msgspec.Meta(pattern=r"^(propose|accept|refuse)\Z")]
+    sequence: Count
+    """The operation that was proposed. It is answered once; a repeated proposal gets the same answer."""
+    begun: Count = 0
+    """With `refuse`: how many operations the sender has begun, or 0 if it has no such lane now."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
 Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
@@ -689,6 +701,7 @@ Control = (
     | AgentRefusal
     | RequestCheckpoint
     | CheckpointProgress
+    | MoveLane
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -9,7 +9,7 @@ import pytest
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
 from covey.base.errors import ConfigError
-from covey.base.settings import STREAMS_LIMIT
+from covey.base.settings import SETTINGS, STREAMS_LIMIT
 
 
 def test_without_any_setting_the_defaults_hold() -> None:
@@ -103,6 +103,29 @@ def test_streams_are_a_number_or_chosen(given: object, kept: str) -> None:
 def test_streams_that_cannot_be_are_refused_with_the_range(given: object) -> None:
     with pytest.raises(ConfigError, match=r"streams=.* auto or a number from 1 to 64"):
         group_config({}, streams=given)
+
+
+RATES = {
+    "20M": 20_000_000, "20Mbit": 20_000_000, "20 Mbit/s": 20_000_000, "2.5MB": 20_000_000, "2.5 MB/s": 20_000_000,
+    "100k": 100_000, "100K": 100_000, "1.5G": 1_500_000_000, "125000B": 1_000_000, "100000bit": 100_000, "0": 0,
+    123_456: 123_456, 0: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", RATES)
+def test_a_limit_is_bits_a_second_or_bytes_if_it_says_so(given: object) -> None:
+    config = group_config({}, limit=given)
+    assert config.limit == RATES[given]
+    assert group_config({"COVEY_LIMIT": SETTINGS["limit"].show(config.limit)}) == config
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "20", "20m", "20Mb", "20Mbps", "20MiB", "-1M", "M", "1e6M", "20M/h", "99k", "2T", 1, 99_999, -1, 1.5, True],
+)
+def test_a_limit_that_cannot_be_is_refused_with_examples_or_the_range(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"limit=.* (write 20M or 20Mbit|100k to 1000G)"):
+        group_config({}, limit=given)
 
 
 def test_what_launchers_and_clusters_are_told_by_is_known() -> None:

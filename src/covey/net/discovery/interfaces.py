@@ -291,6 +291,11 @@ def _restricted(interface: Interface, pattern: Pattern) -> Interface:
     return dataclasses.replace(interface, networks=networks, addresses=tuple(str(network.ip) for network in networks))
 
 
+def preference_of(interface: Interface | None) -> int:
+    """Return the place of an interface's kind in the order of preference, 0 for the best; None is an unknown one."""
+    return _PREFERENCE.index("unknown" if interface is None else interface.kind)
+
+
 def _preference(interface: Interface) -> tuple[int, bool]:
     is_bridge = interface.kind == "virtual" and any(fnmatch.fnmatchcase(interface.name, name) for name in _BRIDGES)
     return _PREFERENCE.index(interface.kind), is_bridge

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from socket import SOL_SOCKET
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from covey.base.native import native
+from covey.net import tcp
 from covey.net.lanes import shm
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.net.lanes.stream import SocketLane
-
-SO_MAX_PACING_RATE: Final = 47
-"""Of Linux; the socket module has no name for it. A socket that is not TCP ignores it."""
 
 
 class LaneFactory:
@@ -69,4 +66,4 @@ class LaneFactory:
         """Let the kernel space out what these sockets send together."""
         if self.bytes_per_second:
             for sock in socks:
-                sock.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, self.bytes_per_second // len(socks))
+                tcp.pace(sock, self.bytes_per_second // len(socks))

@@ -17,6 +17,7 @@ from covey.base.numbers import Rank, Seat
 from covey.net.cores import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
+from covey.runtime.members.sending_limit import Urgency
 from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class CallLanes:
         `gives_way` tells whether something more urgent moves elsewhere.
         """
         self._spins, self.gives_way = spins, gives_way
+        self.urgency = Urgency.CALLS if gives_way is None else Urgency.PARTS
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: Node | None = node

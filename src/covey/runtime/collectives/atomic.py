@@ -154,8 +154,8 @@ class AtomicOperations(EnginePart):
         """
         attempt, result = self.attempt, None
         is_in_barrier = is_begun and self._commit.is_complete
-        attempt.begin(knows_change=engine.knows_change, begun=HandedOver(is_begun + is_in_barrier))
         try:
+            attempt.begin(knows_change=engine.knows_change, begun=HandedOver(is_begun + is_in_barrier))
             try:
                 result = body(attempt)
             except DisagreedError as disagreement:

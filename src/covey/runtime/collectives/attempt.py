@@ -19,7 +19,9 @@ from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan import barrier, choose
 from covey.runtime.collectives.executor import execute
+from covey.runtime.collectives.lane_switch import LaneSwitch
 from covey.runtime.collectives.part import EnginePart
+from covey.runtime.members.lane_table import LaneKey
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ class Attempt(EnginePart):
         self._lanes: list[Lane | None] = [None] * self.size
         self._paths: list[tuple[str, str] | None] = [None] * self.size
         """The addresses of both ends of the link with each peer when its lane was opened."""
+        self.switch = LaneSwitch()
+        """The lanes that are to be replaced by others."""
         self._barrier = barrier.dissemination(self.slot, self.size)
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
@@ -119,6 +123,8 @@ class Attempt(EnginePart):
     def begin(self, *, knows_change: bool, begun: HandedOver = HandedOver.NOTHING) -> None:
         """Start the current operation of the group, for the first time or again; a shortcut may have `begun` it."""
         self._phase, self.knows_change, self._begun = 0, knows_change, begun
+        if self.switch.pending:
+            self.switch.begin(self)
 
     def execute(
         self,
@@ -187,7 +193,12 @@ class Attempt(EnginePart):
         return self._native.make_shortcut(self.engine, self.number, atomic)
 
     def open_shortcut(self) -> None:
-        """Let calls take the shortcut, if there is one."""
+        """Let calls take the shortcut, if there is one and no lane is to be replaced."""
+        if self._native is not None:
+            self.switch.open_shortcut(self)
+
+    def open_native_shortcut(self) -> None:
+        """Let calls take the shortcut, as `switch` allows it."""
         if self._native is not None:
             self._native.open_shortcut()
 
@@ -311,6 +322,18 @@ class Attempt(EnginePart):
                 self._lanes[peer], self._paths[peer] = lane, self._path_to(peer)
                 engine.lane_opened(rank, lane.kind)
                 return lane
+
+    def replace_lane(self, slot: Slot, lane: Lane) -> None:
+        """Use another lane to a slot from now on. The node ends the one that was used so far."""
+        engine, rank = self.engine, self.ranks[slot]
+        assert engine.node is not None
+        self._open_bell()
+        self._lanes[slot], self._paths[slot] = lane, self._path_to(slot)
+        self.polls.clear()  # which are by descriptor
+        if self._native is not None:
+            self._native.set_lane(slot, lane, self)
+        engine.node.lanes.moves.switched(LaneKey(engine.id, engine.members[rank], "collectives", self.number))
+        engine.lane_opened(rank, lane.kind)
 
     def _open_bell(self) -> None:
         """Open the bell; if the process has no descriptor left for it, wait until the operation's deadline."""

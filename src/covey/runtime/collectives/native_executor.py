@@ -149,13 +149,16 @@ class NativeExecutor:
             return ANNOUNCE_SECONDS
         peer, expected, header, trouble = runner.details()
         if reason == NEEDS_LANE:
-            lane: Any = attempt.lane(peer)
-            runner.set_lane(peer, lane.native, attempt.wake_fd, attempt.has_idle_core)
+            self.set_lane(peer, attempt.lane(peer), attempt)
         elif reason == LANE_ENDED:
             attempt.lane_closed(peer, LaneClosedError(trouble))
         elif reason == WRONG_HEADER:
             attempt.wrong_header(peer, expected, header)
         return ANNOUNCE_SECONDS
+
+    def set_lane(self, slot: int, lane: Any, attempt: Attempt) -> None:
+        """Use a lane to a slot, instead of the one before if there is one. No operation may be running."""
+        self._runner.set_lane(slot, lane.native, attempt.wake_fd, attempt.has_idle_core)
 
     def prepared_plan(self, plan: Plan, coder: Coder | None = None) -> Any:
         """Return a plan as the extension runs it; a plan has the same moves coded every time."""

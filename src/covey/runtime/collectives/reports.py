@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from covey.base.numbers import Rank
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
+from covey.runtime.members.sending_limit import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from covey.base.numbers import Seat
+    from covey.base.numbers import Seat, Slot
+    from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.members.group_registry import GroupMessage
 
@@ -23,6 +25,7 @@ class ControlReports(EnginePart):
     """A group as its node sees it (`members.node.Member`). The engine may be dropped while a report is under way."""
 
     has_rings = True
+    urgency = Urgency.TENSORS
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -83,6 +86,38 @@ class ControlReports(EnginePart):
         if engine is None or purpose != "messages":
             return False
         return engine.routing.lane_arrived(engine.roster.rank_of[seat], lane)
+
+    def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None:
+        """Return the operation, `least` or later, from which this end wants to use another lane to `seat`.
+
+        None if the attempt is over.
+        """
+        where = self._slot_in(seat, attempt)
+        return None if where is None else where[0].switch.propose(*where, lane, least)
+
+    def accept_switch(self, seat: Seat, attempt: int, lane: Any, sequence: int) -> int | None:
+        """Agree to use another lane to `seat` from an operation on; return 0, or how many operations have begun here.
+
+        None if the attempt is over.
+        """
+        where = self._slot_in(seat, attempt)
+        return None if where is None else where[0].switch.accept(*where, lane, sequence)
+
+    def settle_switch(self, seat: Seat, attempt: int, sequence: int | None) -> None:
+        """Take the answer of `seat`: it uses the other lane from an operation on, or, if None, keeps the old one."""
+        where = self._slot_in(seat, attempt)
+        if where is not None and sequence is not None:
+            where[0].switch.agree(where[1], sequence)
+        elif where is not None:
+            where[0].switch.cancel(where[1])
+
+    def _slot_in(self, seat: Seat, attempt: int) -> tuple[Attempt, Slot] | None:
+        """Return the present attempt, if it has that number, and the slot of `seat` in it."""
+        engine = self._owner()
+        rank = None if engine is None or engine.is_over else engine.roster.rank_of.get(seat)
+        if engine is None or rank is None or engine.attempt.number != attempt or rank not in engine.attempt.ranks:
+            return None
+        return engine.attempt, engine.attempt.slot_of(rank)
 
     def end(self, fault: Fault) -> None:
         """End the group on this rank."""

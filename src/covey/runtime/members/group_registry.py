@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.runtime import loop as control
+from covey.runtime.members.sending_limit import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -48,7 +49,17 @@ class RegisteredGroup(Protocol):
     def has_rings(self) -> bool:
         """Whether its messages may travel through shared memory."""
 
+    @property
+    def urgency(self) -> Urgency:
+        """How its lanes share the limit of this machine with others."""
+
     def lane_arrived(self, peer: Seat, purpose: str, lane: Any) -> bool: ...
+
+    def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None: ...
+
+    def accept_switch(self, seat: Seat, attempt: int, lane: Any, sequence: int) -> int | None: ...
+
+    def settle_switch(self, seat: Seat, attempt: int, sequence: int | None) -> None: ...
 
     def forked(self) -> None: ...
 
@@ -71,6 +82,10 @@ class GroupRegistry:
 
     def __getitem__(self, group_id: int) -> RegisteredGroup:
         return self._groups[group_id]
+
+    def get(self, group_id: int) -> RegisteredGroup | None:
+        """Return a group, if it exists here."""
+        return self._groups.get(group_id)
 
     def register(self, group_id: int, group: RegisteredGroup) -> None:
         """Pass on messages about a group to it from now on."""
@@ -95,6 +110,11 @@ class GroupRegistry:
         """Tell whether the messages of a group may travel through shared memory; True if it does not exist here yet."""
         group = self._groups.get(group_id)
         return group is None or group.has_rings
+
+    def urgency(self, group_id: int) -> Urgency:
+        """Tell how the lanes of a group share the limit of this machine; as those of tensors if it is not here yet."""
+        group = self._groups.get(group_id)
+        return Urgency.TENSORS if group is None else group.urgency
 
     def lane_arrived(self, key: LaneKey, lane: Any) -> bool:
         """Give an open lane to its group; return whether the group exists and uses it from now on."""

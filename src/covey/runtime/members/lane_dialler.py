@@ -174,7 +174,7 @@ class LaneDialler:
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
-            return lane_of_sockets(self._node.lanes.factory, socks, offer, dialler=True)
+            return lane_of_sockets(self._node, socks, offer, dialler=True)
         except BaseException:
             for sock in socks:
                 sock.close()
@@ -185,7 +185,7 @@ class LaneDialler:
                 os.close(descriptor)
 
     def _has_rings(self, key: LaneKey) -> bool:
-        return key.purpose == "collectives" or self._node.groups.has_rings(key.group)
+        return key.purpose != "messages" or self._node.groups.has_rings(key.group)
 
     # Offers
 

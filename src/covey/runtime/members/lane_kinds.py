@@ -105,7 +105,7 @@ def _ring_sizes(node: Node) -> tuple[int, int]:
 
 def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
     """Return how many connections a lane gets."""
-    if purpose != "collectives" or kind != "secure":
+    if purpose == "messages" or kind != "secure":
         return 1
     wanted = node.config.streams
     if wanted != "auto":
@@ -129,14 +129,16 @@ def lane_of_memory(
     factory: LaneFactory, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool
 ) -> Any:
     """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
-    if offer.purpose == "collectives":
+    if offer.purpose != "messages":
         return factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
     return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
-def lane_of_sockets(factory: LaneFactory, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
     """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
-    if offer.purpose == "collectives":
+    factory = node.lanes.factory
+    node.lanes.limit.watch(socks, offer.group)
+    if offer.purpose != "messages":
         if offer.kind == "secure":
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)
         return factory.stream(socks[0], offer.kind)

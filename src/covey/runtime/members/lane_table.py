@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from covey.net.lanes.lane import Lane
     from covey.runtime.members.node import Node
 
-PURPOSES: Final = ("collectives", "messages")
+REPLACEMENT: Final = "replacement"
+"""The purpose of a lane that is to replace one for collectives (`members.lane_moves`)."""
+PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
 TOLD_KINDS: Final = ("tcp", "secure")
 """Lanes over a network, of whose opening an event tells."""
 CLOSED_GROUPS_REMEMBERED: Final = 10_000
@@ -61,6 +63,8 @@ class LaneTable:
         """By closed group: its last operation."""
         self._first_attempts: dict[int, int] = {}
         """By group: the attempt before which lanes are refused."""
+        self._retired: list[tuple[LaneKey, Any]] = []
+        """Lanes that were replaced and whose other end may still use them."""
         self._epochs = Epochs()
         self._given_up: set[LaneKey] = set()
         """Lanes for messages that are not replaced when they break."""
@@ -88,7 +92,7 @@ class LaneTable:
 
     def is_over(self, key: LaneKey) -> bool:
         """Tell whether a lane may not open any more: its group, its attempt or its peer is gone."""
-        if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
+        if key.purpose != "messages" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
         if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].is_excluded:
             return True
@@ -177,6 +181,32 @@ class LaneTable:
         """Tell whether a group was closed here before operation `sequence`."""
         return self._closed_groups.get(group, sequence) < sequence
 
+    # Lanes that replace others
+
+    def switch(self, key: LaneKey) -> tuple[Any, Any] | None:
+        """Use the replacement in place of the one for collectives; return both, old and new, or None if one is missing.
+
+        The old one is closed with its group, unless `close_retired` closes it before.
+        """
+        replacement = key._replace(purpose=REPLACEMENT)
+        with self._lock:
+            old, new = self._lanes.get(key), self._lanes.get(replacement)
+            if old is None or new is None or not (_is_open(old) and _is_open(new)):
+                return None
+            self._lanes[key] = self._lanes.pop(replacement)
+            self._retired.append((key, old.result()))
+            return old.result(), new.result()
+
+    def close_retired(self, lane: Any) -> None:
+        """Close a lane that was replaced."""
+        with self._lock:
+            self._retired = [(key, each) for key, each in self._retired if each is not lane]
+        lane.close()
+
+    def drop_replacement(self, key: LaneKey) -> None:
+        """Close a replacement lane, or forget that it was to be opened."""
+        self._close(lambda each: each == key and key.purpose == REPLACEMENT)
+
     # The end
 
     def discard(self, key: LaneKey, ended: Any) -> None:
@@ -207,12 +237,12 @@ class LaneTable:
         """Close the lanes of a group's attempts before this one. No thread may be using them."""
         with self._lock:
             self._first_attempts[group] = attempt
-        self._close(lambda key: key.group == group and key.purpose == "collectives" and key.attempt < attempt)
+        self._close(lambda key: key.group == group and key.purpose != "messages" and key.attempt < attempt)
 
     def shut_down(self, peer: Seat, *, collectives: bool) -> None:
         """Shut down the open lanes for messages, and if asked for `collectives`, to a peer. Their users close them."""
         for key, future in self.of_peer(peer):
-            if (collectives or key.purpose != "collectives") and future.done() and future.exception() is None:
+            if (collectives or key.purpose == "messages") and future.done() and future.exception() is None:
                 with contextlib.suppress(OSError):  # it has ended already
                     future.result().shutdown(socket.SHUT_RDWR)
 
@@ -223,8 +253,16 @@ class LaneTable:
     def _close(self, unwanted: Callable[[LaneKey], bool]) -> None:
         with self._lock:
             futures = [self._lanes.pop(key) for key in [key for key in self._lanes if unwanted(key)]]
+            retired = [lane for key, lane in self._retired if unwanted(key)]
+            self._retired = [(key, lane) for key, lane in self._retired if not unwanted(key)]
         for future in futures:
             _close_future(future)
+        for lane in retired:
+            lane.close()
+
+
+def _is_open(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is None
 
 
 def _close_future(future: Future[Lane | socket.socket]) -> None:

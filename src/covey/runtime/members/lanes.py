@@ -16,7 +16,9 @@ from covey.runtime import loop as control
 from covey.runtime.members.lane_acceptor import LaneAcceptor
 from covey.runtime.members.lane_dialler import LaneDialler
 from covey.runtime.members.lane_kinds import kind_to, offered_kind
+from covey.runtime.members.lane_moves import LaneMoves
 from covey.runtime.members.lane_table import LaneKey, LaneTable
+from covey.runtime.members.sending_limit import SendingLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +39,12 @@ class Lanes:
         may_seal = node.credentials.tls is not None or node.config.lanes == "secure"
         self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
+        self.limit = SendingLimit(node)
+        """Spaces out what the lanes send, if there is a limit."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)
         self.acceptor = LaneAcceptor(node, self.table)
+        self.moves = LaneMoves(node, self.table, self.dialler)
 
     # For groups, on any thread
 
@@ -130,6 +135,7 @@ class Lanes:
         moment later: by then both ends know which of them dials.
         """
         loop = asyncio.get_running_loop()
+        self.moves.link_up(peer)
         for key, future in self.table.of_peer(peer):
             if not future.done():
                 self.dialler.open(key)

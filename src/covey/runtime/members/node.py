@@ -33,6 +33,7 @@ from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.leaving import CLOSE_SECONDS, leave
 from covey.runtime.members.losses import Losses
+from covey.runtime.members.path_monitor import PathMonitor
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
@@ -117,6 +118,7 @@ class Node:
         self.stores = Stores(self)
         self.checkpoints = Checkpoints(self)
         self.losses = Losses(self)
+        self.paths = PathMonitor(self)
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()
@@ -260,6 +262,8 @@ class Node:
                 self.lanes.dialler.accepted(seat, lane)
             case messages.NoLane(group, purpose, reason, attempt):
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
+            case messages.MoveLane():
+                self.lanes.moves.heard(seat, message)
             case messages.Posting():
                 self.stores.heard(seat, message)
             case messages.Past(body):
@@ -289,6 +293,7 @@ class Node:
         else:  # without views
             self.checkpoints.view(0, 0, [Seat(seat) for seat in range(self.size)])
         self.losses.run()
+        self.paths.start()
 
     def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
         """Take a member of the generation that this node is about to enter, with its link, if there is one."""
@@ -309,6 +314,7 @@ class Node:
         self.losses.start()
         self.generation_table.found(founded, record)
         self.losses.run()
+        self.paths.start()
 
     @property
     def knows_change(self) -> bool:

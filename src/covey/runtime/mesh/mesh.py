@@ -179,6 +179,8 @@ class Mesh:
                 if addresses and addresses != self.card.contact.addresses:
                     self.card = messages.moved(self.card, addresses)
                     self.follower.moved()
+                    for remote in self.all_linked:
+                        remote.send(messages.Known((self.card,)))
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
         if not self._is_linked(Hint(addresses)):  # an agent may be there, which is no node of a run
@@ -326,6 +328,8 @@ class Mesh:
         match message:
             case messages.Known(cards):
                 for card in cards:
+                    if remote.take_addresses(card):
+                        self.listener.link_changed(remote)
                     is_new = card.id not in self.met and card.id != self.card.id
                     if is_new and self._told.take((remote.card.id, card.life), time.monotonic()):
                         self._follow(card)

@@ -83,6 +83,14 @@ class RemoteNode:
         """Return its addresses and ports, those on the loopback interface of `host` included."""
         return self.listens_at() | self.listens_on_loopback(host)
 
+    def take_addresses(self, card: messages.Card) -> bool:
+        """Take the addresses that a card of this node has, which it sent itself; tell whether they are new."""
+        addresses, is_its_own = card.contact.addresses, messages.key_of(card) == messages.key_of(self.card)
+        if not is_its_own or not addresses or addresses == self.card.contact.addresses:
+            return False
+        self.card = messages.moved(self.card, addresses)
+        return True
+
     def report(self, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
         """Return how it is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""
         link = self.link

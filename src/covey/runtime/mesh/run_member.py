@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.proto.formation import Formed
     from covey.proto.joining import Joining
+    from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Newcomer, Peer
     from covey.runtime.mesh.mesh import Mesh
@@ -52,6 +53,7 @@ class RunMember:
         core.may_go_on = lambda: node.generation_table.hears_quorum
         node.losses.on_silent = self._part_with
         node.losses.on_unheard = self._redial_silent
+        node.paths.on_moved = self._moved
         node.on_founded = self._generation_founded
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
@@ -111,6 +113,12 @@ class RunMember:
             generation = self.node.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
+
+    def _moved(self, seat: Seat, way: Where, round_trip: float) -> None:
+        """Note the address to which the lanes with a member move."""
+        for remote in self._mesh.met.values():
+            if remote.seat == seat:
+                remote.way, remote.round_trip = way, round_trip
 
     def lost(self, remote: RemoteNode) -> None:
         """Note that the last link with a node has ended, and redial a member."""
@@ -314,6 +322,7 @@ def _hand_over(peer: Peer, remote: RemoteNode) -> None:
     """Give a peer the link and the addresses that are in use with its node."""
     peer.link, peer.is_dialled = remote.link, remote.is_dialled
     peer.way, peer.round_trip = remote.way, remote.round_trip
+    peer.contact = remote.card.contact  # its addresses may have changed
     if remote.is_measuring:
         peer.measured.clear()
     else:

@@ -15,7 +15,19 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-TEXTS: Final = ("", "a", "run", "10.0.0.1", "fd00::1", "auto", "\x1b[31mred\nline", "né", "x" * 79, "train.py")
+TEXTS: Final = (
+    "",
+    "a",
+    "run",
+    "10.0.0.1",
+    "fd00::1",
+    "auto",
+    "\x1b[31mred\nline",
+    "né",
+    "x" * 79,
+    "train.py",
+    "accept",
+)
 """For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)
 _MOST_ITEMS: Final = 3

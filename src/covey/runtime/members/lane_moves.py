@@ -1,0 +1,179 @@
+"""Moves the lanes with a peer to another path, while operations go on. On the control loop.
+
+Lanes for messages are replaced at once, which loses nothing. A lane for collectives is replaced at an operation's
+boundary: the end that dials opens its replacement over the new path, and then both ends agree on the operation from
+which they use it (`collectives.lane_switch`). Until then the old lane is used as before, so nothing is lost if the
+replacement does not open, or if the two do not agree.
+
+The old lane stays open until both ends have switched: one of them may be an operation behind, and what was sent to it
+is still on the way. Each end shuts its direction down when it has switched, and closes when it sees the other end's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.runtime import loop as control
+from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from covey.base.numbers import Seat
+    from covey.runtime.members.lane_dialler import LaneDialler
+    from covey.runtime.members.lane_table import LaneTable
+    from covey.runtime.members.node import Node
+
+logger = logging.getLogger("covey")
+
+TRIES: Final = 20
+"""Proposals for one lane. The other end may be ahead, by more operations each time."""
+FIRST_PAUSE_SECONDS: Final = 0.05
+MOST_PAUSE_SECONDS: Final = 1.0
+RETIRE_LOOK_SECONDS: Final = 0.5
+"""How often an end that has switched looks whether the other end has, too."""
+
+
+class LaneMoves:
+    """The lanes of one node that are being moved."""
+
+    def __init__(self, node: Node, table: LaneTable, dialler: LaneDialler) -> None:
+        self._node, self._table, self._dialler = node, table, dialler
+        self._proposed: dict[LaneKey, tuple[int, int]] = {}
+        """By replacement: the operation that this end has proposed and that is not answered, and how often it tried."""
+        self._answered: dict[LaneKey, tuple[int, messages.MoveLane | None]] = {}
+        """By replacement: the operation that was proposed to this end last, and the answer."""
+
+    def move(self, peer: Seat) -> None:
+        """Open all lanes with a peer anew, over its best address. This end must be the one that dials."""
+        self._proposed = {key: each for key, each in self._proposed.items() if not self._table.is_over(key)}
+        for key, future in self._table.of_peer(peer):
+            if not future.done() or future.exception() is not None:
+                continue
+            replacement = key._replace(purpose=REPLACEMENT)
+            if key.purpose == "messages":
+                self._dialler.replace(key)
+            elif (
+                key.purpose == "collectives" and future.result().kind in TOLD_KINDS and not self._table.get(replacement)
+            ):
+                wanted = self._table.want(replacement)
+                wanted.add_done_callback(functools.partial(control.soon, self._opened, replacement))
+                self._dialler.open(replacement)
+
+    def _opened(self, key: LaneKey, done: Future[Any]) -> None:
+        """Propose to use a replacement lane that this end has opened."""
+        if done.exception() is not None:
+            logger.info("no other lane to %s: %s", self._node.generation_table.name_of(key.peer), done.exception())
+            self._table.drop_replacement(key)
+        else:
+            self._propose(key, done.result(), 0, 1)
+
+    def _propose(self, key: LaneKey, lane: Any, least: int, tries: int) -> None:
+        group = self._node.groups.get(key.group)
+        sequence = None if group is None else group.propose_switch(key.peer, key.attempt, lane, least)
+        if sequence is None:
+            self._proposed.pop(key, None)
+            self._table.drop_replacement(key)
+            return
+        self._proposed[key] = sequence, tries
+        self._node.send(key.peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
+
+    def link_up(self, peer: Seat) -> None:
+        """Repeat the proposals to a peer that has another link: they, or their answers, may be lost."""
+        for key, (sequence, _) in self._proposed.items():
+            if key.peer == peer:
+                self._node.send(peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
+
+    def heard(self, seat: Seat, message: messages.MoveLane) -> None:
+        """Take a step from a peer. One that fits nothing here is ignored: the attempt may be over."""
+        key = LaneKey(message.group, seat, REPLACEMENT, message.attempt)
+        if message.step == "propose":
+            self._answer(key, message.sequence)
+            return
+        sequence, tries = self._proposed.get(key, (0, 0))
+        group, future = self._node.groups.get(key.group), self._table.get(key)
+        if message.sequence != sequence or not tries:
+            return  # the answer to an earlier proposal, which came on another link
+        del self._proposed[key]
+        if message.step == "accept":
+            if group is not None:
+                group.settle_switch(seat, key.attempt, sequence)
+            return
+        if group is not None:
+            group.settle_switch(seat, key.attempt, None)
+        if tries >= TRIES or future is None or not future.done() or future.exception() is not None:
+            self._table.drop_replacement(key)
+            return
+        pause = min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**tries)
+        least = max(sequence + 1, message.begun + 2**tries)
+        asyncio.get_running_loop().call_later(pause, self._propose_again, key, future, least, tries + 1)
+
+    def _propose_again(self, key: LaneKey, future: Future[Any], least: int, tries: int) -> None:
+        if self._table.get(key) is future and not self._node.is_closing:
+            self._propose(key, future.result(), least, tries)
+
+    def _answer(self, key: LaneKey, sequence: int) -> None:
+        """Accept or refuse what a peer proposes; if it repeats itself, answer as before."""
+        last, answer = self._answered.get(key, (0, None))
+        if sequence > last:
+            answer = self._judge(key, sequence)
+            self._answered = {each: said for each, said in self._answered.items() if not self._table.is_over(each)}
+            self._answered[key] = sequence, answer
+        if sequence >= last and answer is not None:
+            self._node.send(key.peer, answer)
+
+    def _judge(self, key: LaneKey, sequence: int) -> messages.MoveLane:
+        group, future = self._node.groups.get(key.group), self._table.get(key)
+        begun = None
+        if group is not None and future is not None and future.done() and future.exception() is None:
+            begun = group.accept_switch(key.peer, key.attempt, future.result(), sequence)
+        if begun == 0:
+            return messages.MoveLane(key.group, key.attempt, "accept", sequence)
+        return messages.MoveLane(key.group, key.attempt, "refuse", sequence, begun or 0)
+
+    # After the switch
+
+    def switched(self, key: LaneKey) -> None:
+        """Note that this end uses the replacement from now on. On the thread of the operation."""
+        both = self._table.switch(key)
+        if both is not None:
+            control.soon(self._retire, key, *both)
+
+    def _retire(self, key: LaneKey, old: Any, new: Any) -> None:
+        peer = self._node.peers[key.peer]
+        text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
+        self._node.generation_table.tell_of_peer("moved", peer, text)
+        with contextlib.suppress(OSError):  # it has ended already
+            old.shutdown(socket.SHUT_WR)
+        self._node.spawn(self._close_when_ended(old))
+
+    async def _close_when_ended(self, old: Any) -> None:
+        """Close a lane once the other end does not use it any more; its group closes it, if it ends before that."""
+        while not all(_has_ended(sock) for sock in old.sockets()):  # noqa: ASYNC110  (a reader would need its owner)
+            await asyncio.sleep(RETIRE_LOOK_SECONDS)
+        self._table.close_retired(old)
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Tell whether the other end has ended a connection on which it has nothing more to send."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # the end, or what no end may send after its switch
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _addresses(lane: Any) -> str:
+    """Return the addresses of both ends of a lane, for events."""
+    with contextlib.suppress(OSError, IndexError):
+        sock = lane.sockets()[0]
+        return f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"
+    return "a path that is gone"

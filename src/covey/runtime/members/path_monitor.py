@@ -1,0 +1,158 @@
+"""Looks for better paths to the peers while the run goes on, and moves their lanes. On the control loop.
+
+A cable is plugged in, Wi-Fi fades, an address changes: the end of a pair that dials probes the other one's addresses
+every few seconds, and at once when interfaces of this machine or addresses of the peer change. `members.path_choice`
+decides; `members.lane_moves` moves. The link stays where it is as long as it works: if its path dies, it is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError, ConnectError
+from covey.net import tcp
+from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.base.numbers import Seat
+    from covey.net.discovery.interfaces import Interface
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.links.probe import Sounding
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+logger = logging.getLogger("covey")
+
+TICK_SECONDS: Final = 1.0
+"""How often the interfaces of this machine are listed, and how soon a better path is looked at again."""
+LOOK_SECONDS: Final = 5.0
+"""How often the addresses of a peer are probed while nothing changes..."""
+PEERS_IN_TIME: Final = 8
+"""... of so many peers; of more, less often, so that probes cost the same."""
+TRIAL_BYTES: Final = 1 << 20
+TRIAL_SECONDS: Final = 0.3
+"""A path of the same kind is tried with so much before lanes that are in use move there."""
+CLEARLY_FASTER: Final = 1.3
+"""What a trial must reach of the speed that the lanes have now."""
+
+
+class PathMonitor:
+    """Watches the paths to the peers that this node dials."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._choices: dict[Seat, PathChoice] = {}
+        self._due: dict[Seat, float] = {}
+        """When the addresses of a peer are probed next."""
+        self._known: dict[Seat, object] = {}
+        """What the ways to a peer depended on when they were probed last."""
+        self._is_watching = False
+        self.on_moved: Callable[[Seat, Where, float], None] = lambda _seat, _way, _round_trip: None
+        """Called with the address to which lanes move, and its round trip."""
+
+    def start(self) -> None:
+        """Watch until the node closes."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._node.spawn(self._watch())
+
+    async def _watch(self) -> None:
+        while not self._node.is_closing:
+            await asyncio.sleep(TICK_SECONDS)
+            peers = [peer for peer in self._node.peers.values() if self._is_watched(peer)]
+            if not peers:
+                continue
+            from covey.net.discovery.interfaces import recent_interfaces  # of no use to ranks that share memory
+
+            try:
+                own = recent_interfaces(self._node.config.interfaces)
+            except (
+                ConfigError,
+                ConnectError,
+                OSError,
+            ):  # none is up, or no free descriptor: the next time may be better
+                continue
+            networks = [(each.name, each.kind, each.networks) for each in own]
+            now, pause = time.monotonic(), LOOK_SECONDS * max(1.0, len(peers) / PEERS_IN_TIME)
+            for peer in peers:
+                assert peer.contact is not None
+                facts = networks, peer.contact.addresses
+                if self._known.get(peer.seat) != facts:
+                    self._known[peer.seat], self._due[peer.seat] = facts, now
+            due = [peer for peer in peers if self._due[peer.seat] <= now]
+            for peer in due:
+                self._due[peer.seat] = now + pause
+            await asyncio.gather(*(self._look(peer, own) for peer in due))
+
+    def _is_watched(self, peer: Peer) -> bool:
+        """Tell whether this end dials the lanes of a peer on another host."""
+        contact, is_up = peer.contact, peer.link is not None and not peer.is_gone
+        return is_up and peer.is_dialled and contact is not None and contact.host != self._node.host
+
+    async def _look(self, peer: Peer, own: list[Interface]) -> None:
+        """Probe the addresses of a peer, and move its lanes if one of them is better for long enough."""
+        from covey.runtime.links.probe import sound
+
+        ways: list[Where] = [way for way in self._node.ways_to(peer, "tcp") if not isinstance(way, str)]
+        if len(ways) < 2:
+            return
+        found = await asyncio.gather(*(sound(way, self._node.credentials) for way in ways))
+        seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
+        choice = self._choices.setdefault(peer.seat, PathChoice())
+        better = choice.look(peer.way, seen, time.monotonic())
+        if choice.is_undecided:
+            self._due[peer.seat] = 0.0
+        if better is None or not self._is_watched(peer):
+            return
+        way, reason = better
+        if reason.needs_trial and not await self._is_faster(peer, way, reason):
+            return
+        self._move(peer, way, seen[way].round_trip, reason)
+
+    async def _is_faster(self, peer: Peer, way: Where, reason: MoveReason) -> bool:
+        """Try a path, if the lanes are in use: what they send may be why the round trip of theirs is long."""
+        from covey.runtime.links.probe import throughput
+
+        now = self._speed(peer.seat)
+        if now is None or self._node.config.limit:  # a limit leaves room on the line, and a trial would ignore it
+            return reason is MoveReason.ROUND_TRIP
+        tried = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
+        return tried >= CLEARLY_FASTER * now
+
+    def _speed(self, seat: Seat) -> float | None:
+        """Return how many bytes a second the fastest lane for collectives with a peer has sent; None if none has."""
+        speeds = []
+        for key, future in self._node.lanes.table.of_peer(seat):
+            if key.purpose == "collectives" and future.done() and future.exception() is None:
+                with contextlib.suppress(AttributeError):  # a lane without sockets
+                    speeds.append(sum(tcp.sending_speed(sock) or 0.0 for sock in future.result().sockets()))
+        return max(speeds, default=0.0) or None
+
+    def _move(self, peer: Peer, way: Where, round_trip: float, reason: MoveReason) -> None:
+        name = self._node.generation_table.name_of(peer.seat)
+        logger.info("lanes with %s move from %s to %s: %s", name, peer.way and peer.way[0], way[0], reason.value)
+        peer.way, peer.round_trip = way, round_trip
+        self.on_moved(peer.seat, way, round_trip)
+        self._node.lanes.moves.move(peer.seat)
+
+
+def _quality(found: Sounding, own: list[Interface]) -> Quality:
+    """Return what a probe has found, with the interface by which it left."""
+    from covey.net.discovery.interfaces import preference_of
+
+    interface = next((each for each in own if found.local in each.addresses), None)
+    assert found.way is not None
+    remote = ipaddress.ip_address(found.way[0].partition("%")[0])
+    medium = preference_of(interface)
+    is_near = interface is not None and any(
+        remote.version == each.version and remote in each.network for each in interface.networks
+    )
+    network = interface.name if interface is not None and is_near else found.way[0]
+    return Quality(medium, not is_near, found.round_trip, network)

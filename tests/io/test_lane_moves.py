@@ -1,0 +1,126 @@
+"""Steps of moving a lane that no honest peer sends, or that come twice: they change nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from covey.base.numbers import Seat
+from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of, node_of
+from covey.runtime.members.lane_moves import RETIRE_LOOK_SECONDS, LaneMoves
+from covey.testing.threads import run_threads
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey import Group
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[messages.MoveLane]]:
+    """Return a function that waits for so many answers of rank 0, and returns all that came."""
+    found: list[messages.MoveLane] = []
+    came = threading.Condition()
+    heard = LaneMoves.heard
+
+    def hear(self: LaneMoves, seat: Seat, message: messages.MoveLane) -> None:
+        heard(self, seat, message)
+        if seat == 0:
+            with came:
+                found.append(message)
+                came.notify_all()
+
+    def wait(count: int) -> list[messages.MoveLane]:
+        with came:
+            assert came.wait_for(lambda: len(found) >= count, 20.0), found
+            return found
+
+    monkeypatch.setattr(LaneMoves, "heard", hear)
+    return wait
+
+
+def test_proposals_for_lanes_that_are_not_there_are_refused_and_repeated_ones_get_the_same_answer(
+    answers: Callable[[int], list[messages.MoveLane]],
+) -> None:
+    def body(group: Group) -> None:
+        node, engine = node_of(group), engine_of(group)
+        assert node is not None
+        total = group.all_reduce(np.arange(9.0) + group.rank)
+        if group.rank == 1:
+            steps = [(engine.id, 0, 50), (engine.id, 0, 50), (engine.id, 0, 49), (engine.id, 3, 60), (77, 0, 60)]
+            for number, attempt, sequence in steps:
+                node.tell((Seat(0),), messages.MoveLane(number, attempt, "propose", sequence))
+            for step in ("accept", "refuse"):  # of something that was never proposed
+                node.tell((Seat(0),), messages.MoveLane(engine.id, 0, step, 50, 1))
+            assert answers(4) == [
+                messages.MoveLane(number, attempt, "refuse", sequence)
+                for number, attempt, sequence in steps
+                if sequence != 49  # which is answered already, by what followed
+            ]
+        group.barrier()
+        assert (group.all_reduce(np.arange(9.0) + group.rank) == total).all()
+
+    run_threads(2, body, lanes="tcp")
+
+
+def test_an_accepted_proposal_that_is_repeated_is_accepted_again(
+    answers: Callable[[int], list[messages.MoveLane]],
+) -> None:
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        if group.rank == 1:
+            control.soon(node.lanes.moves.move, Seat(0))
+            (first, *_) = answers(1)
+            assert first.step == "accept"
+            node.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
+            assert answers(2)[1] == first
+        group.send_object("go on", 1 - group.rank)
+        group.recv_object(1 - group.rank)
+        for turn in range(10):
+            assert (group.all_reduce(np.arange(9.0) + group.rank + turn) == 2 * np.arange(9.0) + 1 + 2 * turn).all()
+        if group.rank == 1:
+            node.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
+            assert answers(3)[2] == first, "also after the switch"
+        group.barrier()
+        assert [event.kind for event in group.events()].count("moved") == 1
+
+    run_threads(2, body, lanes="tcp")
+
+
+def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() -> None:
+    is_ahead = threading.Event()
+
+    def await_that(condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 20.0
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        engine = engine_of(group)
+        group.barrier()
+        (old,) = node.lanes.arrived(engine.id, "collectives").values()
+        if group.rank == 1:
+            control.soon(node.lanes.moves.move, Seat(0))
+            await_that(lambda: any(each.is_agreed for each in engine.attempt.switch.pending))
+        else:
+            assert is_ahead.wait(20.0)
+        for turn in range(6):  # the root waits for nothing, and is done before the other rank begins
+            assert (group.broadcast(np.arange(3.0) * (turn + group.rank), root=1) == np.arange(3.0) * (turn + 1)).all()
+        assert old not in node.lanes.arrived(engine.id, "collectives").values()
+        if group.rank == 1:
+            time.sleep(2 * RETIRE_LOOK_SECONDS)
+            assert old.sockets()[0].fileno() >= 0, "the other end still reads from it"
+            is_ahead.set()
+        await_that(lambda: old.sockets()[0].fileno() < 0)
+        group.barrier()
+
+    run_threads(2, body, lanes="tcp")

@@ -1,0 +1,73 @@
+"""A better network appears while a run goes on: its lanes move there, and no operation notices."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.members import STEADY, by_rank, start_with_keeper
+from tests.support.nodes import Cluster
+
+from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from covey.testing.netns import Host
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "covey-better"
+MOVE_SECONDS = 10.0
+"""Lanes are on the better network within this time."""
+STANDSTILL_SECONDS = 5.0
+"""What the machine that runs the test may stand still meanwhile."""
+PROGRAM = STEADY.replace('on_loss="continue", ', "").replace(
+    "[[e.kind, e.generation, list(e.ranks)]",
+    '[[e.kind, e.generation, list(e.ranks), e.text if e.kind == "moved" else ""]',
+)
+
+
+def sent(host: Host, device: str) -> int:
+    return int(host.run(["cat", f"/sys/class/net/{device}/statistics/tx_bytes"]).stdout)
+
+
+def narrow(host: Host, device: str, rate: str) -> None:
+    words = f"tc qdisc add dev {device} root tbf rate {rate} burst 64kb latency 100ms"
+    host.run(words.split())
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_lanes_move_to_a_faster_network_that_appears(on_loss: str) -> None:
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        for host in lan.hosts:
+            narrow(host, "eth0", "40mbit")
+            host.run(["ip", "link", "set", "eth1", "down"])
+        cluster = Cluster()
+        options = {"patience": 20, "count": 50_000, "pause": 0.02, "talks": True, "on_loss": on_loss}
+        started = [start_with_keeper(cluster, host, "better", PROGRAM, "--size", "2", **options) for host in lan.hosts]
+        members = by_rank(started)
+        time.sleep(1.0)
+        for host, ip in ((host, host.ip4s[1]) for host in lan.hosts):
+            host.run(["ip", "link", "set", "eth1", "up"])
+            assert ip
+        appeared = time.monotonic()
+        while True:
+            before = [sent(host, "eth0") for host in lan.hosts]
+            time.sleep(0.5)
+            idle = [sent(host, "eth0") - old < 100_000 for host, old in zip(lan.hosts, before, strict=True)]
+            if all(idle) and all(sent(host, "eth1") > 1_000_000 for host in lan.hosts):
+                break
+            stories = "\n".join(member.story() for member in members)
+            assert time.monotonic() < appeared + MOVE_SECONDS + STANDSTILL_SECONDS, stories
+        members[0].signal(signal.SIGUSR2)
+        for member in members:
+            member.said("marked")
+        members[0].ask_to_end()
+        assert len({member.end()["step"] for member in members}) == 1
+        for member in members:
+            assert member.all_said("error") == member.all_said("contributors") == [], member.story()
+            (events,) = member.all_said("events")
+            moved = [text for kind, _, _, text in events["kinds"] if kind == "moved"]
+            assert len(moved) == 1, events
+            assert "10.213.0." in moved[0] or "fd00:213:0:0" in moved[0] or "fe80" in moved[0]
