@@ -64,8 +64,8 @@ class Event:
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
     again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
     another member leads; `lane`: a lane was opened; `moved`: a lane goes over another path now; `codec`:
-    `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint has
-    begun or is over."""
+    `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint
+    has begun or is over."""
     time: float
     """Seconds since 1970."""
     generation: int
