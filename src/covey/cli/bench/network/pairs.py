@@ -181,7 +181,9 @@ def _take(group: Group, root: int, piece: np.ndarray[Any, Any], *, is_row: bool)
         if not is_row or piece[0] == LAST:
             return count
         if time.monotonic() > until:
-            raise DeadlineError(f"a stream between two ranks has not ended after {STREAM_LIMIT_SECONDS:g} s")
+            raise DeadlineError(
+                f"a stream between two ranks has not ended within the timeout of {STREAM_LIMIT_SECONDS:g} s"
+            )
 
 
 def _one_stream(sender: Sender, seconds: float) -> float:
@@ -207,5 +209,7 @@ def _both_ways(send: Callable[[], float], receive: Callable[[], None]) -> float:
     if errors:
         raise errors[0]
     if thread.is_alive():
-        raise DeadlineError(f"a stream between two ranks has not ended after {STREAM_LIMIT_SECONDS:g} s")
+        raise DeadlineError(
+            f"a stream between two ranks has not ended within the timeout of {STREAM_LIMIT_SECONDS:g} s"
+        )
     return speed
