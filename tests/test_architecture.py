@@ -50,7 +50,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "mesh": {"members", "links", "metrics"},
         "joining": {"group", "calls", "collectives", "messages", "mesh", "members", "links", "metrics"},
         "relaying": {"links"},
-        "keeper": {"joining", "group", "calls", "collectives", "messages", "mesh", "members", "links", "metrics"},
+        "keeper": {
+            *("joining", "group", "calls", "collectives", "messages", "mesh", "members", "links", "metrics"),
+            "relaying",
+        },
     },
     "net": {"lanes": set(), "discovery": set(), "keys": set()},
     "torch": {"backend": set(), "training": {"backend"}},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.io.test_mesh import Meshes, new_cluster, only_links, run, until
-from tests.support.relays import ask, client, open_relay, port_of, register
+from tests.support.relays import ask, client, listen, open_relay, port_of, register
 
 from covey.proto import relaying
 from covey.runtime.links import address_race
@@ -20,6 +20,7 @@ from covey.runtime.mesh import relays as relays_module
 from covey.runtime.mesh.follower import DialOutcome
 from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.server import RelayLimits
+from covey.runtime.relaying.thread import RelayThread
 from covey.runtime.relaying.throttle import Throttle
 from covey.wire.relay import (
     CallJoined,
@@ -363,5 +364,51 @@ def test_a_message_that_a_client_may_not_send_ends_its_connection() -> None:
                 await send_message(sock, CallJoined())
                 assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
             await until(lambda: server.counts().registrations == 0 and not server._sources)
+
+    run(work)
+
+
+# Relays that members offer
+
+
+def test_a_relay_of_a_cluster_refuses_other_clusters() -> None:
+    async def work(_meshes: Meshes) -> None:
+        own, other = (RelayKey(new_cluster().secret) for _ in range(2))
+        thread = RelayThread(listen(), RelayLimits(), lambda: {own.cluster})
+        try:
+            for key, expected in ((own, TokenRegistered()), (other, RelayRefusal(server_module.NOT_SERVED))):
+                sock, answer = await ask(
+                    thread.port,
+                    lambda challenge, key=key: key.register(challenge, TOKEN, is_listed=True),  # type: ignore[misc]
+                )
+                sock.close()
+                assert answer == expected
+        finally:
+            thread.close()
+
+    run(work)
+
+
+def test_a_node_uses_relays_that_linked_nodes_offer_and_a_bounded_number_of_them() -> None:
+    async def work(meshes: Meshes) -> None:
+        async with relaying_at() as server:
+            node, port = await meshes.add(new_cluster()), port_of(server)
+            assert node.relays.ways(TOKEN) == []
+            for offering in range(3):
+                node.relays.offered(bytes([offering]), "127.0.0.1", port)
+            await until(lambda: server.counts().registrations == 1)
+            await until(lambda: node.relays.ways(TOKEN))
+            (way,) = node.relays.ways(TOKEN)
+            assert way[:2] == ("127.0.0.1", port)
+            for offering in range(2):
+                node.relays.withdrawn(bytes([offering]))
+            assert node.relays.ways(TOKEN)
+            node.relays.withdrawn(bytes([2]))
+            assert node.relays.ways(TOKEN) == []
+            await until(lambda: server.counts().registrations == 0)
+            for offering in range(10):
+                node.relays.offered(bytes([offering]), f"127.0.0.{offering + 10}", port)
+            assert len(node.relays._registrations) == relays_module.OFFERS_LIMIT
+            assert node.relays.problems == {}  # only those of the settings are problems
 
     run(work)

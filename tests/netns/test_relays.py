@@ -18,6 +18,7 @@ from covey.testing.netns import Lan
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.support.nodes import Node
 
@@ -172,3 +173,40 @@ def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> N
         code, _, err = node.end()
         assert code == 1
         assert f"{hosts[2].ip4s[0]}: Connection refused" in err, (err, time.monotonic() - started)
+
+
+THREE = """
+import json, sys, time
+import numpy as np
+import covey
+
+with covey.join("three", size=3, timeout=30) as group:
+    x = np.arange(100_003, dtype=np.float64) * (group.rank + 1)
+    group.all_reduce(x)
+    found = {each.rank: each.relay for each in group.node.links()}
+    hosts = group.all_gather_object((sys.argv[1], found))
+    print(json.dumps(dict(sums=[float(x[1]), float(x[-1])], hosts=hosts)), flush=True)
+"""
+
+
+def test_a_member_that_both_hosts_reach_is_their_relay_if_its_owner_allows_it(tmp_path: Path) -> None:
+    script = tmp_path / "three.py"
+    script.write_text(THREE)
+    with two_networks() as hosts:
+        cluster = Cluster()
+        env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret}
+        covey_run = [sys.executable, "-m", "covey", "run", "--run", "three", "--size", "3"]
+        offering = hosts[2].popen([*covey_run, "--relay-limit", "50M", str(script), "2"], env=env)
+        others = [
+            hosts[index].popen([sys.executable, str(script), str(index)], env=env | {"COVEY_RUN": "three"})
+            for index in (0, 1)
+        ]
+        ends = [process.communicate(timeout=DEADLINE) for process in (offering, *others)]
+        assert [process.returncode for process in (offering, *others)] == [0, 0, 0], ends
+        report = json.loads(ends[1][0].splitlines()[-1])
+        assert report["sums"] == [6.0, 6.0 * 100_002]
+        ranks = {host: rank for rank, (host, _) in enumerate(report["hosts"])}
+        relays = {host: {int(rank): relay for rank, relay in found.items()} for host, found in report["hosts"]}
+        for host, other in (("0", "1"), ("1", "0")):
+            assert relays[host][ranks[other]] == f"{hosts[2].ip4s[int(host)]}:47690"
+            assert relays[host][ranks["2"]] == relays["2"][ranks[host]] == ""

@@ -187,3 +187,4 @@ def test_the_numbers_about_relays_are_those_of_the_code() -> None:
     assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
     calls = f"calls that wait for up to {relaying.CALL_SECONDS:.0f} s, {relaying.CALLS_AT_ONCE} of them for one node"
     assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words
+    assert f"uses at most {relays.OFFERS_LIMIT} such relays" in words

@@ -43,6 +43,7 @@ RUN_VARIABLES: Final = (
     "COVEY_NODE_ID",
     "COVEY_RUN_MIN_HOSTS",
     "COVEY_RUN_NEW",
+    "COVEY_RELAY_PORT",
 )
 """The variables with which `covey run` tells the programs it starts which run of the cluster to join."""
 CLUSTER_VARIABLES: Final = (

@@ -73,13 +73,18 @@ def relay(
     asyncio.run(serve(listen_at(listen), RelayLimits(connections, of_source, rate, idle), every))
 
 
-def parse_rate(text: str) -> float:
-    """Return the bytes a second of a text like 20M; ConfigError if it is none."""
+def parse_rate(text: str, option: str = "--limit") -> float:
+    """Return the bytes a second of a text like 20M; ConfigError, with the name of the option, if it is none."""
     match = _RATE.fullmatch(text)
     rate = int(match[1]) * _UNITS[match[2]] if match else 0
     if rate < LEAST_RATE:
-        raise ConfigError(f"--limit {text!r} must be bytes a second, at least {LEAST_RATE}: 500k, 20M, 1G")
+        raise ConfigError(f"{option} {text!r} must be bytes a second, at least {LEAST_RATE}: 500k, 20M, 1G")
     return float(rate)
+
+
+def parse_relay_limit(text: str | None) -> float:
+    """Return the rate of `covey run --relay-limit`; 0 for `off`, `0` and None. ConfigError if it is no rate."""
+    return 0.0 if text in (None, "off", "0") else parse_rate(str(text), "--relay-limit")
 
 
 def listen_at(text: str) -> socket.socket:

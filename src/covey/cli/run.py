@@ -100,6 +100,15 @@ def run(
         str | None,
         typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
     ] = None,
+    relay_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--relay-limit",
+            metavar="RATE",
+            help="Be a relay for nodes of the cluster that cannot connect: so many bytes a second in all, like 20M.",
+            show_default="off",
+        ),
+    ] = None,
     interfaces: Annotated[
         str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
     ] = None,
@@ -225,7 +234,7 @@ def run(
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
         of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
-        several_machines.refuse({"--http": http, "--insecure": insecure})
+        several_machines.refuse({"--http": http, "--insecure": insecure, "--relay-limit": relay_limit})
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
         terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach)
@@ -254,8 +263,9 @@ def run(
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
     sizes = (min_size, max_size, size)
-    others = (run_name, cluster, wait, seeds, relay, interfaces, tie_breaker, new or None, tls_ca, tls_cert, tls_key)
-    if processes is not None and all(option is None for option in (*sizes, *others)):
+    others = (run_name, cluster, wait, seeds, relay, relay_limit, interfaces, tie_breaker, new or None)
+    certificates = (tls_ca, tls_cert, tls_key)
+    if processes is not None and all(option is None for option in (*sizes, *others, *certificates)):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
@@ -287,7 +297,10 @@ def run(
         "COVEY_RUN_MIN_HOSTS": None if size is not None or min_size is not None else MIN_HOSTS,
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
-    share = share_of_run(1 if processes is None else processes, variables, is_new=new)
+    from covey.cli.relay import parse_relay_limit
+
+    rate = parse_relay_limit(relay_limit)
+    share = share_of_run(1 if processes is None else processes, variables, is_new=new, relay_rate=rate)
     raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
 
 
@@ -328,11 +341,14 @@ def say_that_it_stays_here(processes: int, script: str) -> None:
                        f"spans the machines of cluster {name!r}", err=True)  # fmt: skip
 
 
-def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = False) -> functools.partial[ClusterRun]:
+def share_of_run(
+    processes: int, variables: dict[str, str], *, is_new: bool = False, relay_rate: float = 0.0
+) -> functools.partial[ClusterRun]:
     """Check the settings, and return a function that makes this machine's share of a run of a cluster.
 
-    With `is_new`, this machine gives up the runs of that name that it knows of. The secret in COVEY_SECRET is removed
-    from the environment, and passed to the processes through a pipe.
+    With `is_new`, this machine gives up the runs of that name that it knows of. With a `relay_rate`, it is a relay for
+    other nodes, too. The secret in COVEY_SECRET is removed from the environment, and passed to the processes through a
+    pipe.
 
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
@@ -363,10 +379,10 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
     service = ClusterKeeperService(cluster, _keeper_config(env))
     if not is_passed_on:
-        return functools.partial(ClusterRun, processes, variables, service)
+        return functools.partial(ClusterRun, processes, variables, service, relay_rate=relay_rate)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
     variables |= {"COVEY_RELAYS": ",".join(cluster.relays)} if cluster.relays else {}
-    return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
+    return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key, relay_rate=relay_rate)
 
 
 def _keeper_config(env: Mapping[str, str]) -> GroupConfig:

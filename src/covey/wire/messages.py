@@ -106,6 +106,8 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
     """The path of the unix socket at which it accepts connections, or empty."""
     relay: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     """The token under which it is registered with its relays, or empty."""
+    relay_port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    """The port at which its machine offers a relay to members, or 0."""
 
 
 class Hardware(Worded, frozen=True, array_like=True):

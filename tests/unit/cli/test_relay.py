@@ -6,7 +6,7 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.base.seeds import parse_relay, split_relays
-from covey.cli.relay import describe, listen_at, parse_rate
+from covey.cli.relay import describe, listen_at, parse_rate, parse_relay_limit
 from covey.runtime.relaying.server import RelayCounts
 
 
@@ -49,3 +49,9 @@ def test_a_line_says_what_a_relay_does() -> None:
     assert describe(RelayCounts(1, 2, 1, 7, 12_345_678, 0)) == (
         "2 nodes of 1 cluster, 1 pipe now; since the start 7 pipes, 12.3 MB passed on, 0 connections refused"
     )
+
+
+def test_a_machine_is_a_relay_only_if_its_owner_says_how_much_it_passes_on() -> None:
+    assert [parse_relay_limit(text) for text in (None, "off", "0", "20M")] == [0.0, 0.0, 0.0, 2e7]
+    with pytest.raises(ConfigError, match="--relay-limit 'much'"):
+        parse_relay_limit("much")

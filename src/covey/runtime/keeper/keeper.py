@@ -22,6 +22,7 @@ from covey.base.text import printable
 from covey.net import local_runs
 from covey.net.run_folder import RunFolder
 from covey.runtime.joining.torch_env import free_port, torch_variables
+from covey.runtime.keeper.member_relay import MemberRelay
 from covey.runtime.keeper.service import KeeperService
 from covey.runtime.processes import close_pipes, die_with, libc, signal_group, terminate
 
@@ -278,21 +279,42 @@ class ClusterRun(HostRun):
     noun = "process"
     service: ClusterKeeperService
     inherits = tuple(
-        name for name in RUN_VARIABLES if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID", "COVEY_NODE_ID")
+        name
+        for name in RUN_VARIABLES
+        if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID", "COVEY_NODE_ID", "COVEY_RELAY_PORT")
     )
 
     def __init__(
-        self, size: int, variables: Mapping[str, str], service: ClusterKeeperService, *, key: bytes = b""
+        self,
+        size: int,
+        variables: Mapping[str, str],
+        service: ClusterKeeperService,
+        *,
+        key: bytes = b"",
+        relay_rate: float = 0.0,
     ) -> None:
-        """`variables` describe the run; `key` is the cluster's secret, if processes cannot read it from a file."""
+        """`variables` describe the run; `key` is the cluster's secret, if processes cannot read it from a file.
+
+        With a `relay_rate`, in bytes a second, this machine offers a relay to the nodes of the cluster.
+        """
         super().__init__(size)
         self._variables, self._key = variables, key
+        self._relay = MemberRelay(service.cluster, relay_rate) if relay_rate else None
         self._machine = printable(socket.gethostname().partition(".")[0], 40) or "here"
         self.service = service
 
     def __enter__(self) -> Self:
         self.service.start()
+        if self._relay is not None:
+            self._relay.start()
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
+            if self._relay is not None:
+                self._relay.close()
 
     def label(self, rank: int, process: Process) -> str:
         """Return the machine's name and the process's rank in the run; until the rank is known, its number here."""
@@ -302,7 +324,8 @@ class ClusterRun(HostRun):
         return self._machine if self.size == 1 else f"{self._machine}/{rank}"
 
     def variables(self, rank: int) -> dict[str, object]:
-        return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex()}
+        offered = {} if self._relay is None else {"COVEY_RELAY_PORT": self._relay.port}
+        return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex(), **offered}
 
     def variables_again(self, process: Process) -> dict[str, str]:
         """Return the id of the node: the members count its vote as that of the process that failed."""

@@ -166,6 +166,10 @@ class ClusterKeeperService:
         """Enter the cluster on a thread of its own."""
         threading.Thread(target=self._open, name="covey-keeper", daemon=True).start()
 
+    def cluster(self) -> Cluster:
+        """Return what is known of the cluster now. On any thread."""
+        return self._cluster if self._cluster_keeper is None else self._cluster_keeper.mesh.cluster
+
     @property
     def survives(self) -> bool | None:
         """Whether the run goes on when a member is lost; None if there are members here, and none has said so yet."""

@@ -102,7 +102,7 @@ def cluster_endpoint(
         usable = usable_interfaces(config.interfaces)
         own = identity if identity is not None else NodeIdentity.acquire(preferred=_id_in("COVEY_NODE_ID"))
         undo.callback(own.release)
-        listener = undo.enter_context(_listen_everywhere(ports))
+        listener = undo.enter_context(listen_everywhere(ports))
         host_registry = HostRegistry(local_tag(cluster.secret))
         undo.callback(host_registry.close)
         listeners, path = [listener], ""
@@ -114,7 +114,7 @@ def cluster_endpoint(
         organisation = _organisation(config)
         credentials = _credentials_of(cluster, own, organisation)
         host = host_token(Path(temporary_folder()))
-        contact = Contact(host, addresses, path, secrets.token_bytes(TOKEN_BYTES) if cluster.relays else b"")
+        contact = Contact(host, addresses, path, secrets.token_bytes(TOKEN_BYTES), _relay_port())
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False
         card = Card(
             own.id,
@@ -194,6 +194,12 @@ def _id_in(variable: str) -> bytes:
     return b""
 
 
+def _relay_port() -> int:
+    """Return the port at which the keeper of this process offers a relay, as `covey run` has set it; 0 if none."""
+    text = os.environ.get("COVEY_RELAY_PORT", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) < 1 << 16 else 0
+
+
 def host_name() -> str:
     """Return the name of this host in printable ASCII, as cards show it."""
     return "".join(letter if " " < letter <= "~" else "?" for letter in socket.gethostname())[:NAME_LIMIT]
@@ -208,7 +214,7 @@ def numeric(host: str, port: int) -> tuple[Address, ...]:
     return tuple(dict.fromkeys(Address(str(address[0]).partition("%")[0], port) for *_, address in found))
 
 
-def _listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
+def listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
     """Listen on the first free port of `ports`, by IPv6 and IPv4 if the system has both."""
     problem: OSError | None = None
     dual = socket.has_dualstack_ipv6()

@@ -196,13 +196,7 @@ class Mesh:
         return self._dialer.ways(card.contact.addresses, same_host) + relayed
 
     def _is_linked(self, hint: Hint) -> bool:
-        if hint.relay and any(each.card.contact.relay == hint.relay for each in self.all_linked):
-            return True
-        wanted, host = {(address.ip, address.port) for address in hint.addresses}, self.card.contact.host
-        return any(
-            wanted & (each.listens_on_loopback(host) if hint.same_host else each.listens_at())
-            for each in self.all_linked
-        )
+        return any(each.is_at(hint, self.card.contact.host) for each in self.all_linked)
 
     def _is_on_this_host(self, card: messages.Card) -> bool:
         return card.contact.host == self.card.contact.host
@@ -251,6 +245,8 @@ class Mesh:
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, once=True)
         if link.relay:
             self.spawn(seek_direct(self, remote))
+        elif card.contact.host != self.card.contact.host:
+            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
@@ -298,6 +294,7 @@ class Mesh:
         self._tell_acceptor_members()
         if self.met.get(remote.card.id) is remote:
             del self.met[remote.card.id]
+            self.relays.withdrawn(remote.card.id)
             if not self.is_closing:
                 self.listener.lost(remote)
 

@@ -49,6 +49,8 @@ TOKENS_KNOWN: Final = 512
 """Tokens that a relay has named and that are remembered: it names each once."""
 TOKENS_RATE, TOKENS_BURST = 4.0, 256.0
 """New tokens of one relay that are passed on, per second and at once; others are dropped."""
+OFFERS_LIMIT: Final = 4
+"""Relays of other nodes that are used: the first ones."""
 
 
 class Relays:
@@ -68,6 +70,9 @@ class Relays:
         this node.
         """
         self._texts, self._token, self._acceptor = cluster.relays if token else (), token, acceptor
+        self._cluster = cluster
+        self._offers: dict[bytes, str] = {}
+        """By node: the address of a relay that it offers."""
         self._found, self._spawn, self._is_listed = found, spawn, is_listed
         self._registrations: dict[tuple[str, bytes], RelayRegistration] = {}
         """By address as written, and key of the cluster."""
@@ -78,24 +83,43 @@ class Relays:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why relays do not work now, by address as written."""
-        return {each.text: each.problem for each in self._registrations.values() if each.problem}
+        """Why relays of the settings do not work now, by address as written."""
+        known = (each for each in self._registrations.values() if each.text in self._texts)
+        return {each.text: each.problem for each in known if each.problem}
 
     def follow(self, cluster: Cluster) -> None:
         """Use the cluster's secret as it is now, and the one before while that is good."""
-        if not self._texts:
+        self._cluster, texts = cluster, (*self._texts, *self._offers.values())
+        if not texts:
             return
         from covey.wire.relay import RelayKey  # slow to load, and not needed without relays
 
         earlier = cluster.earlier(time.time())
         keys = [RelayKey(secret) for secret in (cluster.secret, earlier) if secret is not None]
         self._keys = {key.cluster: key for key in keys}
-        for text in self._texts:
+        for text in texts:
             for key in keys:
                 if (text, key.cluster) not in self._registrations:
                     self._registrations[text, key.cluster] = made = RelayRegistration(self, text, key)
                     if self._is_open:
                         self._spawn(made.keep())
+
+    def offered(self, node: bytes, ip: str, port: int) -> None:
+        """Use the relay that a linked node offers at the address its link leads to, if there are not enough yet."""
+        if port and self._token and node not in self._offers and len(self._offers) < OFFERS_LIMIT:
+            self._offers[node] = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+            self.follow(self._cluster)
+
+    def withdrawn(self, node: bytes) -> None:
+        """Use the relay of a node no more: the links with it have ended."""
+        text = self._offers.pop(node, "")
+        if text and not self.is_wanted(text):
+            for key in [key for key in self._registrations if key[0] == text]:
+                self._registrations.pop(key).end()
+
+    def is_wanted(self, text: str) -> bool:
+        """Tell whether a relay is one of the settings, or offered."""
+        return text in self._texts or text in self._offers.values()
 
     def open(self) -> None:
         """Register, and keep the registrations."""
@@ -171,11 +195,17 @@ class RelayRegistration:
         self._known: dict[bytes, None] = {}
         self._calls, self._pace = 0, Bucket(CALLS_RATE, CALLS_BURST)
         self._naming = Bucket(TOKENS_RATE, TOKENS_BURST)
+        self._task: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """Register no more."""
+        if self._task is not None:
+            self._task.cancel()
 
     async def keep(self) -> None:
-        """Register, again whenever the connection ends, while the key is good."""
-        pause = FIRST_PAUSE
-        while self._relays.is_good(self._key):
+        """Register, again whenever the connection ends, while the key is good and the relay wanted."""
+        self._task, pause = asyncio.current_task(), FIRST_PAUSE
+        while self._relays.is_good(self._key) and self._relays.is_wanted(self.text):
             began = time.monotonic()
             try:
                 await self._register()

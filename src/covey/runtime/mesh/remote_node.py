@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
+    from covey.runtime.mesh.hints import Hint
 
 ANSWERS_LIMIT: Final = 16
 PINGS_LIMIT: Final = 100
@@ -90,6 +91,13 @@ class RemoteNode:
             return False
         self.card = messages.moved(self.card, addresses)
         return True
+
+    def is_at(self, hint: Hint, host: str) -> bool:
+        """Tell whether it is the node of a hint; `host` is this one."""
+        if hint.relay and hint.relay == self.card.contact.relay:
+            return True
+        wanted = {(address.ip, address.port) for address in hint.addresses}
+        return bool(wanted & (self.listens_on_loopback(host) if hint.same_host else self.listens_at()))
 
     def report(self, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
         """Return how it is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""

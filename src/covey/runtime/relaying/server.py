@@ -44,7 +44,7 @@ from covey.wire.relay import (
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from covey.wire.relay import RelayMessage
 
@@ -62,6 +62,7 @@ SWEEP_SECONDS: Final = 2.0
 LOG_SECONDS: Final = 10.0
 """Shortest time between two log lines about refused connections."""
 NOT_PROVED: Final = "the signature is not that of the cluster's key"
+NOT_SERVED: Final = "this relay is for another cluster"
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ class RelayCounts:
 class RelayServer:
     """A relay on some listening sockets. On the loop on which it is opened."""
 
-    def __init__(self, listeners: Iterable[socket.socket], limits: RelayLimits) -> None:
-        """Take ownership of `listeners`."""
-        self._listeners, self._limits = list(listeners), limits
+    def __init__(
+        self,
+        listeners: Iterable[socket.socket],
+        limits: RelayLimits,
+        clusters: Callable[[], Collection[bytes]] | None = None,
+    ) -> None:
+        """Take ownership of `listeners`; `clusters` returns the public keys of clusters that it serves, if not all."""
+        self._listeners, self._limits, self._clusters = list(listeners), limits, clusters
         self._most = min(limits.connections, _descriptors() - SPARE_DESCRIPTORS - len(self._listeners))
         self._table = RelayTable(lambda: secrets.token_bytes(CALL_BYTES))
         self._driver = CoreDriver[RelayEffect](self._table, self)
@@ -216,10 +222,10 @@ class RelayServer:
                 wanted = await receive_message(sock)
             is_stranger = False
             _forget_one(self._strangers, source)
-            if isinstance(wanted, RegisterToken | CallToken) and not is_proved(wanted, challenge):
+            if isinstance(wanted, RegisterToken | CallToken) and (problem := self._unproved(wanted, challenge)):
                 self._refused += 1
-                self._send(number, RelayRefusal(NOT_PROVED))
-                raise RemoteProtocolError(NOT_PROVED)
+                self._send(number, RelayRefusal(problem))
+                raise RemoteProtocolError(problem)
             now = time.monotonic()
             match wanted:
                 case TakeCall(call):
@@ -256,6 +262,12 @@ class RelayServer:
                 _forget_one(self._strangers, source)
             if is_tenant:
                 _forget_one(self._tenants, source)
+
+    def _unproved(self, wanted: RegisterToken | CallToken, challenge: bytes) -> str:
+        """Return why a registration or a call is refused, or ""."""
+        if self._clusters is not None and wanted.cluster not in self._clusters():
+            return NOT_SERVED
+        return "" if is_proved(wanted, challenge) else NOT_PROVED
 
     def _send(self, number: int, message: RelayMessage) -> None:
         """Send a message; a connection that does not take all of it at once has not read for long, and is closed."""
