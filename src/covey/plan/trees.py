@@ -47,6 +47,8 @@ def all_reduce(rank: int, size: int, cells: Sequence[Cell], segment: int) -> Pla
 
     Cells are cut into pieces of at most `segment` elements; those of all cells begin and end together.
     """
+    if size == 1:
+        return Plan()
     cuts = [pieces(cell.start, cell.stop, -(-(cell.stop - cell.start) // segment)) for cell in cells]
     most = max(map(len, cuts), default=0)
     hops = sorted(
