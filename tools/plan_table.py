@@ -9,7 +9,6 @@ those of `covey.plan.estimate`; the last column says by how much that differs fr
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.plan import cost, fit
@@ -40,8 +39,8 @@ def cases(size: int) -> Iterator[Case]:
     yield Case("equal, 1 Gbit/s", _of_speeds([1000] * size))
     yield Case("one of 100 Mbit/s", _of_speeds([1000] * (size - 1) + [100]))
     yield Case("a quarter each of 1000, 1000, 300, 100 Mbit/s", _of_speeds([1000, 1000, 300, 100] * (size // 4)))
-    yield Case("two sites, 100 Mbit/s between", _of_sites(size, 2, 100))
-    yield Case("four sites, 100 Mbit/s between each two", _of_sites(size, 4, 100))
+    yield Case("two sites, 100 Mbit/s between, ranks in turn", _of_sites(size, 2, 100))
+    yield Case("four sites, 100 Mbit/s between each two, ranks in turn", _of_sites(size, 4, 100))
     hosts = [rank * 4 // size for rank in range(size)] if size <= 16 else [rank // 8 for rank in range(size)]
     yield Case("4 or 8 ranks a host, 1 Gbit/s", of_hosts(hosts, [1000 * MBIT] * size, [1000 * MBIT] * size))
 
@@ -113,4 +112,4 @@ def _seconds(time: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -30,7 +30,8 @@ PIECE_BYTES: Final = 64 << 10
 """A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
 that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
 PIECES: Final = 32
-"""The longest part of a ring with unequal parts is cut into so many, if it is large enough."""
+"""The longest part of a ring with unequal parts is cut into so many for each slot, if it is large enough: what fills
+the pipeline grows with the slots that a piece passes through."""
 MOST_FOLLOWED: Final = 16
 """Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what links carry."""
 FOLLOWED_PIECES: Final = 16
@@ -145,7 +146,7 @@ def _is_along_trees(fitted: Fitted) -> bool:
 def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
     """Return the bytes of a transfer of a ring with unequal parts."""
     longest = nbytes * max(weights) // sum(weights)
-    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // PIECES))
+    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // (PIECES * len(weights))))
 
 
 def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:

@@ -91,7 +91,9 @@ def test_three_levels_have_an_owner_in_each_group() -> None:
 
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (0, 1, 2, 3))])
 def test_each_rank_encodes_what_it_contributes_once(groups: levels.Groups) -> None:
-    for plan in planned(5, groups, (3, 1, 0, 1, 1), 23, 3):
+    shares = (3, 1, 0, 1, 1)
+    rings = [ring.all_reduce(rank, 5, 23, 3, shares) for rank in range(5)]
+    for plan in [*planned(5, groups, shares, 23, 3), *rings]:
         found = coded(plan, (92,), 4, lambda elements: elements // 2, is_copy=False)
         ranges = [(task.start, task.stop) for task in found.encodes if task is not None]
         assert len(ranges) == len(set(ranges))
