@@ -25,22 +25,26 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-PIECES: Final = 8
+PIECES: Final = 12
 """Into which a transfer is cut, so that its receiver can see how it goes on."""
-SKIPPED: Final = 2
-"""Pieces that are not timed: ranks do not begin at the same moment, and a connection has to find its speed."""
-LEAST_PIECE, MOST_PIECE = 8 << 10, 1 << 20
-"""Bytes of a piece. A round of the largest takes 70 ms at 1 Gbit/s, and a fast link needs no more."""
-SHARES: Final = (0.15, 0.35, 0.5)
-"""The parts of the time of three passes. Each finds how many bytes every link moves in the next one, so that flows over
-a shared link are under way at the same time."""
+SKIPPED: Final = 3
+"""Pieces that are not timed at the beginning: ranks do not begin at the same moment, and a connection has to find its
+speed. As many are not timed at the end, where other flows over a shared link may be over."""
+FLATTERY: Final = 1.5
+"""How many times as fast as the whole transfer its middle may be. A receiver that was not running finds many pieces at
+once, and would take the link for much faster than it is."""
+LEAST_PIECE, MOST_PIECE = 8 << 10, 640 << 10
+"""Bytes of a piece. Twelve of the largest take 63 ms at 1 Gbit/s, and a fast link needs no more."""
+SHARES: Final = (0.1, 0.3, 0.3, 0.3)
+"""The parts of the time of four passes. Each finds how many bytes every link moves in the next one, so that flows over
+a shared link are under way at the same time. The median of the last three counts: a machine may stand still in one."""
 MOST_ROUND_SECONDS: Final = 0.25
 SLOWEST, FASTEST = 1e3, 1e12
 """Bytes per second. What a rank says beyond these is taken for them."""
 ROUND_TRIP: Final = 1e-4
 """Seconds that are assumed where no round trip is known; plans for large arrays depend little on it."""
 MOST_ROUND_TRIP: Final = 10.0
-SWAPS: Final = 4
+SWAPS: Final = 8
 """Two swaps of a byte take one round trip, of which the shortest counts; the first swap waits for the slower rank."""
 MOST_ROUNDS: Final = 15
 """Among up to 16 ranks all pairs are measured. Among more, some: every pair has a lane of its own."""
@@ -101,8 +105,7 @@ def measure(attempt: Attempt, seconds: float, speed: float) -> MeasuredLinks | N
         if speeds is None:
             return None
         passes.append(speeds)
-    # Buffers and bursts make a transfer look faster than its link, mostly in one of the passes.
-    speeds = np.minimum(passes[-2], passes[-1])
+    speeds = np.median(passes[1:], axis=0)
     flows = tuple(
         tuple(Flow(slot, (slot + step) % size, float(speeds[slot, (slot + step) % size])) for slot in range(size))
         for step in rounds
@@ -145,6 +148,7 @@ class Arrivals:
         self.encodes = (False,) * number
         self.decodes = (True,) * number
         self.times: list[float] = []
+        self.began = time.perf_counter()
 
     def encode(self, _send: int) -> None:
         """Do nothing: no send is encoded."""
@@ -155,8 +159,9 @@ class Arrivals:
 
     def speed(self, piece: int) -> float:
         """Return bytes per second, once all pieces of so many bytes have arrived."""
-        seconds = self.times[-1] - self.times[SKIPPED - 1]
-        return piece * (PIECES - SKIPPED) / max(seconds, 1e-9)
+        seconds = self.times[-1 - SKIPPED] - self.times[SKIPPED - 1]
+        timed = piece * (PIECES - 2 * SKIPPED) / max(seconds, 1e-9)
+        return min(timed, FLATTERY * piece * PIECES / max(self.times[-1] - self.began, 1e-9))
 
 
 def _round_trips(attempt: Attempt) -> Matrix:
