@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.base.seeds import parse_relay
+from covey.base.setting_kinds import Rate
 from covey.base.settings import RELAY_PORT
 from covey.cli.terminal import plural, say
 from covey.net.descriptors import explain
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.relaying.server import RelayCounts, RelayLimits
 
 BACKLOG: Final = 1024
-LEAST_RATE: Final = 1000
-_RATE: Final = re.compile(r"([0-9]{1,12})([kMG]?)")
-_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_RATE: Final = Rate(8000, 10**12)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,7 +37,9 @@ def relay(
     limit: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE", help="Bytes a second that are passed on in all: 500k, 20M, 1G.", show_default="no limit"
+            metavar="RATE",
+            help="Pass on at most this in all: 20M (bits a second) or 2.5MB (bytes).",
+            show_default="no limit",
         ),
     ] = None,
     connections: Annotated[int, typer.Option(min=4, metavar="N", help="Connections in all.")] = 4096,
@@ -75,15 +75,11 @@ def relay(
 
 def parse_rate(text: str, option: str = "--limit") -> float:
     """Return the bytes a second of a text like 20M; ConfigError, with the name of the option, if it is none."""
-    match = _RATE.fullmatch(text)
-    rate = int(match[1]) * _UNITS[match[2]] if match else 0
-    if rate < LEAST_RATE:
-        raise ConfigError(f"{option} {text!r} must be bytes a second, at least {LEAST_RATE}: 500k, 20M, 1G")
-    return float(rate)
+    return (_RATE.read(option, text) or float("inf")) / 8
 
 
 def parse_relay_limit(text: str | None) -> float:
-    """Return the rate of `covey run --relay-limit`; 0 for `off`, `0` and None. ConfigError if it is no rate."""
+    """Return the bytes a second of `covey run --relay-limit`, 0 for `off`, `0` and None; ConfigError if it is no rate."""
     return 0.0 if text in (None, "off", "0") else parse_rate(str(text), "--relay-limit")
 
 

@@ -105,7 +105,7 @@ def run(
         typer.Option(
             "--relay-limit",
             metavar="RATE",
-            help="Be a relay for nodes of the cluster that cannot connect: so many bytes a second in all, like 20M.",
+            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
             show_default="off",
         ),
     ] = None,
