@@ -79,7 +79,7 @@ def parse_rate(text: str, option: str = "--limit") -> float:
 
 
 def parse_relay_limit(text: str | None) -> float:
-    """Return the bytes a second of `covey run --relay-limit`, 0 for `off`, `0` and None; ConfigError if it is no rate."""
+    """Return bytes a second for `covey run --relay-limit`, 0 for `off`, `0` and None; ConfigError if it is no rate."""
     return 0.0 if text in (None, "off", "0") else parse_rate(str(text), "--relay-limit")
 
 
