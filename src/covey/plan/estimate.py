@@ -24,7 +24,8 @@ def ring(network: Network, order: Sequence[int], weights: Sequence[int], nbytes:
     """Return the seconds of a ring; weights[p] is the weight of what the slot at position p finishes.
 
     Each hop carries (2 - s_p - s_next) of the array (see `shares`). A piece goes round nearly twice, and as many pieces
-    as there are slots are under way at least.
+    as there are slots are under way at least if all own the same; if one owns everything, it is a chain that has to be
+    filled first.
     """
     size, total = len(order), sum(weights)
     owned = [weight / total for weight in weights]
@@ -37,7 +38,7 @@ def ring(network: Network, order: Sequence[int], weights: Sequence[int], nbytes:
     passing = 2 * (size - 1) / size * around
     if max(weights) == min(weights):
         return max(busiest + around / size, passing)
-    return busiest + passing * piece / (piece + nbytes * max(owned))
+    return busiest + passing * max(owned)
 
 
 def levelled(network: Network, groups: Groups, weights: Sequence[int], nbytes: int, piece: int) -> float:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
     from covey.plan.network import Network
 
+PLAIN: Final = "for equal links"
+"""What the plan is called that `choose.all_reduce` returns."""
 GAIN: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
 plans opens new lanes."""
@@ -28,11 +30,12 @@ PIECE_BYTES: Final = 64 << 10
 """A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
 that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
 PIECES: Final = 32
-"""The longest part of a ring with unequal parts is cut into so many, if it is large enough."""
-MOST_FOLLOWED: Final = 24
-"""Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what they carry."""
-FOLLOWED_PIECES: Final = 1500
-"""Of plans along trees, so many are followed. The time for more grows evenly."""
+"""The longest part of a ring with unequal parts is cut into so many for each slot, if it is large enough: what fills
+the pipeline grows with the slots that a piece passes through."""
+MOST_FOLLOWED: Final = 16
+"""Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what links carry."""
+FOLLOWED_PIECES: Final = 16
+"""Of a plan along trees, so many transfers of each owner are followed. The time for more grows evenly."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -91,22 +94,33 @@ def plan_of(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, siz
 
 def predicted(fitted: Fitted, network: Network, count: int, itemsize: int, sizes: PlanSizes) -> float:
     """Return the predicted seconds of a plan on a network."""
+    if len(network.hosts) > MOST_FOLLOWED and fitted.algorithm != "doubling":
+        return estimated(fitted, network, count * itemsize, sizes)
+    most = _evenly_from(fitted, len(network.hosts), itemsize)
+    if not _is_along_trees(fitted) or count <= most:
+        return _followed(fitted, network, count, itemsize, sizes)
+    seconds, more = _line(fitted, network, itemsize, sizes)
+    return seconds + more * (count - most)
+
+
+def _followed(fitted: Fitted, network: Network, count: int, itemsize: int, sizes: PlanSizes) -> float:
     size = len(network.hosts)
-    if size > MOST_FOLLOWED and fitted.algorithm != "doubling":
-        return _estimated(fitted, network, count * itemsize, sizes)
+    plans = [_built(fitted, slot, size, count, itemsize, sizes) for slot in range(size)]
+    return cost.seconds(plans, network, itemsize)
 
-    def followed(number: int) -> float:
-        return cost.seconds(
-            [_built(fitted, slot, size, number, itemsize, sizes) for slot in range(size)], network, itemsize
-        )
 
-    if not _is_along_trees(fitted):
-        return followed(count)
-    most = max(size, FOLLOWED_PIECES // (2 * size)) * PIECE_BYTES // itemsize
-    if count <= most:
-        return followed(count)
-    short, long = followed(most // 2), followed(most)
-    return long + (long - short) * (count - most) / (most - most // 2)
+@lru_cache(maxsize=64)
+def _line(fitted: Fitted, network: Network, itemsize: int, sizes: PlanSizes) -> tuple[float, float]:
+    """Return the seconds of a plan along trees for `_evenly_from` elements, and those for each more."""
+    most = _evenly_from(fitted, len(network.hosts), itemsize)
+    short, long = (_followed(fitted, network, count, itemsize, sizes) for count in (most // 2, most))
+    return long, (long - short) / (most - most // 2)
+
+
+def _evenly_from(fitted: Fitted, size: int, itemsize: int) -> int:
+    """Return the elements from which on the time of a plan along trees grows evenly."""
+    owners = sum(map(bool, fitted.shares)) or size
+    return max(2, owners * FOLLOWED_PIECES * PIECE_BYTES // itemsize)
 
 
 def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
@@ -132,10 +146,11 @@ def _is_along_trees(fitted: Fitted) -> bool:
 def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
     """Return the bytes of a transfer of a ring with unequal parts."""
     longest = nbytes * max(weights) // sum(weights)
-    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // PIECES))
+    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // (PIECES * len(weights))))
 
 
-def _estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
+def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
+    """Return the seconds of a ring, a direct exchange or a plan in levels, from the sums of what links carry."""
     size = len(network.hosts)
     if fitted.algorithm == "ring":
         slots = fitted.order or tuple(range(size))
@@ -152,7 +167,7 @@ def _plain(network: Network, nbytes: int, sizes: PlanSizes) -> Candidate:
     size = len(network.hosts)
     is_one_host = len(set(network.hosts)) == 1
     algorithm = choose.all_reduce_algorithm(size, nbytes, "ring" if is_one_host else "stream", sizes)
-    return Candidate(Fitted(algorithm, (), (), (tuple(range(size)),) if is_one_host else (), 0.0), "for equal links")
+    return Candidate(Fitted(algorithm, (), (), (tuple(range(size)),) if is_one_host else (), 0.0), PLAIN)
 
 
 def _others(network: Network) -> list[Candidate]:
@@ -173,6 +188,8 @@ def _others(network: Network) -> list[Candidate]:
     if size <= levels.MOST_IN_STAR and not hosts:
         speeds = [min(network.up[slot], network.down[slot]) for slot in slots]
         found.append(Candidate(Fitted("direct", (), shares.owners(speeds), (), 0.0), "slow ranks finish less"))
+    if not hosts and not sites and (served := _served(network)) is not None:
+        found.append(Candidate(served, "each slow rank has a fast one that speaks for it"))
     for groups, why in (
         (hosts, "inside hosts first"),
         (sites, "inside sites first"),
@@ -202,6 +219,25 @@ def _level_shares(network: Network, groups: Groups) -> tuple[int, ...]:
             for slot in part:
                 weights[slot] *= share / shares.WHOLE
     return shares.whole(weights)
+
+
+def _served(network: Network) -> Fitted | None:
+    """Return a plan in which slots that are too slow to own a part exchange all with one that owns some, or None."""
+    speeds = [min(network.up[slot], network.down[slot]) for slot in range(len(network.hosts))]
+    owned = shares.owners(speeds)
+    fast = [slot for slot, share in enumerate(owned) if share]
+    served: dict[int, list[int]] = {slot: [] for slot in fast}
+    left = {slot: speeds[slot] for slot in fast}
+    for slot in sorted((slot for slot, share in enumerate(owned) if not share), key=lambda slot: (-speeds[slot], slot)):
+        server = max(fast, key=lambda each: (left[each], -each))
+        served[server].append(slot)
+        left[server] -= speeds[slot]
+    if len(fast) < 2 or len(fast) == len(speeds) or min(left.values()) <= 0:
+        return None
+    weights = shares.owners([left[slot] for slot in fast])
+    by_slot = dict(zip(fast, weights, strict=True))
+    groups = tuple((server, *slots) for server, slots in served.items() if slots)
+    return Fitted("levels", (), tuple(by_slot.get(slot, 0) for slot in range(len(speeds))), groups, 0.0)
 
 
 def _speed(network: Network, part: tuple[int, ...]) -> float:

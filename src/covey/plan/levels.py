@@ -28,7 +28,7 @@ needs two lanes a rank instead of one to every other."""
 Groups = tuple[tuple[int, ...], ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)  # large for many slots, and used for all ranks of one plan at a time
 def cells(size: int, groups: Groups, shares: tuple[int, ...], count: int) -> tuple[Cell, ...]:
     """Return the cells of an all-reduce of `count` elements among `size` slots; no `shares` are equal ones."""
     weights = shares or (1,) * size

@@ -47,6 +47,8 @@ def all_reduce(rank: int, size: int, cells: Sequence[Cell], segment: int) -> Pla
 
     Cells are cut into pieces of at most `segment` elements; those of all cells begin and end together.
     """
+    if size == 1:
+        return Plan()
     cuts = [pieces(cell.start, cell.stop, -(-(cell.stop - cell.start) // segment)) for cell in cells]
     most = max(map(len, cuts), default=0)
     hops = sorted(
@@ -97,12 +99,16 @@ def _hops(rank: int, size: int, index: int, cell: Cell, times: list[int]) -> Ite
 
 def _heights(parents: tuple[int, ...]) -> list[int]:
     """Return how long the longest way up to each rank is."""
-    heights = [0] * len(parents)
-    for rank in range(len(parents)):
-        below, at = 0, rank
-        while parents[at] != ROOT:
-            below, at = below + 1, parents[at]
-            if heights[at] >= below:
-                break
-            heights[at] = below
+    heights, waiting = [0] * len(parents), [0] * len(parents)
+    for parent in parents:
+        if parent != ROOT:
+            waiting[parent] += 1
+    ready = [rank for rank, children in enumerate(waiting) if not children]
+    for rank in ready:
+        parent = parents[rank]
+        if parent != ROOT:
+            heights[parent] = max(heights[parent], heights[rank] + 1)
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                ready.append(parent)
     return heights

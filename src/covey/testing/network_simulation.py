@@ -15,9 +15,10 @@ import heapq
 from typing import TYPE_CHECKING, Final
 
 from covey.plan.cost import BUFFER_BYTES, TRANSFER_SECONDS, capacity, shared_links
+from covey.plan.network import Flow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from covey.plan.cost import Shared
     from covey.plan.moves import Plan
@@ -38,6 +39,48 @@ def simulated(plans: Sequence[Plan], network: Network, itemsize: int, *, buffer_
         UnfinishedError: the plans block each other.
     """
     return _Simulation(plans, network, itemsize, buffer_bytes).run()
+
+
+def measured(network: Network) -> list[list[Flow]]:
+    """Return what ranks measure if, in round k, every slot i sends to slot i + k at the same time."""
+    size = len(network.hosts)
+    rounds = []
+    for k in range(1, size):
+        pairs = [(i, (i + k) % size) for i in range(size)]
+        links = [shared_links(network, i, j) for i, j in pairs]
+        room = {link: capacity(network, link) for each in links for link in each}
+        rates = fair([network.rates[i][j] for i, j in pairs], links, room)
+        rounds.append([Flow(i, j, rate) for (i, j), rate in zip(pairs, rates, strict=True)])
+    return rounds
+
+
+def fair(caps: Sequence[float], links: Sequence[Sequence[Shared]], room: Mapping[Shared, float]) -> list[float]:
+    """Return the rates of flows: all are raised together until each is at its cap or uses a full link (max-min)."""
+    left = dict(room)
+    users: dict[Shared, list[int]] = {}
+    for flow, each in enumerate(links):
+        for link in each:
+            users.setdefault(link, []).append(flow)
+    waiting = {link: len(flows) for link, flows in users.items()}
+    rates: list[float | None] = [None] * len(caps)
+    by_cap = sorted(range(len(caps)), key=lambda flow: -caps[flow])
+    while by_cap:
+        level, full = min(
+            ((left[link] / number, link) for link, number in waiting.items() if number), default=(0.0, None)
+        )
+        if full is None or caps[by_cap[-1]] <= level:
+            settled, level = [by_cap[-1]], caps[by_cap[-1]]
+        else:
+            settled = users[full]
+        for flow in settled:
+            if rates[flow] is None:
+                rates[flow] = level
+                for link in links[flow]:
+                    left[link] -= level
+                    waiting[link] -= 1
+        while by_cap and rates[by_cap[-1]] is not None:  # those of other caps are passed when their turn comes
+            by_cap.pop()
+    return [0.0 if rate is None else rate for rate in rates]
 
 
 class _Transfer:
@@ -95,7 +138,7 @@ class _Simulation:
         self._flows: dict[_Transfer, None] = {}
         self._sent, self._applied = [0] * len(plans), [0] * len(plans)
         self._sending: list[_Transfer | None] = [None] * len(plans)
-        self._now = 0.0
+        self._now = self._finished_at = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 
@@ -108,7 +151,7 @@ class _Simulation:
         for plan, sent, applied in zip(self._plans, self._sent, self._applied, strict=True):
             if sent < len(plan.sends) or applied < len(plan.recvs):
                 raise UnfinishedError(f"{sent} of {len(plan.sends)} sends, {applied} of {len(plan.recvs)} receives")
-        return self._now
+        return self._finished_at
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         self._number += 1
@@ -167,34 +210,21 @@ class _Simulation:
             self._share()
 
     def _share(self) -> None:
-        """Divide the links among all flows: raise all rates together until each is at a limit (max-min fairness)."""
-        flows = [flow for flow in self._flows if flow.rate and any(self._is_tight(link) for link in flow.lane.links)]
-        flows += [flow for flow in self._flows if flow.rate and flow.rate < flow.lane.cap and flow not in set(flows)]
-        room: dict[Shared, float] = {}
-        users: dict[Shared, list[_Transfer]] = {}
-        for flow in flows:
-            for link in flow.lane.links:
-                room.setdefault(link, self._capacities[link])
-                users.setdefault(link, []).append(flow)
+        """Divide the links anew among all flows that share one."""
+        flows = [
+            flow
+            for flow in self._flows
+            if flow.rate and (flow.rate < flow.lane.cap or any(self._is_tight(link) for link in flow.lane.links))
+        ]
         chosen = set(flows)
+        room = {link: self._capacities[link] for flow in flows for link in flow.lane.links}
         for flow in self._flows:
             if flow.rate and flow not in chosen:
                 for link in flow.lane.links:
                     if link in room:
                         room[link] -= flow.rate
-        rates: dict[_Transfer, float] = {}
-        counts = {link: len(each) for link, each in users.items()}
-        while len(rates) < len(flows):
-            fair, narrow = min(
-                ((room[link] / count, link) for link, count in counts.items() if count), default=(0.0, None)
-            )
-            slow = [flow for flow in flows if flow not in rates and (narrow is None or flow.lane.cap <= fair)]
-            for flow in slow or [flow for flow in users[narrow] if flow not in rates] if narrow else slow:
-                rates[flow] = min(fair, flow.lane.cap) if narrow else flow.lane.cap
-                for link in flow.lane.links:
-                    room[link] -= rates[flow]
-                    counts[link] -= 1
-        for flow, rate in rates.items():
+        rates = fair([flow.lane.cap for flow in flows], [flow.lane.links for flow in flows], room)
+        for flow, rate in zip(flows, rates, strict=True):
             if abs(rate - flow.rate) > 1e-9 * rate:
                 self._set_rate(flow, rate)
 
@@ -232,6 +262,7 @@ class _Simulation:
         if is_released:
             self._sending[source] = None
             self._sent[source] += 1
+            self._finished_at = self._now
         if transfer.left <= NOTHING:
             self._ended(transfer)
         elif not transfer.is_awaited and transfer.left <= transfer.stuck() + NOTHING:
@@ -269,4 +300,5 @@ class _Simulation:
                 break
             lane.queue.pop(0)
             self._applied[slot] += 1
+            self._finished_at = self._now
             self._proceed(slot)

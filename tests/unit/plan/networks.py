@@ -69,6 +69,6 @@ NETWORKS = {
     "two sites": two_sites((0, 1) * 4),
     "two sites, unequal": two_sites((0, 0, 1, 0, 0, 1, 1)),
     "two hosts": of_hosts((0,) * 4 + (1,) * 4, [1000 * MBIT] * 8, [1000 * MBIT] * 8),
-    "three sites": random_network(11, 3),
+    "random": random_network(11, 3),
     "mixed": uneven(*(1000, 100, 300) * 3),
 }
