@@ -34,6 +34,8 @@ SILENCE: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
 
 Where = str | tuple[Any, ...]
+SHORT_BYTES: Final = 1200
+"""Payload of a short packet: with its headers it fits into the 1280 bytes that every network with IPv6 must carry."""
 """The path of a unix socket, or a TCP address as `socket` takes it."""
 
 
@@ -122,12 +124,13 @@ async def connect(
     token: bytes = b"",
     spares: bool = False,
     within: float = HANDSHAKE_SECONDS,
+    is_short: bool = False,
 ) -> tuple[socket.socket, bytes]:
     """Connect and pass the door; return the socket, and the challenge with the answer.
 
     What `first` returns is sent right after the answer, and the answer is bound to it; without `first`, to `token`.
     With `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. The
-    other side has to answer `within` so many seconds.
+    other side has to answer `within` so many seconds. With `is_short`, both sides send packets of SHORT_BYTES only.
 
     Raises:
         ConnectError: nothing answers there (yet), or what answers is not covey; a ScarceError if this process can open
@@ -137,6 +140,8 @@ async def connect(
     sock: socket.socket | None = None
     try:
         sock = track(_new_socket(where, spares=spares))
+        if is_short and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_BYTES)
         async with asyncio.timeout(within):
             await loop.sock_connect(sock, where)
             no_delay(sock)
