@@ -218,6 +218,30 @@ def test_a_way_can_be_cut_in_one_direction_only(lan: Lan, sockets: list[socket.s
     assert ends[1].recv(100) == b"mended"
 
 
+def test_frames_can_get_lost_in_one_direction_only(lan: Lan, sockets: list[socket.socket]) -> None:
+    here, there = (datagrams(host, sockets) for host in lan.hosts[:2])
+    connect(lan.hosts[0], lan.hosts[1], sockets)  # they know where to find each other
+    lan.switch.lose("host0", "host1", 1.0)
+    here.sendto(b"lost", (lan.hosts[1].ip4, PORT))
+    there.sendto(b"back", (lan.hosts[0].ip4, PORT))
+    assert here.recv(100) == b"back"
+    lan.switch.mend()
+    here.sendto(b"marker", (lan.hosts[1].ip4, PORT))
+    assert there.recv(100) == b"marker"
+
+
+def test_long_frames_can_be_swallowed(lan: Lan, sockets: list[socket.socket]) -> None:
+    here, there = (datagrams(host, sockets) for host in lan.hosts[:2])
+    connect(lan.hosts[0], lan.hosts[1], sockets)
+    lan.switch.swallow(longer_than=500)
+    for data in (bytes(600), bytes(400)):
+        here.sendto(data, (lan.hosts[1].ip4, PORT))
+    assert there.recv(1000) == bytes(400)
+    lan.switch.mend()
+    here.sendto(bytes(600), (lan.hosts[1].ip4, PORT))
+    assert there.recv(1000) == bytes(600)
+
+
 def test_a_cut_port_hears_and_says_nothing(lan: Lan, sockets: list[socket.socket]) -> None:
     ends = [datagrams(host, sockets) for host in lan.hosts]
     lan.switch.cut("host1")

@@ -74,8 +74,16 @@ class Switch:
         """Block new TCP connections from one port to another; all else passes, existing connections included."""
         self._ask("forbid_dialling", source, destination)
 
+    def lose(self, source: str, destination: str, share: float) -> None:
+        """Drop a share of the frames from one port to another, besides those that `shape` drops; 0 ends it."""
+        self._ask("lose", source, destination, share)
+
+    def swallow(self, longer_than: int) -> None:
+        """Drop frames of more bytes than this, and tell neither end: a black hole for long packets. 0 ends it."""
+        self._ask("swallow", longer_than)
+
     def mend(self) -> None:
-        """Undo every `cut` and `forbid_dialling`."""
+        """Undo every `cut`, `forbid_dialling`, `lose` and `swallow`."""
         self._ask("mend")
 
     def reset_connections(self, tcp_port: int | None = None) -> int:
@@ -151,6 +159,10 @@ class _Engine:
     carries_multicast: bool = True
     cuts: set[tuple[str, str]] = field(default_factory=set)
     no_dialling: set[tuple[str, str]] = field(default_factory=set)
+    losses: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By way: the share of frames that is dropped."""
+    longest: int = 0
+    """Frames of more bytes are dropped; 0: none are."""
     kept: list[bytes] | None = None
     kept_bytes: int = 0
     keeps_bytes: int = 0
@@ -209,7 +221,10 @@ class _Engine:
             return False
         if self.no_dialling and way in self.no_dialling and is_dial(frame):
             return False
-        return not self.loss or self.random.random() >= self.loss
+        if self.longest and len(frame) > self.longest:
+            return False
+        loss = max(self.loss, self.losses.get(way, 0.0)) if self.losses else self.loss
+        return not loss or self.random.random() >= loss
 
     def _deliver(self, port: _Port, frame: bytes) -> None:
         if not (self.late or self.delay or self.jitter or self.bytes_per_second):
@@ -257,6 +272,13 @@ class _Engine:
     def allow_multicast(self, allowed: bool) -> None:
         self.carries_multicast = allowed
 
+    def lose(self, source: str, destination: str, share: float) -> None:
+        self._check({source, destination})
+        self.losses[source, destination] = share
+
+    def swallow(self, longer_than: int) -> None:
+        self.longest = longer_than
+
     def cut(self, source: str, destination: str | None) -> None:
         others = {port.name for port in self.ports.values()} if destination is None else {destination}
         self._check({source, *others})
@@ -275,6 +297,8 @@ class _Engine:
     def mend(self) -> None:
         self.cuts.clear()
         self.no_dialling.clear()
+        self.losses.clear()
+        self.longest = 0
 
     def reset_connections(self, tcp_port: int | None) -> int:
         victims = set()

@@ -656,7 +656,8 @@ class MoveLane(msgspec.Struct, frozen=True, array_like=True, tag=40):
 
     group: int
     attempt: int
-    step: Annotated[str, msgspec.Meta(pattern=r"^(propose|accept|refuse)\Z")]
+    step: Annotated[str, msgspec.Meta(pattern=r"^(propose|accept|refuse|leave)\Z")]
+    """`leave` asks the end that dials for lanes over another path: what the sender sends is not acknowledged."""
     sequence: Count
     """The operation that was proposed. It is answered once; a repeated proposal gets the same answer."""
     begun: Count = 0

@@ -18,6 +18,7 @@ from covey.net import tcp
 from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan import barrier, choose
+from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.lane_switch import LaneSwitch
 from covey.runtime.collectives.part import EnginePart
@@ -354,9 +355,16 @@ class Attempt(EnginePart):
         now = time.monotonic()
         for slot, lane in enumerate(self._lanes):
             if lane is not None and lane.is_stuck(has_moved=self._has_moved(slot)):
+                self._report_stuck(slot)
                 self.lane_closed(slot, LaneClosedError("the other end does not acknowledge what is sent"))
         again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
         return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
+
+    def _report_stuck(self, slot: int) -> None:
+        """Let the node leave the path of a lane, before another lane is opened."""
+        engine = self.engine
+        if engine.node is not None:
+            control.soon(engine.node.paths.stuck, engine.members[self.ranks[slot]])
 
     def _path_to(self, slot: int) -> tuple[str, str] | None:
         peer = self.engine.roster.peer(self.ranks[slot])

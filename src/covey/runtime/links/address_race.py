@@ -48,14 +48,20 @@ async def dial_any(
     return *opened, where
 
 
-async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose) -> socket.socket:
+async def connect_any(
+    wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose, *, is_short: bool = False
+) -> socket.socket:
     """Connect to the first address that works, and pass the door; each has a short head start before the next.
+
+    `is_short` is as for `connect`.
 
     Raises:
         ConnectError: no address works.
     """
     opened, _ = await _first_of(
-        wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
+        wheres,
+        lambda where: connect(where, credentials, purpose, is_short=is_short),
+        lambda opened: opened[0].close(),
     )
     return opened[0]
 

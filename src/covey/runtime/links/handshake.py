@@ -18,7 +18,7 @@ from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.net.descriptors import explain, is_exhausted, track
 from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
-from covey.runtime.links.sockets import RelayedWay, address_of
+from covey.runtime.links.sockets import RelayedWay, address_of, keep_packets_short
 from covey.runtime.links.sockets import Where as Where
 from covey.runtime.links.sockets import new_socket as new_socket
 from covey.runtime.links.sockets import no_delay as no_delay
@@ -122,12 +122,13 @@ async def connect(
     token: bytes = b"",
     spares: bool = False,
     within: float = HANDSHAKE_SECONDS,
+    is_short: bool = False,
 ) -> tuple[socket.socket, bytes]:
     """Connect and pass the door; return the socket, and the challenge with the answer.
 
     What `first` returns is sent right after the answer, and the answer is bound to it; without `first`, to `token`.
     With `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. The
-    other side has to answer `within` so many seconds.
+    other side has to answer `within` so many seconds. With `is_short`, both sides send short packets only.
 
     Raises:
         ConnectError: nothing answers there (yet), or what answers is not covey; a ScarceError if this process can open
@@ -137,6 +138,8 @@ async def connect(
     sock: socket.socket | None = None
     try:
         sock = track(new_socket(where, spares=spares))
+        if is_short:
+            keep_packets_short(sock)
         async with asyncio.timeout(within):
             await loop.sock_connect(sock, address_of(where))
             no_delay(sock)

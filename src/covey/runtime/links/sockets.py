@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.text import printable
 from covey.net.descriptors import is_scarce
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, a TCP address as `socket` takes it, or a `RelayedWay`."""
+SHORT_PACKET_BYTES: Final = 1200
+"""Payload of a short packet: with its headers it fits into the 1280 bytes that every network with IPv6 must carry."""
 
 
 class RelayedWay(NamedTuple):
@@ -74,3 +76,9 @@ def no_delay(sock: socket.socket) -> None:
     """Disable Nagle's algorithm on a TCP socket, before anything is sent."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def keep_packets_short(sock: socket.socket) -> None:
+    """Let both ends of a TCP connection, which is not open yet, send short packets only."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_PACKET_BYTES)

@@ -245,7 +245,7 @@ class LaneDialler:
         ways, name = self._node.ways_to(peer, offer.kind), self._node.generation_table.name_of(peer.seat)
         if not ways:
             raise ConfigError(f"{name} has no address that can be dialled from here")
-        sock = await connect_any(ways, credentials, door.Purpose.LANE)
+        sock = await connect_any(ways, credentials, door.Purpose.LANE, is_short=peer.has_short_packets)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)

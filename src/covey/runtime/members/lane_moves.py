@@ -93,6 +93,10 @@ class LaneMoves:
     def heard(self, seat: Seat, message: messages.MoveLane) -> None:
         """Take a step from a peer. One that fits nothing here is ignored: the attempt may be over."""
         key = LaneKey(message.group, seat, REPLACEMENT, message.attempt)
+        if message.step == "leave":
+            if self._node.peers[seat].is_dialled:
+                self._node.paths.stuck(seat)
+            return
         if message.step == "propose":
             self._answer(key, message.sequence)
             return

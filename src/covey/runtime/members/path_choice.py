@@ -45,6 +45,7 @@ class MoveReason(enum.Enum):
     MEDIUM = "it is reached by a better interface"
     APPEARED = "it has appeared, and is faster"
     ROUND_TRIP = "its round trip is shorter"
+    STUCK = "what is sent over the other one is not acknowledged"
 
     @property
     def looks(self) -> int:

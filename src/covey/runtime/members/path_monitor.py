@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.net import tcp
 from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
+from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,12 @@ TRIAL_SECONDS: Final = 0.3
 """A path of the same kind is tried with so much before lanes that are in use move there."""
 CLEARLY_FASTER: Final = 1.3
 """What a trial must reach of the speed that the lanes have now."""
+SAME_SECONDS: Final = 2.0
+"""Both ends notice that a lane is stuck. What is noticed so soon after a move is about the path before."""
+AVOID_SECONDS: Final = 120.0
+"""How long lanes do not move to a network in which one got stuck."""
+_PASSING: Final = (ConfigError, ConnectError, OSError)
+"""No interface is up, or no descriptor is free: the next look may be better."""
 
 
 class PathMonitor:
@@ -53,9 +60,38 @@ class PathMonitor:
         """When the addresses of a peer are probed next."""
         self._known: dict[Seat, object] = {}
         """What the ways to a peer depended on when they were probed last."""
+        self._seen: dict[Seat, dict[Where, Quality]] = {}
+        """The addresses of a peer that answered when they were probed last."""
+        self._moved_at: dict[Seat, float] = {}
+        self._avoided: dict[Seat, tuple[str, float]] = {}
+        """The network in which a lane with a peer got stuck, and until when no lane moves there."""
         self._is_watching = False
         self.on_moved: Callable[[Seat, Where, float], None] = lambda _seat, _way, _round_trip: None
         """Called with the address to which lanes move, and its round trip."""
+
+    def stuck(self, seat: Seat) -> None:
+        """Leave the path of a lane whose bytes are not acknowledged; probes, which are short, may still pass there.
+
+        If there is no other path, lanes that are opened from now on send short packets, too. The end that dials chooses
+        the path, and is told if it is not this one.
+        """
+        peer, now = self._node.peers[seat], time.monotonic()
+        if peer.contact is None or peer.contact.host == self._node.host:
+            return
+        if not peer.is_dialled:
+            self._node.send(seat, messages.MoveLane(0, 0, "leave", 0))
+            return
+        if now < self._moved_at.get(seat, 0.0) + SAME_SECONDS:
+            return
+        seen, used = self._seen.get(seat, {}), peer.way
+        network = seen[used].network if used in seen else ""
+        others = [way for way, each in seen.items() if each.network != network]
+        if network and others:
+            self._avoided[seat] = network, now + AVOID_SECONDS
+            best = min(others, key=lambda way: seen[way])
+            self._move(peer, best, seen[best].round_trip, MoveReason.STUCK)
+        else:
+            peer.has_short_packets = True
 
     def start(self) -> None:
         """Watch until the node closes."""
@@ -73,11 +109,7 @@ class PathMonitor:
 
             try:
                 own = recent_interfaces(self._node.config.interfaces)
-            except (
-                ConfigError,
-                ConnectError,
-                OSError,
-            ):  # none is up, or no free descriptor: the next time may be better
+            except _PASSING:
                 continue
             networks = [(each.name, each.kind, each.networks) for each in own]
             now, pause = time.monotonic(), LOOK_SECONDS * max(1.0, len(peers) / PEERS_IN_TIME)
@@ -100,11 +132,18 @@ class PathMonitor:
         """Probe the addresses of a peer, and move its lanes if one of them is better for long enough."""
         from covey.runtime.links.probe import sound
 
-        ways: list[Where] = [way for way in self._node.ways_to(peer, "tcp") if not isinstance(way, str)]
+        try:
+            ways: list[Where] = [way for way in self._node.ways_to(peer, "tcp") if not isinstance(way, str)]
+        except _PASSING:
+            return
         if len(ways) < 2:
             return
         found = await asyncio.gather(*(sound(way, self._node.credentials) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
+        self._seen[peer.seat] = seen
+        network, until = self._avoided.get(peer.seat, ("", 0.0))
+        if time.monotonic() < until:
+            seen = {way: each for way, each in seen.items() if way == peer.way or each.network != network}
         choice = self._choices.setdefault(peer.seat, PathChoice())
         better = choice.look(peer.way, seen, time.monotonic())
         if choice.is_undecided:
@@ -137,6 +176,7 @@ class PathMonitor:
 
     def _move(self, peer: Peer, way: Where, round_trip: float, reason: MoveReason) -> None:
         name = self._node.generation_table.name_of(peer.seat)
+        self._moved_at[peer.seat] = time.monotonic()
         logger.info("lanes with %s move from %s to %s: %s", name, peer.way and peer.way[0], way[0], reason.value)
         peer.way, peer.round_trip = way, round_trip
         self.on_moved(peer.seat, way, round_trip)

@@ -165,6 +165,9 @@ class MessageRouting:
         control.soon(self._wait_and_ask, rank, ended, pause)
 
     def _wait_and_ask(self, rank: int, ended: Any, pause: float) -> None:
+        group = self._owner()
+        if pause and group is not None and group.node is not None:  # lanes carry nothing: their path may be the reason
+            group.node.paths.stuck(group.members[rank])
         control.control_loop().call_later(pause, self._ask_again, rank, ended)
 
     def _ask_again(self, rank: int, ended: Any) -> None:

@@ -1,0 +1,119 @@
+"""Networks that lose packets, delay them, swallow long ones, or come and go: runs go on, or say what was lost, and no
+number is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.members import STEADY, by_rank, start_with_keeper
+from tests.support.nodes import Cluster
+
+from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from tests.support.members import Member
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "covey-faults"
+PROGRESS_SECONDS = 30.0
+"""How long a step may take while the network is at its worst, on a machine that stands still for moments."""
+NOTICE_SECONDS = 12.0
+"""How soon an operation ends whose path is dead, with that."""
+FLAPS = int(os.environ.get("COVEY_TEST_FLAPS", "4"))
+"""How often a network goes down and comes back; 30 take a minute."""
+PROGRAM = STEADY.replace('on_loss="continue", ', "")
+
+
+def start_run(lan: Lan, **options: Any) -> list[Member]:
+    cluster = Cluster()
+    given = {"patience": 20, "count": 20_000, "pause": 0.05, "talks": True, "on_loss": "continue"} | options
+    return by_rank([start_with_keeper(cluster, host, "faults", PROGRAM, "--size", "2", **given) for host in lan.hosts])
+
+
+def await_progress(members: list[Member], number: int) -> None:
+    """Return once all members have taken a step that began after this call."""
+    members[0].signal(signal.SIGUSR2)
+    for member in members:
+        member.said("marked", number, within=PROGRESS_SECONDS)
+
+
+def end_well(members: list[Member]) -> None:
+    members[0].ask_to_end()
+    assert len({member.end()["step"] for member in members}) == 1
+    for member in members:
+        assert member.all_said("error") == member.all_said("contributors") == [], member.story()
+
+
+def test_packets_that_are_lost_or_late_cost_time_and_nothing_else() -> None:
+    """Under `raise`, where the first member that is taken for lost ends the run."""
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        members = start_run(lan, on_loss="raise")
+        faults = [{"loss": 0.01}, {"loss": 0.05}, {"delay": 0.2}, {"delay": 0.05, "jitter": 0.05, "loss": 0.01}]
+        number = 0
+        for fault in faults:
+            lan.switch.shape(**fault)
+            for _ in range(2):
+                await_progress(members, number)
+                number += 1
+        lan.switch.shape()
+        lan.switch.lose("host0", "host1", 0.15)  # and nothing on the way back
+        await_progress(members, number)
+        lan.switch.mend()
+        await_progress(members, number + 1)
+        end_well(members)
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_an_operation_whose_only_network_dies_ends_with_the_reason(on_loss: str) -> None:
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        members = start_run(lan, on_loss=on_loss, patience=3, count=2_000_000, pause=0.0, talks=False)
+        time.sleep(1.0)
+        lan.hosts[1].run(["ip", "link", "set", "eth0", "down"])  # in the middle of an all_reduce, most likely
+        at = time.monotonic()
+        for member in members:
+            if on_loss == "continue" and member is members[0]:  # the tie-breaker goes on alone
+                said = member.said("contributors")
+                assert said["hosts"] == [member.host.index], member.story()
+            else:
+                said = member.said("error")
+                assert said["kind"] == ("PeerLostError" if on_loss == "raise" else "QuorumLostError"), said
+            assert said["at"] - at < NOTICE_SECONDS, member.story()
+
+
+def test_a_network_that_goes_and_comes_every_second_stops_no_run_that_has_another() -> None:
+    with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
+        members = start_run(lan)
+        for number in range(FLAPS):
+            lan.switches[0].cut("host0")
+            time.sleep(1.0)
+            await_progress(members, number)
+            lan.switches[0].mend()
+            time.sleep(1.0)
+        end_well(members)
+
+
+def test_a_path_that_swallows_long_packets_is_left() -> None:
+    with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
+        members = start_run(lan)
+        number = 0
+        for switch in lan.switches:  # one of them carries the lanes
+            switch.swallow(longer_than=1000)
+            await_progress(members, number)
+            switch.mend()
+            await_progress(members, number + 1)
+            number += 2
+        end_well(members)
+
+
+def test_where_only_short_packets_pass_lanes_send_short_ones() -> None:
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        members = start_run(lan)
+        lan.switch.swallow(longer_than=1300)
+        for number in range(2):
+            await_progress(members, number)
+        end_well(members)
