@@ -87,7 +87,7 @@ def test_estimates_from_sums_agree_with_what_the_moves_say(name: str) -> None:
 
 
 def test_hundreds_of_slots_are_fitted() -> None:
-    network = two_sites(tuple(slot % 2 for slot in range(600)))
+    network = two_sites(tuple(slot % 2 for slot in range(300)))
     chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)
     assert chosen.fitted.algorithm == "levels"
     assert chosen.fitted.seconds < 1.3 * cost.bound(network, 64 * MIB)
