@@ -23,6 +23,8 @@ PLAIN: Final = "for equal links"
 GAIN: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
 plans opens new lanes."""
+LEAST_GAIN: Final = 1e-3
+"""Seconds that it must save, too: what small transfers cost is assumed, not measured."""
 SLACK: Final = 1.08
 """A ring is chosen if it takes at most so many times as long as the fastest plan: it needs two lanes a rank, and its
 time does not depend on how much lanes buffer."""
@@ -81,7 +83,8 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
     ranked = sorted(timed, key=lambda each: each.fitted.seconds)
     near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
     best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
-    if size < 3 or order.is_even(network) or best.fitted.seconds * GAIN > timed[0].fitted.seconds:
+    before, after = timed[0].fitted.seconds, best.fitted.seconds
+    if size < 3 or order.is_even(network) or after * GAIN > before or before - after < LEAST_GAIN:
         best = timed[0]
     return (best, *(each for each in ranked if each is not best))
 
