@@ -6,6 +6,7 @@ All of it follows from the agreed network, the size of the array and the setting
 from __future__ import annotations
 
 from functools import lru_cache
+from math import fsum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.plan import choose, cost, doubling, estimate, levels, order, ring, shares, trees
@@ -246,9 +247,9 @@ def _served(network: Network) -> Fitted | None:
 def _speed(network: Network, part: tuple[int, ...]) -> float:
     """Return what the slots of a host, of a site or of several hosts can send to others, and receive, in a second."""
     hosts = {network.hosts[slot]: slot for slot in part}.values()
-    up, down = sum(network.up[slot] for slot in hosts), sum(network.down[slot] for slot in hosts)
+    up, down = fsum(network.up[slot] for slot in hosts), fsum(network.down[slot] for slot in hosts)
     site = network.sites[part[0]]
     if part == tuple(slot for slot, each in enumerate(network.sites) if each == site) and len(network.trunks) > 1:
-        up = min(up, sum(each for other, each in enumerate(network.trunks[site]) if other != site))
-        down = min(down, sum(row[site] for other, row in enumerate(network.trunks) if other != site))
+        up = min(up, fsum(each for other, each in enumerate(network.trunks[site]) if other != site))
+        down = min(down, fsum(row[site] for other, row in enumerate(network.trunks) if other != site))
     return min(up, down)
