@@ -14,7 +14,7 @@ import covey
 
 pytestmark = pytest.mark.slow
 
-MOVES = 10
+MOVES = 6
 """How many lanes each rank must have seen move. Of three ranks, two see twice as many."""
 
 

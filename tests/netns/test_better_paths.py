@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.members import STEADY, by_rank, start_with_keeper
 from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
+from covey.testing.switch import inside
 
 if TYPE_CHECKING:
     from covey.testing.netns import Host
@@ -29,7 +31,10 @@ PROGRAM = STEADY.replace('on_loss="continue", ', "").replace(
 
 
 def sent(host: Host, device: str) -> int:
-    return int(host.run(["cat", f"/sys/class/net/{device}/statistics/tx_bytes"]).stdout)
+    """Return how many bytes an interface of a host has sent."""
+    with inside(host.namespace):
+        lines = [line.split() for line in Path("/proc/thread-self/net/dev").read_text().splitlines()]
+    return next(int(line[9]) for line in lines if line[0] == f"{device}:")
 
 
 def narrow(host: Host, device: str, rate: str) -> None:
@@ -37,20 +42,19 @@ def narrow(host: Host, device: str, rate: str) -> None:
     host.run(words.split())
 
 
-@pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_lanes_move_to_a_faster_network_that_appears(on_loss: str) -> None:
+def test_lanes_move_to_a_faster_network_that_appears() -> None:
+    """Under `raise`, where no view gives the group new lanes."""
     with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
         for host in lan.hosts:
             narrow(host, "eth0", "40mbit")
             host.run(["ip", "link", "set", "eth1", "down"])
         cluster = Cluster()
-        options = {"patience": 20, "count": 50_000, "pause": 0.02, "talks": True, "on_loss": on_loss}
+        options = {"patience": 20, "count": 50_000, "pause": 0.05, "talks": True, "on_loss": "raise"}
         started = [start_with_keeper(cluster, host, "better", PROGRAM, "--size", "2", **options) for host in lan.hosts]
         members = by_rank(started)
         time.sleep(1.0)
-        for host, ip in ((host, host.ip4s[1]) for host in lan.hosts):
+        for host in lan.hosts:
             host.run(["ip", "link", "set", "eth1", "up"])
-            assert ip
         appeared = time.monotonic()
         while True:
             before = [sent(host, "eth0") for host in lan.hosts]

@@ -24,14 +24,14 @@ PROGRESS_SECONDS = 30.0
 """How long a step may take while the network is at its worst, on a machine that stands still for moments."""
 NOTICE_SECONDS = 12.0
 """How soon an operation ends whose path is dead, with that."""
-FLAPS = int(os.environ.get("COVEY_TEST_FLAPS", "4"))
+FLAPS = int(os.environ.get("FLAPS", "2"))
 """How often a network goes down and comes back; 30 take a minute."""
 PROGRAM = STEADY.replace('on_loss="continue", ', "")
 
 
 def start_run(lan: Lan, **options: Any) -> list[Member]:
     cluster = Cluster()
-    given = {"patience": 20, "count": 20_000, "pause": 0.05, "talks": True, "on_loss": "continue"} | options
+    given = {"patience": 20, "count": 20_000, "pause": 0.1, "talks": True, "on_loss": "continue"} | options
     return by_rank([start_with_keeper(cluster, host, "faults", PROGRAM, "--size", "2", **given) for host in lan.hosts])
 
 
