@@ -64,14 +64,19 @@ SANITIZERS: Final = {
     "thread": Sanitizer(
         ("-fsanitize=thread", "-Wno-tsan"),  # fences, which it does not know, order nothing but wake-ups
         "libtsan.so",
-        {"TSAN_OPTIONS": f"halt_on_error=1:abort_on_error=1:report_signal_unsafe=0:suppressions={SUPPRESSIONS}"},
-        # It does not see how Python's end of a ring orders its accesses, so both ends of lanes are compiled ones.
+        {
+            "TSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:report_signal_unsafe=0:history_size=7"
+            f":suppressions={SUPPRESSIONS}"
+        },
+        # It does not see how Python's end of a ring orders its accesses, so both ends of lanes are compiled ones. Where
+        # Python may go on with a message, it needs the history to know the accesses that are suppressed.
         (
             *LANES,
             GROUPS[0],
             *GROUPS[-2:],
             "-k",
-            "(True and not False) or random_program or short_messages or long_messages",
+            "(True and not False) or random_program or short_messages"
+            " or (long_messages and not python and not handler)",
         ),
     ),
 }

@@ -40,8 +40,8 @@ CAPACITY = (4 * mmap.PAGESIZE - 1024) // 2
 assert memory_bytes(CAPACITY) == 4 * mmap.PAGESIZE
 SEEDS = int(os.environ.get("COVEY_FUZZ_SEEDS", "40"))
 SIZES = MessageSizes(eager_bytes=2048, credit_bytes=16384)
-IN, HEAD, TAIL = 32, 0, 8
-"""The first word of the ring that the victim reads, and two words of a ring."""
+IN, HEAD, TAIL, WRITER_ASLEEP, READER_ASLEEP = 32, 0, 8, 16, 24
+"""The first word of the ring that the victim reads, and the words of a ring."""
 
 
 class Victim:
@@ -345,6 +345,23 @@ def test_an_impossible_position_ends_a_long_message_that_waits(victim: Victim, w
     victim.take_back()
     with pytest.raises(ConnectionAbortedError):
         victim.ring.send(b"x") if is_sent else victim.ring.recv(1)
+
+
+@pytest.mark.parametrize("does", ["send", "recv"])
+def test_a_peer_that_sleeps_is_woken_for_the_last_part_of_a_payload(victim: Victim, does: str) -> None:
+    """It is woken for the announcement, and again for a payload that is less than half of a ring."""
+    victim.drain()
+    victim.lend()
+    small = np.arange(1100, dtype=np.int16)
+    victim.words[READER_ASLEEP if does == "send" else IN + WRITER_ASLEEP] = 1
+    if does == "send":
+        victim.put(wire.encode(Header(wire.CTS, 0, small.nbytes)))
+        assert type(victim.ring.short.send(small, 3, 0.0)) is tuple  # it is not acknowledged
+    else:
+        victim.put(rts(0, small) + data(0, small.tobytes()))
+        np.testing.assert_array_equal(victim.receive(), small)
+    victim.doorbell.setblocking(False)
+    assert len(victim.doorbell.recv(100)) >= 2
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -59,7 +59,7 @@ static enum advance send_payload(struct message_end *end)
         return NEEDS_ROOM;
     frames_write(end, header, (const uint8_t *)message->view.buf + begins + from, step);
     message->moved += header + step;
-    frames_publish(end, header + step);
+    frames_publish_part(end, header + step);
     return ADVANCED;
 }
 
@@ -105,7 +105,7 @@ static enum advance receive_step(struct message_end *end)
         if (!is_next)
             return LEFT_TO_PYTHON;
         message->left = frame.nbytes;
-        frames_consume(end, FRAME_BYTES);
+        frames_consume_part(end, FRAME_BYTES);
         if (!frames_acknowledge_after(end, end->header_cost))
             return LEFT_TO_PYTHON;
     }
@@ -118,7 +118,7 @@ static enum advance receive_step(struct message_end *end)
     frames_copy_out(end, 0, (uint8_t *)message->view.buf + message->moved, step);
     message->moved += step;
     message->left -= step;
-    frames_consume(end, step);
+    frames_consume_part(end, step);
     if (message->moved < message->frame.nbytes)
         return ADVANCED;
     if (frames_writable(end) < FRAME_BYTES || !frames_acknowledge(end))
@@ -165,12 +165,14 @@ static enum advance run(struct message_end *end, uint64_t turn, int64_t until)
             head = atomic_load_explicit(end->in.head, memory_order_acquire);
             tail = atomic_load_explicit(end->out.tail, memory_order_acquire);
             advance = end->message.direction == SENDING ? send_step(end) : receive_step(end);
+            if (advance == ADVANCED && steps % LOOKS == 0 && monotonic_ns() > look_up)
+                advance = LOOKS_UP;
+            if (advance != ADVANCED)
+                frames_ring(end);
         }
         leave(end);
         if (advance == NEEDS_FRAME || advance == NEEDS_ROOM)
             advance = wait_for(end, advance == NEEDS_ROOM, advance == NEEDS_ROOM ? tail : head, turn, until);
-        if (advance == ADVANCED && steps % LOOKS == 0 && monotonic_ns() > look_up)
-            advance = LOOKS_UP;
     }
     return advance;
 }
@@ -222,9 +224,9 @@ static PyObject *move_long(struct message_end *end, PyObject *result, int64_t un
     if (advance == FINISHED) {
         long_release(end);
     } else {
-        double deadline = until < INT64_MAX ? (double)until / 1e9 : Py_HUGE_VAL;
+        PyObject *error = raised == NULL ? Py_None : raised;
         Py_DECREF(result);
-        result = Py_BuildValue("(KdO)", (unsigned long long)turn, deadline, raised == NULL ? Py_None : raised);
+        result = Py_BuildValue("(KdO)", (unsigned long long)turn, (double)until / 1e9, error);
         Py_XDECREF(raised);
     }
     Py_DECREF((PyObject *)end); /* the caller has another reference */

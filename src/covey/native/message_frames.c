@@ -13,6 +13,8 @@
 
 enum { MAGIC = 0xC0FE, FRAME_VERSION = 1 };
 static const int64_t SLEEP_NS = 1000 * 1000 * 1000; /* the longest sleep: descriptors may be closed meanwhile */
+static const int64_t LOST_NS = 50 * 1000;           /* between two looks at the clock: another program had the core */
+static const int64_t CROWDED_NS = 20 * 1000 * 1000; /* for which a thread then sleeps at once, and is woken in its turn */
 
 /* Rings */
 
@@ -35,12 +37,32 @@ void frames_copy_out(const struct message_end *end, uint64_t offset, uint8_t *to
     memcpy(to + first, end->in.bytes, nbytes - first);
 }
 
-void frames_consume(struct message_end *end, uint64_t nbytes)
+/* Wakes the peer, if it sleeps, for what was written and read and not told yet. */
+void frames_ring(struct message_end *end)
+{
+    if (end->unrung_out)
+        ring_wake_if(end->doorbell, end->out.reader_asleep);
+    if (end->unrung_in)
+        ring_wake_if(end->doorbell, end->in.writer_asleep);
+    end->unrung_out = end->unrung_in = 0;
+}
+
+/* Frees `nbytes` of the ring. A peer that sleeps is woken when half of the ring is free, or by `frames_ring`, which must
+ * follow before this thread waits or ends: two ranks that share a core would else change places after every step. */
+void frames_consume_part(struct message_end *end, uint64_t nbytes)
 {
     end->received += nbytes;
     end->in.position += nbytes;
     atomic_store_explicit(end->in.tail, end->in.position, memory_order_release);
-    ring_wake_if(end->doorbell, end->in.writer_asleep);
+    end->unrung_in += nbytes;
+    if (end->unrung_in >= end->capacity / 2)
+        frames_ring(end);
+}
+
+void frames_consume(struct message_end *end, uint64_t nbytes)
+{
+    frames_consume_part(end, nbytes);
+    frames_ring(end);
 }
 
 /* Writes to the ring what becomes visible with `frames_publish`; there is room for it. */
@@ -52,12 +74,21 @@ void frames_write(const struct message_end *end, uint64_t offset, const uint8_t 
     memcpy(end->out.bytes, from + first, nbytes - first);
 }
 
-void frames_publish(struct message_end *end, uint64_t nbytes)
+/* Lets the peer see `nbytes` that were written; for a peer that sleeps, see `frames_consume_part`. */
+void frames_publish_part(struct message_end *end, uint64_t nbytes)
 {
     end->sent += nbytes;
     end->out.position += nbytes;
     atomic_store_explicit(end->out.head, end->out.position, memory_order_release);
-    ring_wake_if(end->doorbell, end->out.reader_asleep);
+    end->unrung_out += nbytes;
+    if (end->unrung_out >= end->capacity / 2)
+        frames_ring(end);
+}
+
+void frames_publish(struct message_end *end, uint64_t nbytes)
+{
+    frames_publish_part(end, nbytes);
+    frames_ring(end);
 }
 
 /* Frames */
@@ -221,7 +252,8 @@ int frames_wait(struct message_end *end, word *watched, word *asleep, uint64_t s
     int64_t since = monotonic_ns(), now = since;
     if (since >= until)
         return ECANCELED;
-    for (int looks = 1; now - since < end->spin_ns + end->yield_ns; looks++) {
+    bool is_crowded = now < atomic_load_explicit(&end->crowded_until, memory_order_relaxed);
+    for (int looks = 1; !is_crowded && now - since < end->spin_ns + end->yield_ns; looks++) {
         if (atomic_load_explicit(watched, memory_order_acquire) != seen)
             return 0;
         if (!is_turn(end, turn))
@@ -230,9 +262,14 @@ int frames_wait(struct message_end *end, word *watched, word *asleep, uint64_t s
             relax();
         else
             sched_yield();
-        if (looks % LOOKS == 0 || now - since >= end->spin_ns)
+        if (looks % LOOKS == 0 || now - since >= end->spin_ns) {
+            int64_t before = now;
             now = monotonic_ns();
+            is_crowded = now - before > LOST_NS;
+        }
     }
+    if (is_crowded && now >= atomic_load_explicit(&end->crowded_until, memory_order_relaxed))
+        atomic_store_explicit(&end->crowded_until, now + CROWDED_NS, memory_order_relaxed);
     struct pollfd polls[3] = {
         {.fd = end->doorbell, .events = POLLIN},
         {.fd = end->bell, .events = POLLIN},

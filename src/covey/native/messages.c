@@ -356,6 +356,7 @@ static PyObject *method_take_back(PyObject *self, PyObject *unused)
         sched_yield();
         Py_END_ALLOW_THREADS
     }
+    frames_ring(end);
     PyObject *message = long_take_back(end);
     if (message == NULL)
         return NULL;

@@ -52,7 +52,8 @@ struct message_end {
     int64_t spin_ns, yield_ns;
     _Atomic uint64_t turn; /* counts every lend and every take_back: odd while the state is lent */
     _Atomic bool is_moving; /* a thread without the interpreter's lock changes the state at this moment */
-    int waiting;            /* threads that wait in `receive` for a message to begin */
+    _Atomic int64_t crowded_until; /* when to look again for more than a moment: other programs want this core */
+    int waiting;                   /* threads that wait without the interpreter's lock */
 
     /* What is lent; the names are those of MessageLink, Inlet and Outlet. */
     uint64_t next_id, sent, has;
@@ -61,6 +62,7 @@ struct message_end {
     int64_t held, owed, unacknowledged;
     uint8_t *kept; /* the last bytes that were sent: kept_bytes from kept_at, in memory of kept_room bytes */
     uint64_t kept_at, kept_bytes, kept_room;
+    uint64_t unrung_out, unrung_in; /* bytes written, and read, since the peer was woken for them if it sleeps */
     struct long_message message;
     _Atomic int64_t sent_count, sent_bytes, received_count, received_bytes;
 };
@@ -81,6 +83,9 @@ enum found frames_peek(const struct message_end *end, struct frame *frame);
 bool frames_push(struct message_end *end, const struct frame *frame, const uint8_t *payload, uint64_t nbytes);
 void frames_write(const struct message_end *end, uint64_t offset, const uint8_t *from, uint64_t nbytes);
 void frames_publish(struct message_end *end, uint64_t nbytes);
+void frames_publish_part(struct message_end *end, uint64_t nbytes);
+void frames_consume_part(struct message_end *end, uint64_t nbytes);
+void frames_ring(struct message_end *end);
 void frames_encode(const struct frame *frame, uint8_t data[FRAME_BYTES + 8 * MOST_AXES]);
 bool frames_reserve(struct message_end *end, uint64_t nbytes);
 bool frames_acknowledge(struct message_end *end);
