@@ -42,8 +42,8 @@ def bound(network: Network, nbytes: int) -> float:
     """Return the time in seconds that an all_reduce of `nbytes` needs on `network`, whatever its plan."""
     hosts, sites = _blocks(network.hosts), _blocks(network.sites)
     of_host = _least(nbytes, [network.up[block[0]] for block in hosts], [network.down[block[0]] for block in hosts])
-    outward = [sum(each for b, each in enumerate(row) if b != a) for a, row in enumerate(network.trunks)]
-    inward = [sum(row[b] for a, row in enumerate(network.trunks) if a != b) for b in range(len(sites))]
+    outward = [math.fsum(each for b, each in enumerate(row) if b != a) for a, row in enumerate(network.trunks)]
+    inward = [math.fsum(row[b] for a, row in enumerate(network.trunks) if a != b) for b in range(len(sites))]
     of_site = _least(nbytes, outward, inward)
     slots = range(len(network.hosts))
     fastest = [
@@ -64,7 +64,7 @@ def _least(nbytes: int, up: Sequence[float], down: Sequence[float]) -> float:
     if len(up) < 2:
         return 0.0
     all_values = 2 * (len(up) - 1) * nbytes
-    return max(nbytes / min(up), nbytes / min(down), all_values / sum(up), all_values / sum(down))
+    return max(nbytes / min(up), nbytes / min(down), all_values / math.fsum(up), all_values / math.fsum(down))
 
 
 def shared_links(network: Network, source: int, target: int) -> list[Shared]:

@@ -6,6 +6,7 @@ All of it follows from the agreed network, the size of the array and the setting
 from __future__ import annotations
 
 from functools import lru_cache
+from math import fsum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.plan import choose, cost, doubling, estimate, levels, order, ring, shares, trees
@@ -23,6 +24,8 @@ PLAIN: Final = "for equal links"
 GAIN: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
 plans opens new lanes."""
+LEAST_GAIN: Final = 1e-3
+"""Seconds that it must save, too: what small transfers cost is assumed, not measured."""
 SLACK: Final = 1.08
 """A ring is chosen if it takes at most so many times as long as the fastest plan: it needs two lanes a rank, and its
 time does not depend on how much lanes buffer."""
@@ -81,7 +84,8 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
     ranked = sorted(timed, key=lambda each: each.fitted.seconds)
     near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
     best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
-    if size < 3 or order.is_even(network) or best.fitted.seconds * GAIN > timed[0].fitted.seconds:
+    before, after = timed[0].fitted.seconds, best.fitted.seconds
+    if size < 3 or order.is_even(network) or after * GAIN > before or before - after < LEAST_GAIN:
         best = timed[0]
     return (best, *(each for each in ranked if each is not best))
 
@@ -243,9 +247,9 @@ def _served(network: Network) -> Fitted | None:
 def _speed(network: Network, part: tuple[int, ...]) -> float:
     """Return what the slots of a host, of a site or of several hosts can send to others, and receive, in a second."""
     hosts = {network.hosts[slot]: slot for slot in part}.values()
-    up, down = sum(network.up[slot] for slot in hosts), sum(network.down[slot] for slot in hosts)
+    up, down = fsum(network.up[slot] for slot in hosts), fsum(network.down[slot] for slot in hosts)
     site = network.sites[part[0]]
     if part == tuple(slot for slot, each in enumerate(network.sites) if each == site) and len(network.trunks) > 1:
-        up = min(up, sum(each for other, each in enumerate(network.trunks[site]) if other != site))
-        down = min(down, sum(row[site] for other, row in enumerate(network.trunks) if other != site))
+        up = min(up, fsum(each for other, each in enumerate(network.trunks[site]) if other != site))
+        down = min(down, fsum(row[site] for other, row in enumerate(network.trunks) if other != site))
     return min(up, down)

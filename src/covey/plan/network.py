@@ -138,20 +138,19 @@ class _Rates:
         self.up: dict[int, float] = {}
         self.down: dict[int, float] = {}
         for flows in rounds:
-            for flow in flows:
-                here, there = hosts[flow.source], hosts[flow.target]
-                table, pair = (
-                    (self.local, (flow.source, flow.target)) if here == there else (self.between, (here, there))
-                )
-                table[pair] = max(table.get(pair, 0.0), flow.bytes_per_second)
-            leaving = [(hosts[f.source], hosts[f.target], f.bytes_per_second) for f in flows]
-            for host in sorted(set(hosts)):
-                out = math.fsum(speed for a, b, speed in leaving if a == host != b)
-                into = math.fsum(speed for a, b, speed in leaving if b == host != a)
-                if out:
-                    self.up[host] = max(self.up.get(host, 0.0), out)
-                if into:
-                    self.down[host] = max(self.down.get(host, 0.0), into)
+            out: dict[int, list[float]] = {}
+            into: dict[int, list[float]] = {}
+            for source, target, speed in flows:
+                here, there = hosts[source], hosts[target]
+                if here == there:
+                    self.local[source, target] = max(self.local.get((source, target), 0.0), speed)
+                else:
+                    self.between[here, there] = max(self.between.get((here, there), 0.0), speed)
+                    out.setdefault(here, []).append(speed)
+                    into.setdefault(there, []).append(speed)
+            for table, sums in ((self.up, out), (self.down, into)):
+                for host, speeds in sums.items():
+                    table[host] = max(table.get(host, 0.0), math.fsum(speeds))
         self._slowest = min(self.between.values(), default=UNKNOWN_RATE)
 
     def known(self) -> list[float]:

@@ -7,6 +7,7 @@ the fastest hops, which gathers slow slots in one stretch.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -89,7 +90,7 @@ def hop_speeds(network: Network, order: Sequence[int]) -> list[float]:
 def _quality(network: Network, order: Sequence[int]) -> tuple[float, float]:
     """Return what is to be small: the seconds per byte of the slowest hop, then the cost of all."""
     slowest = min(hop_speeds(network, order))
-    return 1 / slowest, sum(_cost(network, slowest, i, j) for i, j in pairwise([*order, order[0]]))
+    return 1 / slowest, math.fsum(_cost(network, slowest, i, j) for i, j in pairwise([*order, order[0]]))
 
 
 def _cost(network: Network, slowest: float, i: int, j: int) -> float:

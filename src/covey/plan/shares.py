@@ -7,11 +7,13 @@ receives as many. A slot that owns nothing moves S; one of n equal owners moves 
 In a ring, the way from slot i to the next slot j carries what i does not own to be combined, and then what j does not
 own as results: (2 - s_i - s_j) S bytes.
 
-Shares are integers, which add up to `WHOLE`, so that they are equal on all ranks and can be compared.
+Shares are integers, which add up to `WHOLE`, so that they are equal on all ranks and can be compared. Floats are added
+by `fsum`, which is exact: `sum` gives other bits in newer versions of Python.
 """
 
 from __future__ import annotations
 
+from math import fsum
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def owners(speeds: Sequence[float]) -> tuple[int, ...]:
     shares = [0.0] * size
     for number in range(size, 0, -1):
         chosen = order[:number]
-        time = (size - 2 + number) / sum(speeds[slot] for slot in chosen)
+        time = (size - 2 + number) / fsum(speeds[slot] for slot in chosen)
         if time * speeds[chosen[-1]] >= 1 or number == 1:
             for slot in chosen:
                 shares[slot] = max(0.0, time * speeds[slot] - 1)
@@ -53,22 +55,22 @@ def ring(speeds: Sequence[float]) -> tuple[int, ...]:
     """
     slowest = min(speeds)
     low, high = 1 / slowest, 2 / slowest
-    if len(speeds) < 3 or sum(_covering([2 - low * speed for speed in speeds])) <= 1:
+    if len(speeds) < 3 or fsum(_covering([2 - low * speed for speed in speeds])) <= 1:
         high = low
     for _ in range(HALVINGS if high > low else 0):
         middle = (low + high) / 2
-        if sum(_covering([2 - middle * speed for speed in speeds])) <= 1:
+        if fsum(_covering([2 - middle * speed for speed in speeds])) <= 1:
             high = middle
         else:
             low = middle
     shares = _covering([2 - high * speed for speed in speeds])
-    rest = max(0.0, 1 - sum(shares)) / len(speeds)
+    rest = max(0.0, 1 - fsum(shares)) / len(speeds)
     return whole([share + rest for share in shares])
 
 
 def whole(weights: Sequence[float]) -> tuple[int, ...]:
     """Return integers in proportion to `weights` that add up to WHOLE; rests go to those that lose most."""
-    total = sum(weights)
+    total = fsum(weights)
     exact = [weight / total * WHOLE for weight in weights]
     shares = [int(each) for each in exact]
     order = sorted(range(len(weights)), key=lambda slot: (shares[slot] - exact[slot], slot))
@@ -82,11 +84,11 @@ def _covering(needs: Sequence[float]) -> list[float]:
     low, high = 0.0, max(0.0, *needs)
     for _ in range(HALVINGS):  # the sum is convex in the first number
         third = (high - low) / 3
-        if sum(_covering_from(low + third, needs)) <= sum(_covering_from(high - third, needs)):
+        if fsum(_covering_from(low + third, needs)) <= fsum(_covering_from(high - third, needs)):
             high -= third
         else:
             low += third
-    return min((_covering_from(first, needs) for first in (0.0, low, high)), key=sum)
+    return min((_covering_from(first, needs) for first in (0.0, low, high)), key=fsum)
 
 
 def _covering_from(first: float, needs: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.plan.networks import MBIT, NETWORKS, two_sites, uneven
+from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites, uneven
 
 from covey.plan import cost, estimate, fit, ring
 from covey.plan.choose import DEFAULT_SIZES
@@ -68,6 +68,16 @@ def test_uneven_networks_come_near_the_bound(name: str, gain: float) -> None:
     assert chosen.fitted.seconds == pytest.approx(time * 64 * MIB / nbytes, rel=0.15)
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_on_any_network_the_chosen_plan_takes_the_predicted_time_and_no_longer_than_the_plain_one(seed: int) -> None:
+    network = random_network(3 + seed % 9, seed)
+    found = fit.fit(network, MIB // 4, 4, DEFAULT_SIZES)
+    plain = next(each.fitted for each in found if each.why == fit.PLAIN)
+    time = simulated(plans_of(found[0].fitted, network, MIB), network, 4)
+    assert found[0].fitted.seconds == pytest.approx(time, rel=0.25)
+    assert time <= 1.03 * simulated(plans_of(plain, network, MIB), network, 4)
+
+
 def test_equal_links_are_used_as_before() -> None:
     network = NETWORKS["equal"]
     chosen = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)[0].fitted
@@ -87,7 +97,7 @@ def test_estimates_from_sums_agree_with_what_the_moves_say(name: str) -> None:
 
 
 def test_hundreds_of_slots_are_fitted() -> None:
-    network = two_sites(tuple(slot % 2 for slot in range(600)))
+    network = two_sites(tuple(slot % 2 for slot in range(300)))
     chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)
     assert chosen.fitted.algorithm == "levels"
     assert chosen.fitted.seconds < 1.3 * cost.bound(network, 64 * MIB)

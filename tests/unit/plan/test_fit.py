@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.plan.cases import SIZES, counts
-from tests.unit.plan.networks import NETWORKS, random_network, small_sizes
+from tests.unit.plan.networks import NETWORKS, random_network, small_sizes, two_sites
 
 from covey.plan import check, choose
-from covey.plan.fit import Fitted, fit, plan_of
+from covey.plan.fit import PLAIN, Fitted, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
 
@@ -42,6 +42,19 @@ def test_ranks_of_one_host_get_the_plan_for_shared_memory() -> None:
     for rank in range(4):
         plan = choose.all_reduce(rank, 4, 1 << 20, 4, "ring", None, DEFAULT)
         assert plan_of(only.fitted, rank, 4, 1 << 20, 4, DEFAULT) == plan
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_small_arrays_on_near_hosts_keep_their_plan(network: Network) -> None:
+    assert fit(network, 16, 4, DEFAULT)[0].why == PLAIN
+
+
+def test_small_arrays_between_distant_sites_cross_once() -> None:
+    network = two_sites((0, 1, 1, 0, 1, 0, 0), round_trip=0.05)
+    first, *others = fit(network, 16, 4, DEFAULT)
+    plain = next(each for each in others if each.why == PLAIN)
+    assert plain.fitted.algorithm == "doubling"
+    assert first.fitted.seconds < 0.055 < 0.07 < plain.fitted.seconds
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
