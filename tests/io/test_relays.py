@@ -189,7 +189,7 @@ def test_a_relay_is_dialled_after_the_addresses_had_a_head_start(monkeypatch: py
         assert await address_race._first_of([*addresses, relay], open_one, lambda _: None) == (relay, relay)
 
     asyncio.run(work())
-    assert began[relay] - began[addresses[1]] >= address_race.RELAY_HEAD_START / 2
+    assert began[relay] - began[addresses[1]] > 0.9 * address_race.RELAY_HEAD_START / 2
 
 
 def test_after_a_change_of_the_secret_a_node_is_registered_with_both_until_the_old_one_is_over() -> None:
@@ -354,7 +354,7 @@ def test_a_registration_hears_of_others_and_of_calls() -> None:
 
 
 def test_a_connection_that_does_not_say_what_it_wants_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "STRANGER_SECONDS", 2.0)
     monkeypatch.setattr(server_module, "STRANGERS_OF_SOURCE", 2)
 
     async def work(_meshes: Meshes) -> None:

@@ -123,6 +123,8 @@ def test_a_relay_that_both_hosts_reach_is_enough_for_collectives_messages_and_ca
         assert f"relayed by {hosts[2].ip4s[1]}:47690: 1 link" in shown
         go_on(nodes)
         assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        audit = hosts[0].run([sys.executable, "-m", "covey", "audit", "--event", "met", "--json"], env=env).stdout
+        assert f"relayed by {hosts[2].ip4s[0]}:47690" in audit
         relay.send_signal(signal.SIGTERM)
         out, err = relay.communicate(timeout=DEADLINE)
         assert (relay.returncode, err) == (0, "")

@@ -242,7 +242,8 @@ class Mesh:
         if purpose != "visitor":
             self.spawn(self._remember(card))
         if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
-            self.audit.note_paced("met", card.id, card, address=link.remote_ip, once=True)
+            how = f"relayed by {link.relay}" if link.relay else ""
+            self.audit.note_paced("met", card.id, card, address=link.remote_ip, reason=how, once=True)
         if link.relay:
             self.spawn(seek_direct(self, remote))
         elif card.contact.host != self.card.contact.host:
