@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
 from covey.net import tcp
+from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
 from covey.wire import messages
 
@@ -55,6 +56,7 @@ class PathMonitor:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._limits = DialLimits()  # peers name the addresses, and may name others every second
         self._choices: dict[Seat, PathChoice] = {}
         self._due: dict[Seat, float] = {}
         """When the addresses of a peer are probed next."""
@@ -138,7 +140,7 @@ class PathMonitor:
             return
         if len(ways) < 2:
             return
-        found = await asyncio.gather(*(sound(way, self._node.credentials) for way in ways))
+        found = await asyncio.gather(*(sound(way, self._node.credentials, self._limits) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
         self._seen[peer.seat] = seen
         network, until = self._avoided.get(peer.seat, ("", 0.0))
