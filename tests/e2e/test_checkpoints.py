@@ -102,7 +102,7 @@ SCRIPT = """
 import covey, os, sys, time
 with covey.join() as group:
     print("ready", flush=True)
-    while not os.path.exists(sys.argv[1]):
+    while True:
         group.barrier()
         time.sleep(0.005)
         if checkpoint := group.checkpoint_pending:

@@ -579,6 +579,37 @@ def test_an_answer_that_was_given_arrives_though_its_node_leaves_at_once() -> No
     assert run_threads(2, body, lanes="unix", timeout=DEADLINE) == [True, True]
 
 
+def test_an_answer_whose_last_part_has_arrived_is_the_outcome_though_its_node_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch = LaneTransport.fetch_parts
+
+    def late(self: Any, peer: Any, tag: int, sizes: Any, then: Callable[[list[Any] | None], None]) -> None:
+        def stand_still(parts: list[Any] | None) -> None:
+            time.sleep(1.0)  # the thread that receives has no core when all has arrived
+            then(parts)
+
+        fetch(self, peer, tag, sizes, stand_still)
+
+    monkeypatch.setattr(LaneTransport, "fetch_parts", late)
+    returned = threading.Event()
+
+    def body(group: covey.Group) -> bool:
+        def large(start: int) -> np.ndarray[Any, Any]:
+            returned.set()
+            return np.arange(start, start + 100_000)
+
+        group.node.register("large", large)
+        group.barrier()
+        if group.rank == 1:
+            assert returned.wait(DEADLINE)
+            wait_until(lambda: not group.node._service._core.incoming.running)
+            return True
+        return bool((group.node.call(1, "large", 7) == np.arange(7, 100_007)).all())
+
+    assert run_threads(2, body, lanes="unix", timeout=DEADLINE) == [True, True]
+
+
 def test_a_node_leaves_soon_though_an_answer_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_transport, "QUIET_SECONDS", 0.2)
     returned, left = threading.Event(), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,6 +11,7 @@ import numpy as np
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.calling.tags import ANSWER_PARTS, CALL_TAG
+from covey.runtime import loop as control
 from covey.runtime.calls.lanes import CallLanes
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ ANSWERS_SECONDS: Final = 30.0
 QUIET_SECONDS: Final = 8.0
 """How long it waits while nothing of them moves."""
 LOOK_SECONDS: Final = 0.1
+PART_SECONDS: Final = 3.0
+"""How long a peer that has parted on one of the two kinds of lanes may take to part on the other."""
 
 
 class LaneTransport:
@@ -40,6 +44,8 @@ class LaneTransport:
         self._small = CallLanes(node, "calls", self, spins=True)
         self._large = CallLanes(node, "parts of calls", self, gives_way=self._has_small_calls)
         self._small_call_at = 0.0
+        self._parted: dict[Seat, set[str]] = {}
+        """By peer: the lanes that have delivered all that came from it, and carry nothing more."""
         self._answers: set[Work[None]] = set()
         """The parts of answers that are not delivered."""
 
@@ -170,9 +176,15 @@ class LaneTransport:
         """Pass on messages."""
         self.listener.heard(cast("list[tuple[Seat, bytes]]", messages))
 
-    def parted(self, peer: Seat) -> None:
-        """Pass on that a peer is gone."""
-        self.listener.lost(peer)
+    def parted(self, name: str, peer: Seat) -> None:
+        """Pass on that a peer is gone, once all that has arrived from it is delivered, on both kinds of lanes."""
+        known = self._parted.setdefault(peer, set())
+        known.add(name)
+        other = self._large if name == self._small.name else self._small
+        if other.name in known or other.used_messenger is None:
+            self.listener.lost(peer)
+        elif len(known) == 1:  # the last part of an answer may be on its way to the call
+            control.soon(lambda: asyncio.get_running_loop().call_later(PART_SECONDS, self.listener.lost, peer))
 
     def close(self) -> None:
         """Pass on that this node leaves."""

@@ -67,7 +67,7 @@ class LaneListener(Protocol):
 
     def received(self, messages: list[tuple[int, bytes]]) -> None: ...
 
-    def parted(self, peer: Seat) -> None: ...
+    def parted(self, name: str, peer: Seat) -> None: ...
 
     def close(self) -> None: ...
 
@@ -79,7 +79,7 @@ class _CallRouting(MessageRouting):
 
     def __init__(self, owner: CallLanes, bell: Bell) -> None:
         super().__init__(cast("Any", owner), bell)
-        self._listener, self._gives_way = owner.listener, owner.gives_way
+        self._listener, self._gives_way, self._name = owner.listener, owner.gives_way, owner.name
 
     def _kind(self) -> Callable[..., Messenger]:
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
@@ -90,7 +90,7 @@ class _CallRouting(MessageRouting):
 
     def _give_up(self, rank: int) -> None:
         super()._give_up(rank)
-        self._listener.parted(Seat(rank))
+        self._listener.parted(self._name, Seat(rank))
 
 
 class CallLanes:
@@ -205,7 +205,7 @@ class CallLanes:
         if self._messenger is not None:
             self.routing.peer_lost(Rank(peer))
         else:
-            self.listener.parted(peer)
+            self.listener.parted(self.name, peer)
 
     def lane_arrived(self, peer: Seat, purpose: str, lane: socket.socket) -> bool:
         """Use a lane that has opened."""

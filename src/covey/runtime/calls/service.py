@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import check_timeout
 from covey.base.errors import (
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from covey.runtime.work import Work
 
 logger = logging.getLogger("covey")
+
+PERFORM_SECONDS: Final = 5.0
+"""How long a node that leaves waits for a thread that sends an answer."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,7 +258,7 @@ class CallService:
     def deliver_answers(self) -> None:
         """Wait until the answers of functions that have ended are delivered; see `CallTransport.deliver_answers`."""
         # What another thread performs may be such an answer; if it is this thread, it is in a callback of the program.
-        if self._performing.acquire(timeout=1.0):
+        if self._performing.acquire(timeout=PERFORM_SECONDS):
             try:
                 self._perform_all()
             finally:
