@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol
 
 from covey.base.errors import ConfigError
@@ -93,8 +92,10 @@ class Rate(NamedTuple):
         if isinstance(value, str):
             match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?(?:([kKMG])(bit|B)?|(bit|B))(?:/s)?", value)
             if match is not None:
+                from decimal import Decimal  # slow to load, and few programs have a limit
+
                 unit = _RATE_UNITS[match[2] or ""] * (8 if "B" in (match[3], match[4]) else 1)
-                rate = round(Fraction(match[1]) * unit)
+                rate = round(Decimal(match[1]) * unit)
             elif value == "0":
                 rate = 0
         if isinstance(rate, bool) or not isinstance(rate, numbers.Integral):

@@ -20,11 +20,11 @@ from covey.base.config import YEAR_SECONDS
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 from covey.wire.decoding import read_from_peer
+from covey.wire.limits import MAX_MEMBERS as MAX_MEMBERS
+from covey.wire.limits import NAME_LIMIT as NAME_LIMIT
+from covey.wire.limits import REASON_LIMIT as REASON_LIMIT
 
 VERSION: Final = 3
-NAME_LIMIT: Final = 100
-REASON_LIMIT: Final = 200
-"""Characters of a program's error in messages to other ranks."""
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
@@ -41,8 +41,6 @@ TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
 AGENT_CALL_LIMIT: Final = 64 << 10
 """Bytes of one message about a call to an agent."""
-MAX_MEMBERS: Final = 128
-"""Members of a view. This many fit into one control frame, whatever their names and contacts."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 """A short name of printable ASCII characters."""

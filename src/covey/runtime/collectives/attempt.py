@@ -22,7 +22,6 @@ from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.lane_switch import LaneSwitch
 from covey.runtime.collectives.part import EnginePart
-from covey.runtime.members.lane_table import LaneKey
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
 
 if TYPE_CHECKING:
@@ -326,6 +325,8 @@ class Attempt(EnginePart):
 
     def replace_lane(self, slot: Slot, lane: Lane) -> None:
         """Use another lane to a slot from now on. The node ends the one that was used so far."""
+        from covey.runtime.members.lane_table import LaneKey  # slow to load, and few lanes are replaced
+
         engine, rank = self.engine, self.ranks[slot]
         assert engine.node is not None
         self._open_bell()

@@ -15,12 +15,12 @@ from covey.runtime.collectives.call_log import Call
 from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.base.errors import MismatchError
     from covey.base.numbers import Rank
     from covey.runtime.collectives.engine import Engine
+    from covey.wire import messages
 
 TEXT_LIMIT: Final = 8000
 """Characters of a fault that other ranks are told."""
@@ -99,6 +99,8 @@ class Failure(EnginePart):
 
     def revocation(self, fault: Fault) -> messages.Revoke:
         """Return the message that tells another rank of a fault."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
         return messages.Revoke(self.engine.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks)
 
     def operation_raised(self, error: BaseException) -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from covey.base.numbers import Rank
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.runtime.members.sending_limit import Urgency
-from covey.wire import messages
+from covey.runtime.members.urgency import Urgency
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat, Slot
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.members.group_registry import GroupMessage
+    from covey.wire import messages
 
 
 class ControlReports(EnginePart):
@@ -33,6 +33,8 @@ class ControlReports(EnginePart):
 
     def heard(self, seat: Seat, message: GroupMessage) -> None:
         """Act on a message from the rank in `seat`."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
         engine = self._owner()
         if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(seat)) is None:
             return

@@ -16,13 +16,13 @@ from covey.runtime import loop as control
 from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
+    from covey.wire import messages
     from covey.wire.header import Header
 
 ANSWER_SECONDS: Final = 0.15
@@ -68,6 +68,8 @@ class StallDiagnosis(EnginePart):
 
     def announce(self, sequence: int) -> None:
         """Tell the other ranks what this rank called as operation `sequence`, and ask what they called."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
         engine = self.engine
         engine.roster.tell_others(messages.Announce(engine.id, sequence, *self._mine(sequence)))
 
@@ -83,6 +85,10 @@ class StallDiagnosis(EnginePart):
     def part(self) -> None:
         """Send this rank's last calls to the others: a rank that only sends may exit before they compare."""
         engine = self.engine
+        if engine.node is None:
+            return
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
         runs: list[messages.CallRun] = []
         for sequence, call in self.call_log.recent():
             last = runs[-1] if runs else None
@@ -180,6 +186,8 @@ class StallDiagnosis(EnginePart):
 
     def heard(self, rank: Rank, message: messages.Announce | messages.Position) -> None:
         """Note what another rank called, answer if it asks, and compare. On the control loop."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
         engine, sequence = self.engine, message.sequence
         entered = sequence
         if isinstance(message, messages.Position):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from covey.base.text import printable
-from covey.wire.messages import REASON_LIMIT
+from covey.wire.limits import REASON_LIMIT
 
 
 def ending_error() -> BaseException | None:

@@ -14,7 +14,7 @@ from covey.net.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group.issuer import Issuer, whole_number
-from covey.wire import array_list, objects
+from covey.wire import array_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +137,8 @@ class Messages(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Send a value to rank `dst`; see `broadcast_object` for what values may be."""
+        from covey.wire import objects  # slow to load, and many programs send no objects
+
         data = np.frombuffer(objects.encode(value, allow_pickle=allow_pickle), np.uint8)
         return self._send(data, dst, tag, BYTES, data.shape, True, timeout, async_op)
 
@@ -151,6 +153,7 @@ class Messages(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Return the next value from rank `src` with `tag`; see `broadcast_object` for the arguments."""
+        from covey.wire import objects  # slow to load, and many programs send no objects
 
         def finish(message: Any) -> Any:
             if not message.is_object or array_list.is_packed(message.data):

@@ -9,7 +9,6 @@ from covey.base.numbers import NO_RANK
 from covey.runtime.buffers import byte_operand
 from covey.runtime.group import movements
 from covey.runtime.group.issuer import Issuer
-from covey.wire import objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,21 +163,25 @@ class _ObjectCodec:
     """Encodes and decodes the values of one call, by the arguments of that call."""
 
     def __init__(self, type: Any, allow_pickle: AllowPickle) -> None:
-        self._type, self._allow_pickle = type, allow_pickle
+        from covey.wire import objects  # slow to load, and many programs send no objects
+
+        self._type, self._allow_pickle, self._objects = type, allow_pickle, objects
         self.failure: TypeError | None = None
         """Why a value of this rank could not be encoded; the first one."""
 
     def encode(self, value: Any) -> bytes:
         """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
         try:
-            return objects.encode(value, allow_pickle=self._allow_pickle)
+            return self._objects.encode(value, allow_pickle=self._allow_pickle)
         except TypeError as error:
             self.failure = self.failure or error
-            return objects.encode_failure(str(error))
+            return self._objects.encode_failure(str(error))
 
     def decode(self, data: bytes | None, rank: int, call: Call) -> Any:
         """Return the value that a rank sent; None if it sent none."""
         try:
-            return data if data is None else objects.decode(data, type=self._type, allow_pickle=self._allow_pickle)
+            if data is None:
+                return None
+            return self._objects.decode(data, type=self._type, allow_pickle=self._allow_pickle)
         except (RemoteProtocolError, MismatchError) as error:
             raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error

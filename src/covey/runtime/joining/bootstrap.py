@@ -25,7 +25,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.off_loop import off_loop
-from covey.wire.messages import MAX_MEMBERS
+from covey.wire.limits import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

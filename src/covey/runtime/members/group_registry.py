@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.runtime import loop as control
-from covey.runtime.members.sending_limit import Urgency
+from covey.runtime.members.urgency import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import socket
 import time
 import weakref
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.net import tcp
+from covey.runtime.members.urgency import Urgency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,16 +40,6 @@ LEAST_SHARE: Final = 0.1
 """What tensors have of the limit at least, however much is to be made up for: they would stand still without it."""
 PARTS_SHARE: Final = 0.8
 """What parts of large calls have of the limit while tensors are sent, too."""
-
-
-class Urgency(enum.IntEnum):
-    """Which connections give way to which."""
-
-    CALLS = 0
-    PARTS = 1
-    """Of large calls."""
-    TENSORS = 2
-    """Collectives and messages."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from covey.runtime.members.sending_limit import PARTS_SHARE, Demand, Urgency, divide
+from covey.runtime.members.sending_limit import PARTS_SHARE, Demand, divide
+from covey.runtime.members.urgency import Urgency
 
 LIMIT = 1_000_000
 CASES = [

@@ -1,0 +1,11 @@
+"""Bounds of messages that other rooms need too, without the messages, which take long to load."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NAME_LIMIT: Final = 100
+REASON_LIMIT: Final = 200
+"""Characters of a program's error in messages to other ranks."""
+MAX_MEMBERS: Final = 128
+"""Members of a view. This many fit into one control frame, whatever their names and contacts."""
