@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-SLOW = 2_000_000
+SLOW = 600_000
 """Bytes per second: an array takes so long that no moment in which the machine stands still decides the choice."""
 COUNT = 1 << 17
 

@@ -13,8 +13,8 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from covey.base.limits import NAME_LIMIT
 from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
-from covey.wire.limits import NAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

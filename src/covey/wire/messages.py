@@ -17,12 +17,12 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from covey.base.config import YEAR_SECONDS
+from covey.base.limits import MAX_MEMBERS as MAX_MEMBERS
+from covey.base.limits import NAME_LIMIT as NAME_LIMIT
+from covey.base.limits import REASON_LIMIT as REASON_LIMIT
 from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 from covey.wire.decoding import read_from_peer
-from covey.wire.limits import MAX_MEMBERS as MAX_MEMBERS
-from covey.wire.limits import NAME_LIMIT as NAME_LIMIT
-from covey.wire.limits import REASON_LIMIT as REASON_LIMIT
 
 VERSION: Final = 3
 ADDRESSES_LIMIT: Final = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from covey.base.limits import REASON_LIMIT
 from covey.base.text import printable
-from covey.wire.limits import REASON_LIMIT
 
 
 def ending_error() -> BaseException | None:

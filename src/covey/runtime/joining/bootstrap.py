@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
+from covey.base.limits import MAX_MEMBERS
 from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.net.descriptors import explained
@@ -25,7 +26,6 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.off_loop import off_loop
-from covey.wire.limits import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
