@@ -76,7 +76,7 @@ class Topology:
         lines = []
         for number, ranks in enumerate(self.sites):
             here = [host for host in self.hosts if host.site == number]
-            lines.append(f"site {number}: {len(ranks)} ranks on {len(here)} machines")
+            lines.append(f"site {number}: {_counted(len(ranks), 'rank')} on {_counted(len(here), 'machine')}")
             for host in here:
                 both = f"sends {spell_rate(host.up)}, receives {spell_rate(host.down)}"
                 lines.append(f"  {host.name}: rank {', '.join(map(str, host.ranks))}; {both}")
@@ -153,3 +153,7 @@ def _medium(engine: Engine, own: dict[int, str], one: int, other: int) -> str:
         return own.get(other if one == engine.rank else one, "unknown")
     roster = engine.roster
     return "local" if roster.host(engine.ranks[one]) == roster.host(engine.ranks[other]) else "unknown"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
