@@ -70,6 +70,7 @@ def same(said: Sequence[dict[str, Any]], *names: str) -> None:
         assert all(each[name] == said[0][name] for each in said), name
 
 
+@pytest.mark.alone
 def test_ranks_measure_uneven_links_and_choose_alike_with_encrypted_lanes() -> None:
     with Lan(hosts=4, rates=["640mbit", "640mbit", "192mbit", "64mbit/192mbit"], prefix=PREFIX) as lan:
         said = run(lan, 1 << 20, 6, secret="0" * 64)
