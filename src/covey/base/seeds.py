@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError
 from covey.base.settings import RELAY_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FORMS: Final = f"host, host:port or [IPv6]:port, like 192.168.1.5:{PORTS[0]}, separated by commas"
 _NAME: Final = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*\.?")
@@ -29,10 +32,7 @@ def split_seeds(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them is not a valid seed.
     """
-    items = tuple(item.strip() for item in text.split(",")) if text.strip() else ()
-    for item in items:
-        parse(item)
-    return items
+    return _split(text, parse)
 
 
 def split_relays(text: str) -> tuple[str, ...]:
@@ -41,9 +41,13 @@ def split_relays(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them is not a valid address.
     """
+    return _split(text, parse_relay)
+
+
+def _split(text: str, check: Callable[[str], Seed]) -> tuple[str, ...]:
     items = tuple(item.strip() for item in text.split(",")) if text.strip() else ()
     for item in items:
-        parse_relay(item)
+        check(item)
     return items
 
 

@@ -1,4 +1,4 @@
-"""The table of a relay: who is registered, which calls wait, and what each connection is told."""
+"""The table of a relay: which nodes are registered, which calls wait, and what each connection is told."""
 
 from __future__ import annotations
 

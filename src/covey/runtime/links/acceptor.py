@@ -16,7 +16,7 @@ from covey.net.descriptors import is_scarce, track
 from covey.net.discovery.host_rendezvous import check_peer
 from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
-from covey.runtime.links.sockets import RelayedSocket
+from covey.runtime.links.sockets import RelayedSocket, accepted
 from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
@@ -91,18 +91,7 @@ class Acceptor:
             asyncio.get_running_loop().add_reader(listener, self._take_connections, listener)
 
     def _take_connections(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                sock, _address = listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue
-            except OSError:  # out of descriptors, most likely: wait until some are closed
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                loop.call_later(0.1, self._listen, listener)
-                return
+        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen):
             ip = remote_ip(sock)
             is_member = ip in self.member_ips  # members may come back
             arrival = self._arrive(sock, ip, is_member=is_member)

@@ -12,10 +12,14 @@ from covey.base.text import printable
 from covey.net.descriptors import is_scarce
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from covey.wire.relay import RelayKey
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, a TCP address as `socket` takes it, or a `RelayedWay`."""
+SCARCE_SECONDS: Final = 0.1
+"""The pause before connections are accepted again when the process has no more descriptors."""
 SHORT_PACKET_BYTES: Final = 1200
 """Payload of a short packet: with its headers it fits into the 1280 bytes that every network with IPv6 must carry."""
 
@@ -76,6 +80,28 @@ def no_delay(sock: socket.socket) -> None:
     """Disable Nagle's algorithm on a TCP socket, before anything is sent."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def accepted(
+    listener: socket.socket, most: int, listen_again: Callable[[socket.socket], None]
+) -> Iterator[socket.socket]:
+    """Yield connections that wait at a listener that does not block, `most` of them at a time.
+
+    Without descriptors, the loop stops to look at the listener; `listen_again` is called with it a moment later.
+    """
+    for _ in range(most):
+        try:
+            sock, _address = listener.accept()
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            continue
+        except OSError:  # out of descriptors, most likely: wait until some are closed
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(SCARCE_SECONDS, listen_again, listener)
+            return
+        yield sock
 
 
 def keep_packets_short(sock: socket.socket) -> None:

@@ -21,7 +21,7 @@ from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, 
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.relayed import keep_alive, receive_message
-from covey.runtime.links.sockets import no_delay
+from covey.runtime.links.sockets import accepted, no_delay
 from covey.runtime.links.source_limits import SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.relaying.pipe import Pipe
@@ -161,18 +161,7 @@ class RelayServer:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                sock, _address = listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue
-            except OSError:  # out of descriptors: wait until some are closed
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                loop.call_later(0.1, self._listen, listener)
-                return
+        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen):
             source = source_of(remote_ip(sock))
             if problem := self._objection(source):
                 self._refuse(sock, source, problem)
