@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -40,6 +43,16 @@ AHEAD: Final = 2
 """Tests that a worker knows of, so that it need not wait for the next one when a test ends."""
 END_SECONDS: Final = 20.0
 """How long a worker may take to end, after its last test or an interruption, before it is killed."""
+CLONE_NEWNET: Final = 0x40000000
+OWN_NETWORK: Final = """
+link set lo up
+link add eth0 type veth peer name eth0-peer
+link set eth0-peer up
+link set eth0 up
+address add 192.0.2.2/24 dev eth0
+route add default via 192.0.2.1
+"""
+"""What `ip` makes of a new namespace: the other end of eth0 has no address, so that nothing there answers."""
 VARIABLE: Final = "PYTEST_XDIST_WORKER"
 """Tells tests which worker they are in, as with pytest-xdist: gw0, gw1, ..."""
 
@@ -233,8 +246,9 @@ def _work(session: pytest.Session, number: int, channel: Connection) -> None:
 
 
 def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
-    """Give a fork what it may not share with its siblings: number, folder, files of captured output, chance."""
+    """Give a fork what it may not share with its siblings: number, network, folder, captured output, chance."""
     os.environ[VARIABLE] = f"gw{number}"
+    _own_network()
     factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
     folder: Path = factory.getbasetemp() / f"worker{number}-{os.getpid()}"
     folder.mkdir(mode=0o700)
@@ -250,6 +264,18 @@ def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
     config.pluginmanager.register(_Sender(config, channel))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def _own_network() -> None:
+    """Move to a new network namespace with a loopback interface and one other, if the kernel lets this process.
+
+    Nodes of two workers then do not hear each other's multicast, nor meet at a port. Without the right to do so, tests
+    share the network of the host.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "unshare") or shutil.which("ip") is None or libc.unshare(CLONE_NEWNET):
+        return
+    subprocess.run(["ip", "-batch", "-"], input=OWN_NETWORK, text=True, timeout=END_SECONDS, check=True)
 
 
 class _Sender:
