@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 # takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# A program that a script or nohup starts in the background ignores these signals, and so would every process of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(_number, signal.SIG_DFL)
 
 # Without it, nodes, runs and traces of tests would be in the folder of the user that runs them. Workers inherit it. Not
 # COVEY_HOME: many tests start programs without the variables of covey.
