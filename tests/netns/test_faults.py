@@ -3,9 +3,11 @@ number is wrong."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +29,29 @@ NOTICE_SECONDS = 12.0
 FLAPS = int(os.environ.get("FLAPS", "2"))
 """How often a network goes down and comes back; 30 take a minute."""
 PROGRAM = STEADY.replace('on_loss="continue", ', "")
+
+LOSSY = """
+import json, logging, sys, time
+import numpy as np
+import covey
+
+said = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("covey").addHandler(Keep())
+logging.getLogger("covey").setLevel(logging.INFO)
+print(json.dumps("ready"), flush=True)
+with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
+    until, is_done = time.monotonic() + 30, False
+    while not is_done:
+        x = np.arange(250_000, dtype=np.float32) + group.rank
+        group.all_reduce(x)
+        assert np.array_equal(x, 2 * np.arange(250_000, dtype=np.float32) + 1)
+        now = any("BBR" in each for each in said)
+        is_done = bool(group.all_reduce(float(now or time.monotonic() > until), op="min"))
+    print(json.dumps([each for each in said if "BBR" in each]))
+"""
 
 
 def start_run(lan: Lan, **options: Any) -> list[Member]:
@@ -117,3 +142,18 @@ def test_where_only_short_packets_pass_lanes_send_short_ones() -> None:
         for number in range(2):
             await_progress(members, number)
         end_well(members)
+
+
+def test_lanes_on_which_packets_get_lost_use_bbr() -> None:
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        for host in lan.hosts:
+            host.run(["sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"])
+        has_bbr = "bbr" in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text()
+        expected = "the lane uses BBR from now on" if has_bbr else "does not let covey use BBR"
+        cluster = Cluster()
+        nodes = [cluster.start(host, code=LOSSY, size=2) for host in lan.hosts]
+        lan.switch.shape(loss=0.03)
+        for code, out, err in [node.end() for node in nodes]:
+            assert code == 0, err
+            said = json.loads(out.splitlines()[-1])
+            assert any(expected in each for each in said), said

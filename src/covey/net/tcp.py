@@ -1,6 +1,6 @@
 """What Linux knows about a TCP connection: when the other machine last acknowledged, and whether the path is dead.
 
-And what it can do with one: space out what it sends.
+And what it can do with one: space out what it sends, and send on in spite of losses.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
 _ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
 """tcpi_unacked, tcpi_bytes_acked, and tcpi_notsent_bytes."""
+_RETRANSMITTED: Final = struct.Struct("=100xI32xI")
+"""tcpi_total_retrans and tcpi_segs_out: packets that were sent again, and all."""
 _SO_MAX_PACING_RATE: Final = 47
 """Of Linux; the socket module has no name for it."""
 LEAST_BYTES: Final = 1 << 20
@@ -132,6 +134,52 @@ def progress(sock: Connection) -> SendingProgress | None:
     except (OSError, struct.error):
         return None
     return SendingProgress(acked, unacked + unsent > 0)
+
+
+BBR: Final = "bbr"
+"""A congestion control of Linux that measures what a path carries, instead of waiting for losses."""
+_NAME_BYTES: Final = 16
+
+
+class SentPackets(NamedTuple):
+    """The packets of a connection since it was made."""
+
+    sent: int
+    """All, those that were sent again included."""
+    again: int
+
+    def lost_since(self, before: SentPackets) -> float:
+        """Return the share of the packets since then that were sent again."""
+        return (self.again - before.again) / max(1, self.sent - before.sent)
+
+
+def sent_packets(sock: Connection) -> SentPackets | None:
+    """Return what a connection has sent; None if that is not known, or if the socket is closed."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return None
+    try:
+        again, sent = _RETRANSMITTED.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES))
+    except (OSError, struct.error):
+        return None
+    return SentPackets(sent, again)
+
+
+def congestion_control(sock: Connection) -> str:
+    """Return the name of a connection's congestion control; empty if that is not known."""
+    try:
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+    except (AttributeError, OSError):
+        return ""
+    return name.partition(b"\0")[0].decode("ascii", "replace")
+
+
+def use_bbr(sock: socket.socket) -> bool:
+    """Let a connection use BBR from now on; return whether the system permits it."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, BBR.encode())
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def pace(sock: socket.socket, bytes_per_second: int) -> None:

@@ -138,6 +138,7 @@ def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offe
     """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
     factory = node.lanes.factory
     node.lanes.limit.watch(socks, offer.group)
+    node.lanes.losses.watch(socks)
     if offer.purpose != "messages":
         if offer.kind == "secure":
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)

@@ -18,6 +18,7 @@ from covey.runtime.members.lane_dialler import LaneDialler
 from covey.runtime.members.lane_kinds import kind_to, offered_kind
 from covey.runtime.members.lane_moves import LaneMoves
 from covey.runtime.members.lane_table import LaneKey, LaneTable
+from covey.runtime.members.packet_losses import PacketLosses
 from covey.runtime.members.sending_limit import SendingLimit
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Lanes:
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.limit = SendingLimit(node)
         """Spaces out what the lanes send, if there is a limit."""
+        self.losses = PacketLosses(node)
+        """Changes how lanes send on which packets get lost."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)
         self.acceptor = LaneAcceptor(node, self.table)
