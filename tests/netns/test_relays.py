@@ -177,6 +177,89 @@ def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> N
         assert f"{hosts[2].ip4s[0]}: Connection refused" in err, (err, time.monotonic() - started)
 
 
+FAR = """
+import sys
+from covey.testing.proxy import Proxy
+
+with Proxy((sys.argv[1], 47690)) as proxy:
+    proxy.delay = 0.02
+    print(proxy.address[1], flush=True)
+    sys.stdin.readline()
+"""
+MOVING = """
+import json, sys, time
+import numpy as np
+import covey
+
+host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+with covey.join(run, **options) as group:
+    print(json.dumps(dict(relays=[each.relay for each in group.node.links()])), flush=True)
+    steps, is_over, until = 0, 0.0, time.monotonic() + 25
+    while is_over < 2:
+        moves = [event.text for event in group.events() if event.kind == "moved"]
+        has_moved = any("lane moved" in text for text in moves)
+        x = np.array([2.0 if time.monotonic() > until else has_moved, 10.0 ** group.rank])
+        group.all_reduce(x)
+        assert x[1] == 11.0, x
+        steps, is_over = steps + 1, x[0]
+        time.sleep(0.01)
+    print(json.dumps(dict(moves=moves, relays=[each.relay for each in group.node.links()])), flush=True)
+    sys.stdin.readline()
+    for _ in range(5):
+        x = np.array([1.0 + group.rank])
+        group.all_reduce(x)
+        assert x[0] == 3.0
+    print(json.dumps(dict(steps=steps)), flush=True)
+"""
+
+
+def test_lanes_move_to_a_nearer_relay_that_appears_and_no_operation_fails() -> None:
+    with two_networks(hosts=4) as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        far = hosts[0].popen([sys.executable, "-c", FAR, hosts[2].ip4s[0]], env=PYTHONPATH)
+        first = f"127.0.0.1:{pipes.stdout(far).readline().strip()}"
+        relays = [f"{first},{hosts[3].ip4s[0]}", f"{hosts[2].ip4s[1]},{hosts[3].ip4s[1]}"]
+        nodes = [
+            cluster.start(hosts[i], env={"COVEY_RELAYS": relays[i]}, code=MOVING, on_loss="raise", timeout=DEADLINE)
+            for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[first], [f"{hosts[2].ip4s[1]}:47690"]]
+        nearer = start_relay(hosts[3])
+        for network, node in enumerate(nodes):
+            report, there = hear(node), f"{hosts[3].ip4s[network]}:47690"
+            assert report["relays"] == [there]
+            before = first if network == 0 else f"{hosts[2].ip4s[1]}:47690"
+            assert f"secure lane moved from relay {before} to relay {there}" in report["moves"]
+        go_on(nodes)
+        assert all(ended(node)["steps"] > 10 for node in nodes)
+        for process in (far, relay, nearer):
+            process.kill()
+            process.wait(DEADLINE)
+
+
+def test_lanes_leave_the_relay_when_a_direct_way_appears_and_no_operation_fails() -> None:
+    with two_networks() as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        nodes = [
+            cluster.start(
+                hosts[i], env={"COVEY_RELAYS": hosts[2].ip4s[i]}, code=MOVING, on_loss="raise", timeout=DEADLINE
+            )
+            for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[f"{hosts[2].ip4s[i]}:47690"] for i in (0, 1)]
+        hosts[0].run(["ip", "link", "set", "eth1", "up"])
+        for i, node in enumerate(nodes):
+            report = hear(node)
+            assert report["relays"] == [""]
+            (text,) = report["moves"]
+            assert text.startswith(f"secure lane moved from relay {hosts[2].ip4s[i]}:47690 to ")
+            assert "relay" not in text.partition(" to ")[2]
+        go_on(nodes)
+        assert all(ended(node)["steps"] > 10 for node in nodes)
+        relay.kill()
+        relay.wait(DEADLINE)
+
+
 THREE = """
 import json, sys, time
 import numpy as np

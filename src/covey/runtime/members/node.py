@@ -142,6 +142,8 @@ class Node:
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
         self.relayed_ways: Callable[[bytes], list[Where]] = lambda _token: []
         """Returns the ways through relays to the node that has a token."""
+        self.relayed_trip: Callable[[Where], float | None] = lambda _way: None
+        """Returns the round trip of a way through a relay, if it is known without a probe."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
         self.calls: object = None

@@ -27,6 +27,7 @@ from covey.runtime.links.handshake import admit
 from covey.runtime.loop import aside
 from covey.runtime.members.checkpoints import answer_visitor
 from covey.runtime.mesh.admission import Admission
+from covey.runtime.mesh.better_ways import BetterWays
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
 from covey.runtime.mesh.follower import DialOutcome, HintFollower
 from covey.runtime.mesh.hints import Hint, Origin
@@ -34,7 +35,6 @@ from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.node_links import NodeLinks
 from covey.runtime.mesh.problems import Problems
 from covey.runtime.mesh.reach import ReachAnswers
-from covey.runtime.mesh.redial import seek_direct
 from covey.runtime.mesh.relays import Relays
 from covey.runtime.mesh.remote_node import RemoteNode
 from covey.runtime.mesh.rules import Rules
@@ -112,7 +112,9 @@ class Mesh:
             ways=self._ways_to,
             received=self._received,
             ended=self._ended,
+            is_shorter=self.relays.is_shorter,
         )
+        self._better_ways = BetterWays(self)
         self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
@@ -230,6 +232,7 @@ class Mesh:
         if known is not None and known.card.life == card.life:
             known.card = card  # its addresses may have changed
             self._links.add(known, link, way)
+            self._better_ways.seek(known)
             return
         if known is not None:
             self.part(known)
@@ -244,9 +247,8 @@ class Mesh:
         if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
             how = f"relayed by {link.relay}" if link.relay else ""
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, reason=how, once=True)
-        if link.relay:
-            self.spawn(seek_direct(self, remote))
-        elif card.contact.host != self.card.contact.host:
+        self._better_ways.seek(remote)
+        if not link.relay and card.contact.host != self.card.contact.host:
             self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
         self._introduce_others_to(remote)
         for each in self.all_linked:
@@ -296,6 +298,7 @@ class Mesh:
         if self.met.get(remote.card.id) is remote:
             del self.met[remote.card.id]
             self.relays.withdrawn(remote.card.id)
+            self.relays.forget(remote.card.contact.relay)
             if not self.is_closing:
                 self.listener.lost(remote)
 
@@ -311,6 +314,7 @@ class Mesh:
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
+            self._better_ways.tell_trips()
             for remote in self.all_linked:
                 remote.ping()
             for remote in self.visitors:  # a visitor may vanish without closing its link
@@ -360,6 +364,8 @@ class Mesh:
                 | messages.CheckpointProgress()
             ):
                 remote.answered(message)
+            case messages.RelayTrips(trips):
+                self.relays.told(remote.card.contact.relay, trips)
             case messages.Charter():
                 self.rules.heard(message, remote.card.name)
             case _:
