@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from tests.support import pipes
-from tests.support.nodes import DEADLINE, SOURCE, Cluster
+from tests.support.nodes import DEADLINE, SOURCE, Cluster, Node
 
+from covey.net.keys import clusters
 from covey.testing.netns import Lan
+from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.support.nodes import Node
 
     from covey.testing.netns import Host
 
@@ -295,3 +298,65 @@ def test_a_member_that_both_hosts_reach_is_their_relay_if_its_owner_allows_it(tm
         for host, other in (("0", "1"), ("1", "0")):
             assert relays[host][ranks[other]] == f"{hosts[2].ip4s[int(host)]}:47690"
             assert relays[host][ranks["2"]] == relays["2"][ranks[host]] == ""
+
+
+LAUNCHED = """
+import json
+import numpy as np
+import covey
+
+with covey.join(timeout=30) as group:
+    x = np.arange(100_003, dtype=np.float64) * (group.rank + 1)
+    group.all_reduce(x)
+    group.barrier()
+    relays = {each.rank: each.relay for each in group.node.links()}
+    print(json.dumps(dict(sums=[float(x[1]), float(x[-1])], relays=relays)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_of_a_launcher_that_cannot_connect_use_a_relay(first: int) -> None:
+    """Rank 0 is out of reach for another rank, or all reach it and two others do not reach each other."""
+    with two_networks() as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        ranks = [hosts[2], *hosts[:2]] if first == 2 else hosts
+        started = []
+        for rank, host in enumerate(ranks):
+            network = host.index if host.index < 2 else 0
+            master = hosts[2].ip4s[network] if first == 2 else hosts[0].ip4s[0]
+            env = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+            env |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_NAMESPACE": "j", "MASTER_ADDR": master}
+            env |= {"MASTER_PORT": "29500", "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[network]}
+            started.append(host.popen([sys.executable, "-c", LAUNCHED], env=PYTHONPATH | env))
+        ends = [process.communicate(timeout=DEADLINE) for process in started]
+        assert [process.returncode for process in started] == [0, 0, 0], ends
+        reports = [json.loads(out) for out, _ in ends]
+        apart = {(1, 2), (2, 1)} if first == 2 else {(0, 1), (1, 0)}
+        for rank, report in enumerate(reports):
+            assert report["sums"] == [6.0, 6.0 * 100_002]
+            for other, used in report["relays"].items():
+                expected = f"{hosts[2].ip4s[ranks[rank].index]}:47690" if (rank, int(other)) in apart else ""
+                assert used == expected, (rank, other, used)
+        relay.kill()
+        relay.wait(DEADLINE)
+
+
+def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> None:
+    with two_networks() as hosts:
+        key = secrets.token_bytes(32)
+        for host in hosts:
+            with patch.dict(os.environ, COVEY_HOME=str(host.home)):
+                clusters.save(clusters.Cluster(ClusterSecret("home", key)))
+        up = [sys.executable, "-m", "covey", "up", "--relay-limit", "50M"]
+        agent = hosts[2].popen(up, env=PYTHONPATH)
+        said = [pipes.stdout(agent).readline() for _ in range(3)]
+        assert said[2] == "It is a relay for nodes of the cluster, at port 47690.\n", said
+        argv = [sys.executable, "-c", JOB, "0", "pair", json.dumps({"size": 2, "timeout": 30})]
+        nodes = [
+            Node(hosts[i], hosts[i].popen(argv, env=PYTHONPATH | {"COVEY_SEEDS": hosts[2].ip4s[i]})) for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[f"{hosts[2].ip4s[i]}:47690"] for i in (0, 1)]
+        go_on(nodes)
+        assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(DEADLINE) == 0

@@ -61,6 +61,8 @@ class Endpoint:
     follow: Callable[[Cluster], None] = lambda _cluster: None
     """Called with a changed cluster: credentials use its secret, and accept the one before while that is good."""
     audit: Auditor = SILENT
+    cluster: Cluster | None = None
+    """The cluster that it is an endpoint of, if any."""
 
     def leave(self) -> None:
         """Stop listening and free everything, if no node has taken over. Not on the control loop."""
@@ -78,11 +80,15 @@ def cluster_endpoint(
     has_lanes: bool = True,
     tie_breaker: str = "",
     is_visit: bool = False,
+    token: bytes = b"",
+    relay_port: int = 0,
 ) -> Endpoint:
     """Listen as a node of a cluster on every usable interface; `identity` defaults to a free slot of this host.
 
     A node that `has_lanes` also listens at a unix socket, for processes of this host. `tie_breaker` names the node or
-    host that should break ties in the run; `here` means this one. A node that `is_visit` writes no audit log.
+    host that should break ties in the run; `here` means this one. A node that `is_visit` writes no audit log. It
+    registers with relays under `token`, or a random one; `relay_port` is where this machine is a relay, unless a keeper
+    has set it.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
@@ -114,7 +120,8 @@ def cluster_endpoint(
         organisation = _organisation(config)
         credentials = _credentials_of(cluster, own, organisation)
         host = host_token(Path(temporary_folder()))
-        contact = Contact(host, addresses, path, secrets.token_bytes(TOKEN_BYTES), _relay_port())
+        token = token or secrets.token_bytes(TOKEN_BYTES)
+        contact = Contact(host, addresses, path, token, relay_port or _relay_port())
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False
         card = Card(
             own.id,
@@ -147,7 +154,9 @@ def cluster_endpoint(
     def follow(changed: Cluster) -> None:
         credentials.become(_credentials_of(changed, own, organisation))
 
-    return Endpoint(credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit)
+    return Endpoint(
+        credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit, cluster
+    )
 
 
 def _organisation(config: GroupConfig) -> Organisation | None:

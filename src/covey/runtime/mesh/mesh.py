@@ -248,8 +248,7 @@ class Mesh:
             how = f"relayed by {link.relay}" if link.relay else ""
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, reason=how, once=True)
         self._better_ways.seek(remote)
-        if not link.relay and card.contact.host != self.card.contact.host:
-            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
+        self._take_offer(card, link)
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
@@ -265,8 +264,15 @@ class Mesh:
         self.audit.note_paced("visited", ip, remote.card, address=ip, reason=remote.purpose, once=True)
         self._links.use(remote, link, way)
         self._introduce_others_to(remote)
+        if remote.purpose == "agent":
+            self._take_offer(remote.card, link)
         if remote.purpose == "keeper":
             self.listener.keeper_linked(remote)
+
+    def _take_offer(self, card: messages.Card, link: Link) -> None:
+        """Use the relay that the machine of a node offers, if it is another one and linked directly."""
+        if not link.relay and card.contact.host != self.card.contact.host:
+            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
 
     def _is_named_keeper(self, remote: RemoteNode) -> bool:
         """Tell whether a node is the keeper of this process, or of a linked one."""
@@ -291,6 +297,8 @@ class Mesh:
         """Close the links with a node; unless `at_once`, messages that wait to be sent are sent first."""
         self._links.close(remote, at_once=at_once)
         self.visitors.discard(remote)
+        if remote.purpose == "agent" and not any(each.card.id == remote.card.id for each in self.visitors):
+            self.relays.withdrawn(remote.card.id)
         if remote.purpose == "visitor":
             self.problems.depart(remote)
             self.follower.forget(lambda hint: self.problems.has_departed(hint.addresses))
