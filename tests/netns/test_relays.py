@@ -360,3 +360,28 @@ def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> 
         assert [ended(node)["steps"] for node in nodes] == [30, 30]
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("speaks", ["pcp", "pmp"])
+def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect(speaks: str) -> None:
+    with two_networks() as hosts:
+        router, cluster = hosts[2], Cluster()
+        hosts[0].run(["ip", "route", "add", "default", "via", router.ip4s[0]])
+        argv = [sys.executable, "-m", "covey.testing.gateway", *router.ip4s[:2], "--speaks", speaks]
+        gateway = router.popen(argv, env=PYTHONPATH)
+        assert pipes.stdout(gateway).readline() == "ready\n"
+        inside = cluster.start(hosts[0], env={"COVEY_MAP_PORT": "1"}, code=JOB, timeout=DEADLINE)
+        mapped = json.loads(pipes.stdout(gateway).readline())
+        assert (mapped["what"], mapped["client"]) == ("mapped", hosts[0].ip4s[0])
+        seed = f"{router.ip4s[1]}:{mapped['external']}"
+        outside = cluster.start(hosts[1], env={"COVEY_SEEDS": seed}, code=JOB, timeout=DEADLINE)
+        nodes = [inside, outside]
+        for report in (hear(node) for node in nodes):
+            assert report["sums"] == [3.0, 3.0 * 200_002]
+            assert report["relays"] == [""]
+            assert list(report["lanes"].values()) == ["secure"]
+        go_on(nodes)
+        assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        assert json.loads(pipes.stdout(gateway).readline()) == mapped | {"what": "unmapped"}
+        gateway.kill()
+        gateway.wait(DEADLINE)

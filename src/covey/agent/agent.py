@@ -108,7 +108,15 @@ def serving(
         if relay_rate:
             relay.start()
             ending.callback(relay.close)
-        endpoint = cluster_endpoint(cluster, config, run="", ports=ports, has_lanes=False, relay_port=relay.port)
+        endpoint = cluster_endpoint(
+            cluster,
+            config,
+            run="",
+            ports=ports,
+            has_lanes=False,
+            relay_port=relay.port,
+            maps_port=config.map_port,
+        )
         ending.callback(endpoint.leave)
         agents.append(agent := control.run(_open(cluster, config, endpoint, permission), LOOP_SECONDS))
         agent.relay_port = relay.port

@@ -60,6 +60,10 @@ def up(
             show_default="off",
         ),
     ] = None,
+    map_port: Annotated[
+        bool,
+        typer.Option("--map-port", help="Ask the router to let connections in: opens a port to the internet."),
+    ] = False,
     unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False,
 ) -> None:
     """Let members of the cluster start programs on this machine, until Ctrl-C.
@@ -73,6 +77,8 @@ def up(
     env = effective_environment()
     if interfaces is not None:
         env["COVEY_INTERFACES"] = interfaces
+    if map_port:
+        env["COVEY_MAP_PORT"] = "1"
     if relay is not None:
         env["COVEY_RELAYS"] = relay
     found = ClusterOptions(cluster, None, None if seeds is None else tuple(seeds.split(","))).find(env)
@@ -87,6 +93,7 @@ def up(
         options = [f"--cluster={found.name}", *(f"--allow={each}" for each in allow or [])]
         given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay), ("relay-limit", relay_limit))
         options += [f"--{name}={value}" for name, value in given if value]
+        options += ["--map-port"] if map_port else []
         return typer.echo(unit_text(found.name, options), nl=False)
     from covey.agent.agent import serving
 

@@ -178,6 +178,7 @@ class Mesh:
             await asyncio.sleep(PING_SECONDS)
             with contextlib.suppress(ConfigError, OSError):  # such as no free descriptor: the next try may work
                 addresses = advertised(usable_interfaces(self.config.interfaces), self.card.contact.addresses[0].port)
+                addresses = (*addresses[: messages.ADDRESSES_LIMIT - 1], *self.endpoint.mapped())
                 if addresses and addresses != self.card.contact.addresses:
                     self.card = messages.moved(self.card, addresses)
                     self.follower.moved()
