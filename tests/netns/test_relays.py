@@ -373,9 +373,13 @@ def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect
         inside = cluster.start(hosts[0], env={"COVEY_MAP_PORT": "1"}, code=JOB, timeout=DEADLINE)
         mapped = json.loads(pipes.stdout(gateway).readline())
         assert (mapped["what"], mapped["client"]) == ("mapped", hosts[0].ip4s[0])
+        env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_MAP_PORT": "1"}
+        doctor = hosts[0].popen([sys.executable, "-m", "covey", "doctor", "--json"], env=env)
         seed = f"{router.ip4s[1]}:{mapped['external']}"
         outside = cluster.start(hosts[1], env={"COVEY_SEEDS": seed}, code=JOB, timeout=DEADLINE)
         nodes = [inside, outside]
+        facts = json.loads(doctor.communicate(timeout=DEADLINE)[0])
+        assert facts["router"] == {"pcp": "PCP", "pmp": "NAT-PMP"}[speaks]
         for report in (hear(node) for node in nodes):
             assert report["sums"] == [3.0, 3.0 * 200_002]
             assert report["relays"] == [""]
