@@ -14,8 +14,9 @@ from tests.support.relays import ask, client, listen, open_relay, port_of, regis
 
 from covey.proto import relaying
 from covey.runtime.links import address_race
-from covey.runtime.links.relayed import receive_message, send_message
+from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
 from covey.runtime.links.sockets import RelayedWay
+from covey.runtime.mesh import better_ways, relay_registration
 from covey.runtime.mesh import mesh as mesh_module
 from covey.runtime.mesh import relays as relays_module
 from covey.runtime.mesh.follower import DialOutcome
@@ -23,13 +24,16 @@ from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.server import RelayLimits
 from covey.runtime.relaying.thread import RelayThread
 from covey.runtime.relaying.throttle import Throttle
+from covey.testing.proxy import Proxy
 from covey.wire.relay import (
     CallJoined,
     IncomingCall,
     ListedTokens,
+    RelayEcho,
     RelayKey,
     RelayMessage,
     RelayRefusal,
+    StillThere,
     TakeCall,
     TokenRegistered,
 )
@@ -78,7 +82,7 @@ async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
 
 
 def test_two_nodes_meet_through_a_relay_and_each_knows_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -140,7 +144,7 @@ def test_a_relay_does_not_replace_a_direct_link() -> None:
 def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_module, "NEAR_SECONDS", 0.0)
     monkeypatch.setattr(relays_module, "FAR_SECONDS", 0.05)
-    monkeypatch.setattr(mesh_module, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -154,7 +158,7 @@ def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays_module, "PAUSE_LIMIT", 0.2)
+    monkeypatch.setattr(relay_registration, "PAUSE_LIMIT", 0.2)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -168,6 +172,81 @@ def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
         async with relaying_at(port):
             await registered(one, other)
             assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.LINKED
+
+    run(work)
+
+
+def relay_of(node: Mesh, other: Mesh) -> str:
+    remote = node.met.get(other.card.id)
+    return "" if remote is None or remote.link is None else remote.link.relay
+
+
+def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways, "RELAY_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
+    monkeypatch.setattr(relay_registration, "PAUSE_LIMIT", 0.2)
+
+    async def work(meshes: Meshes) -> None:
+        async with relaying_at() as first:
+            spare = listen()  # where the second relay will be
+            port = spare.getsockname()[1]
+            spare.close()
+            with Proxy(("127.0.0.1", port_of(first))) as far, Proxy(("127.0.0.1", port)) as near:
+                far.delay, near.delay = 0.1, 0.01
+                texts = [f"127.0.0.1:{each.address[1]}" for each in (far, near)]
+                secret = new_cluster().secret
+                # the first relay is near for one of them, and far for the other
+                one = await meshes.add(new_cluster(secret=secret, relays=(f"127.0.0.1:{port_of(first)}", texts[1])))
+                other = await meshes.add(new_cluster(secret=secret, relays=(texts[0], f"127.0.0.1:{port}")))
+                await until(lambda: first.counts().registrations == 2)
+                assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.LINKED
+                await until(lambda: relay_of(other, one) == texts[0])
+                async with relaying_at(port):
+                    await until(lambda: relay_of(one, other) == texts[1])
+                    await until(lambda: relay_of(other, one) == f"127.0.0.1:{port}")
+                    token = other.card.contact.relay
+                    assert one.relays.ways(token)[0][:2] == near.address
+                    assert one.relays.ways(token)[1][:2] == ("127.0.0.1", port_of(first))
+                    trips = [one.relays.round_trip(way) for way in one.relays.ways(token)]
+                    assert 0.02 <= trips[0] < trips[1]
+                    assert trips[1] >= 0.2
+                await until(lambda: relay_of(one, other) in ("", f"127.0.0.1:{port_of(first)}"))
+                await registered_with_one(one)
+                assert one.relays.ways(token)[0][:2] == ("127.0.0.1", port_of(first))
+
+    run(work)
+
+
+async def registered_with_one(node: Mesh) -> None:
+    await until(lambda: len(node.relays.problems) == 1)
+
+
+async def only_echoes(sock: socket.socket) -> None:
+    while True:
+        assert isinstance(await receive_message(sock), RelayEcho)
+
+
+def test_a_relay_answers_echoes_of_a_registration_within_limits_and_names_itself() -> None:
+    async def work(_meshes: Meshes) -> None:
+        async with relaying_at() as server, relaying_at() as another:
+            key = RelayKey(new_cluster().secret)
+            names = set()
+            for each in (server, server, another):
+                with await connect_relay(("127.0.0.1", port_of(each))) as asking:
+                    names.add((await challenged(asking)).relay)
+            assert len(names) == 2
+            with await register(port_of(server), key, TOKEN) as sock:
+                burst = int(server_module.ECHO_BURST)
+                for number in range(5 * burst):
+                    await send_message(sock, RelayEcho(number))
+                await send_message(sock, StillThere())
+                answers = [await receive_message(sock) for _ in range(burst)]
+                assert answers == [RelayEcho(number) for number in range(burst)]
+                await send_message(sock, RelayKey(new_cluster().secret).call(bytes(32), TOKEN))
+                with pytest.raises(ConnectionError):
+                    await only_echoes(sock)
 
     run(work)
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from tests.support import pipes
-from tests.support.nodes import DEADLINE, SOURCE, Cluster
+from tests.support.nodes import DEADLINE, SOURCE, Cluster, Node
 
+from covey.net.keys import clusters
 from covey.testing.netns import Lan
+from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.support.nodes import Node
 
     from covey.testing.netns import Host
 
@@ -177,6 +180,89 @@ def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> N
         assert f"{hosts[2].ip4s[0]}: Connection refused" in err, (err, time.monotonic() - started)
 
 
+FAR = """
+import sys
+from covey.testing.proxy import Proxy
+
+with Proxy((sys.argv[1], 47690)) as proxy:
+    proxy.delay = 0.02
+    print(proxy.address[1], flush=True)
+    sys.stdin.readline()
+"""
+MOVING = """
+import json, sys, time
+import numpy as np
+import covey
+
+host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+with covey.join(run, **options) as group:
+    print(json.dumps(dict(relays=[each.relay for each in group.node.links()])), flush=True)
+    steps, is_over, until = 0, 0.0, time.monotonic() + 25
+    while is_over < 2:
+        moves = [event.text for event in group.events() if event.kind == "moved"]
+        has_moved = any("lane moved" in text for text in moves)
+        x = np.array([2.0 if time.monotonic() > until else has_moved, 10.0 ** group.rank])
+        group.all_reduce(x)
+        assert x[1] == 11.0, x
+        steps, is_over = steps + 1, x[0]
+        time.sleep(0.01)
+    print(json.dumps(dict(moves=moves, relays=[each.relay for each in group.node.links()])), flush=True)
+    sys.stdin.readline()
+    for _ in range(5):
+        x = np.array([1.0 + group.rank])
+        group.all_reduce(x)
+        assert x[0] == 3.0
+    print(json.dumps(dict(steps=steps)), flush=True)
+"""
+
+
+def test_lanes_move_to_a_nearer_relay_that_appears_and_no_operation_fails() -> None:
+    with two_networks(hosts=4) as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        far = hosts[0].popen([sys.executable, "-c", FAR, hosts[2].ip4s[0]], env=PYTHONPATH)
+        first = f"127.0.0.1:{pipes.stdout(far).readline().strip()}"
+        relays = [f"{first},{hosts[3].ip4s[0]}", f"{hosts[2].ip4s[1]},{hosts[3].ip4s[1]}"]
+        nodes = [
+            cluster.start(hosts[i], env={"COVEY_RELAYS": relays[i]}, code=MOVING, on_loss="raise", timeout=DEADLINE)
+            for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[first], [f"{hosts[2].ip4s[1]}:47690"]]
+        nearer = start_relay(hosts[3])
+        for network, node in enumerate(nodes):
+            report, there = hear(node), f"{hosts[3].ip4s[network]}:47690"
+            assert report["relays"] == [there]
+            before = first if network == 0 else f"{hosts[2].ip4s[1]}:47690"
+            assert f"secure lane moved from relay {before} to relay {there}" in report["moves"]
+        go_on(nodes)
+        assert all(ended(node)["steps"] > 10 for node in nodes)
+        for process in (far, relay, nearer):
+            process.kill()
+            process.wait(DEADLINE)
+
+
+def test_lanes_leave_the_relay_when_a_direct_way_appears_and_no_operation_fails() -> None:
+    with two_networks() as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        nodes = [
+            cluster.start(
+                hosts[i], env={"COVEY_RELAYS": hosts[2].ip4s[i]}, code=MOVING, on_loss="raise", timeout=DEADLINE
+            )
+            for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[f"{hosts[2].ip4s[i]}:47690"] for i in (0, 1)]
+        hosts[0].run(["ip", "link", "set", "eth1", "up"])
+        for i, node in enumerate(nodes):
+            report = hear(node)
+            assert report["relays"] == [""]
+            (text,) = report["moves"]
+            assert text.startswith(f"secure lane moved from relay {hosts[2].ip4s[i]}:47690 to ")
+            assert "relay" not in text.partition(" to ")[2]
+        go_on(nodes)
+        assert all(ended(node)["steps"] > 10 for node in nodes)
+        relay.kill()
+        relay.wait(DEADLINE)
+
+
 THREE = """
 import json, sys, time
 import numpy as np
@@ -212,3 +298,94 @@ def test_a_member_that_both_hosts_reach_is_their_relay_if_its_owner_allows_it(tm
         for host, other in (("0", "1"), ("1", "0")):
             assert relays[host][ranks[other]] == f"{hosts[2].ip4s[int(host)]}:47690"
             assert relays[host][ranks["2"]] == relays["2"][ranks[host]] == ""
+
+
+LAUNCHED = """
+import json
+import numpy as np
+import covey
+
+with covey.join(timeout=30) as group:
+    x = np.arange(100_003, dtype=np.float64) * (group.rank + 1)
+    group.all_reduce(x)
+    group.barrier()
+    relays = {each.rank: each.relay for each in group.node.links()}
+    print(json.dumps(dict(sums=[float(x[1]), float(x[-1])], relays=relays)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_of_a_launcher_that_cannot_connect_use_a_relay(first: int) -> None:
+    """Rank 0 is out of reach for another rank, or all reach it and two others do not reach each other."""
+    with two_networks() as hosts:
+        relay, cluster = start_relay(hosts[2]), Cluster()
+        ranks = [hosts[2], *hosts[:2]] if first == 2 else hosts
+        started = []
+        for rank, host in enumerate(ranks):
+            network = host.index if host.index < 2 else 0
+            master = hosts[2].ip4s[network] if first == 2 else hosts[0].ip4s[0]
+            env = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+            env |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_NAMESPACE": "j", "MASTER_ADDR": master}
+            env |= {"MASTER_PORT": "29500", "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[network]}
+            started.append(host.popen([sys.executable, "-c", LAUNCHED], env=PYTHONPATH | env))
+        ends = [process.communicate(timeout=DEADLINE) for process in started]
+        assert [process.returncode for process in started] == [0, 0, 0], ends
+        reports = [json.loads(out) for out, _ in ends]
+        apart = {(1, 2), (2, 1)} if first == 2 else {(0, 1), (1, 0)}
+        for rank, report in enumerate(reports):
+            assert report["sums"] == [6.0, 6.0 * 100_002]
+            for other, used in report["relays"].items():
+                expected = f"{hosts[2].ip4s[ranks[rank].index]}:47690" if (rank, int(other)) in apart else ""
+                assert used == expected, (rank, other, used)
+        relay.kill()
+        relay.wait(DEADLINE)
+
+
+def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> None:
+    with two_networks() as hosts:
+        key = secrets.token_bytes(32)
+        for host in hosts:
+            with patch.dict(os.environ, COVEY_HOME=str(host.home)):
+                clusters.save(clusters.Cluster(ClusterSecret("home", key)))
+        up = [sys.executable, "-m", "covey", "up", "--relay-limit", "50M"]
+        agent = hosts[2].popen(up, env=PYTHONPATH)
+        said = [pipes.stdout(agent).readline() for _ in range(3)]
+        assert said[2] == "It is a relay for nodes of the cluster, at port 47690.\n", said
+        argv = [sys.executable, "-c", JOB, "0", "pair", json.dumps({"size": 2, "timeout": 30})]
+        nodes = [
+            Node(hosts[i], hosts[i].popen(argv, env=PYTHONPATH | {"COVEY_SEEDS": hosts[2].ip4s[i]})) for i in (0, 1)
+        ]
+        assert [hear(node)["relays"] for node in nodes] == [[f"{hosts[2].ip4s[i]}:47690"] for i in (0, 1)]
+        go_on(nodes)
+        assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("speaks", ["pcp", "pmp"])
+def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect(speaks: str) -> None:
+    with two_networks() as hosts:
+        router, cluster = hosts[2], Cluster()
+        hosts[0].run(["ip", "route", "add", "default", "via", router.ip4s[0]])
+        argv = [sys.executable, "-m", "covey.testing.gateway", *router.ip4s[:2], "--speaks", speaks]
+        gateway = router.popen(argv, env=PYTHONPATH)
+        assert pipes.stdout(gateway).readline() == "ready\n"
+        inside = cluster.start(hosts[0], env={"COVEY_MAP_PORT": "1"}, code=JOB, timeout=DEADLINE)
+        mapped = json.loads(pipes.stdout(gateway).readline())
+        assert (mapped["what"], mapped["client"]) == ("mapped", hosts[0].ip4s[0])
+        env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_MAP_PORT": "1"}
+        doctor = hosts[0].popen([sys.executable, "-m", "covey", "doctor", "--json"], env=env)
+        seed = f"{router.ip4s[1]}:{mapped['external']}"
+        outside = cluster.start(hosts[1], env={"COVEY_SEEDS": seed}, code=JOB, timeout=DEADLINE)
+        nodes = [inside, outside]
+        facts = json.loads(doctor.communicate(timeout=DEADLINE)[0])
+        assert facts["router"] == {"pcp": "PCP", "pmp": "NAT-PMP"}[speaks]
+        for report in (hear(node) for node in nodes):
+            assert report["sums"] == [3.0, 3.0 * 200_002]
+            assert report["relays"] == [""]
+            assert list(report["lanes"].values()) == ["secure"]
+        go_on(nodes)
+        assert [ended(node)["steps"] for node in nodes] == [30, 30]
+        assert json.loads(pipes.stdout(gateway).readline()) == mapped | {"what": "unmapped"}
+        gateway.kill()
+        gateway.wait(DEADLINE)

@@ -28,7 +28,17 @@ from covey.runtime.links import dial_limits as allowance
 from covey.runtime.links import link
 from covey.runtime.links import source_limits as arrivals
 from covey.runtime.members import audit
-from covey.runtime.mesh import follower, hints, node_links, problems, reach, relays, situation, visitors
+from covey.runtime.mesh import (
+    follower,
+    hints,
+    node_links,
+    problems,
+    reach,
+    relay_registration,
+    relays,
+    situation,
+    visitors,
+)
 from covey.runtime.relaying import pipe, server
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
@@ -179,10 +189,13 @@ def test_the_bounds_are_those_of_the_code() -> None:
 
 
 def test_the_numbers_about_relays_are_those_of_the_code() -> None:
-    words = plain(section("Relays"))
-    taken = f"at most {relays.CALLS_AT_ONCE} of its calls at a time, and {relays.CALLS_RATE:.0f} a second"
-    assert f"{taken} after the first {relays.CALLS_BURST:.0f}" in words
-    assert f"follows {relays.TOKENS_BURST:.0f} tokens that a relay names at once, and {relays.TOKENS_RATE:.0f}" in words
+    per_relay, words = relay_registration, plain(section("Relays"))
+    taken = f"at most {per_relay.CALLS_AT_ONCE} of its calls at a time, and {per_relay.CALLS_RATE:.0f} a second"
+    assert f"{taken} after the first {per_relay.CALLS_BURST:.0f}" in words
+    assert (
+        f"follows {per_relay.TOKENS_BURST:.0f} tokens that a relay names at once, and {per_relay.TOKENS_RATE:.0f}"
+        in words
+    )
     strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
     assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
     calls = f"calls that wait for up to {relaying.CALL_SECONDS:.0f} s, {relaying.CALLS_AT_ONCE} of them for one node"

@@ -17,13 +17,13 @@ from tests.support.relays import HostileRelay, ask, client, open_relay, port_of,
 from covey.base.errors import AuthError
 from covey.runtime.links import handshake
 from covey.runtime.links.relayed import receive_message, send_message
+from covey.runtime.mesh import better_ways, relay_registration
 from covey.runtime.mesh import dialer as dialer_module
-from covey.runtime.mesh import mesh as mesh_module
 from covey.runtime.mesh import relays as relays_module
 from covey.runtime.mesh.follower import DialOutcome
 from covey.runtime.mesh.hints import HINTS_LIMIT
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
-from covey.wire import door
+from covey.wire import door, messages
 from covey.wire.frame import LENGTH, frame
 from covey.wire.relay import (
     RELAY_VERSION,
@@ -56,7 +56,7 @@ async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _only_relays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: p
             node = await meshes.add(cluster)
             await until(lambda: came > (1 if what != "many tokens" else 0))
             await asyncio.sleep(0.2)
-            assert came <= 2 + relays_module.CALLS_AT_ONCE
+            assert came <= 2 + relay_registration.CALLS_AT_ONCE
             assert len(node.follower._hints) <= HINTS_LIMIT
             member = await meshes.add(new_cluster(secret=cluster.secret))
             assert await member.dial(node.card.contact.addresses) is DialOutcome.LINKED
@@ -335,5 +335,30 @@ def test_a_flood_from_one_source_keeps_no_node_from_meeting_another() -> None:
             assert await meet(one, other) is DialOutcome.LINKED
             for sock in socks:
                 sock.close()
+
+    run(work)
+
+
+def test_lies_about_round_trips_change_which_of_its_relays_a_node_uses_and_no_more() -> None:
+    async def work(meshes: Meshes) -> None:
+        honest, liar = open_relay(), open_relay()
+        third = open_relay()
+        try:
+            liar._id = third._id
+            cluster = new_cluster(relays=tuple(f"127.0.0.1:{port_of(each)}" for each in (honest, liar, third)))
+            node = await meshes.add(cluster)
+            await until(lambda: len(node.relays.trips()) == 2)
+            token, own = b"t" * 16, [each.relay for each in node.relays.trips()]
+            known = set(node.relays.ways(token))
+            assert len(known) == 3
+            for nearest in own:
+                trips = [messages.RelayTrip(each, 0.0 if each == nearest else 3600.0) for each in own]
+                node.relays.told(token, (messages.RelayTrip(b"x" * 16, 0.0), *trips))
+                ways = node.relays.ways(token)
+                assert set(ways) == known
+                assert (ways[0][1] == port_of(honest)) == (nearest == honest._id)
+        finally:
+            for each in (honest, liar, third):
+                await each.close()
 
     run(work)

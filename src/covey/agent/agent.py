@@ -12,6 +12,7 @@ from covey.base.config import GroupConfig, ports_from
 from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
+from covey.runtime.keeper.member_relay import MemberRelay
 from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
@@ -43,6 +44,8 @@ class ResidentAgent(MeshListener):
     def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> None:
         self.mesh = Mesh(cluster, config, endpoint, self, purpose="agent")
         self.permission = permission
+        self.relay_port = 0
+        """The port at which this machine is a relay, or 0."""
         self.stop: Callable[[AuthError], None] = lambda _error: None
         """Called when this node may not be in the cluster any more, or its identity is in use elsewhere."""
         self._transport: LinkTransport
@@ -88,16 +91,35 @@ class ResidentAgent(MeshListener):
 
 
 @contextlib.contextmanager
-def serving(cluster: Cluster, config: GroupConfig, permission: Permission) -> Iterator[ResidentAgent]:
+def serving(
+    cluster: Cluster, config: GroupConfig, permission: Permission, *, relay_rate: float = 0.0
+) -> Iterator[ResidentAgent]:
     """Serve members during the `with` block; at its end, all programs that were started are ended.
+
+    With a `relay_rate`, in bytes a second, this machine is a relay for nodes of the cluster meanwhile.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the folder of the agent cannot be used.
     """
     ports = ports_from(effective_environment().get("COVEY_PORT", ""))
-    endpoint = cluster_endpoint(cluster, config, run="", ports=ports, has_lanes=False)
-    try:
-        agent = control.run(_open(cluster, config, endpoint, permission), LOOP_SECONDS)
+    agents: list[ResidentAgent] = []
+    with contextlib.ExitStack() as ending:
+        relay = MemberRelay(lambda: agents[0].mesh.cluster if agents else cluster, relay_rate)
+        if relay_rate:
+            relay.start()
+            ending.callback(relay.close)
+        endpoint = cluster_endpoint(
+            cluster,
+            config,
+            run="",
+            ports=ports,
+            has_lanes=False,
+            relay_port=relay.port,
+            maps_port=config.map_port,
+        )
+        ending.callback(endpoint.leave)
+        agents.append(agent := control.run(_open(cluster, config, endpoint, permission), LOOP_SECONDS))
+        agent.relay_port = relay.port
         try:
             yield agent
         finally:
@@ -105,8 +127,6 @@ def serving(cluster: Cluster, config: GroupConfig, permission: Permission) -> It
             agent.calls.close()
             with contextlib.suppress(TimeoutError):
                 control.run(agent.close(), LOOP_SECONDS)
-    finally:
-        endpoint.leave()
 
 
 async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> ResidentAgent:

@@ -150,6 +150,12 @@ _ROWS: Final = (
         _NETWORK, "port", Number(1, 65535), str(PORTS[0]), "The first of 32 ports to try for listening.",
         files=ANY_FILE,
     ),
+    _tuned(
+        _NETWORK, "map_port", Flag(), False,
+        "Ask the router (PCP, NAT-PMP) to pass connections from outside on to this node: this opens a port to the "
+        "internet.",
+        files=USER_FILE,
+    ),
     _of_group(
         _NETWORK, "lanes", OneOf(LANES, hidden=("memory",)), "auto",
         "`auto` uses the fastest safe lane for each pair of ranks; the others force one kind. `shm`, `unix` and `tcp` "

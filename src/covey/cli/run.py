@@ -100,6 +100,10 @@ def run(
         str | None,
         typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
     ] = None,
+    map_port: Annotated[
+        bool,
+        typer.Option("--map-port", help="Ask the router to let connections in: opens a port to the internet."),
+    ] = False,
     relay_limit: Annotated[
         str | None,
         typer.Option(
@@ -234,7 +238,9 @@ def run(
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
         of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
-        several_machines.refuse({"--http": http, "--insecure": insecure, "--relay-limit": relay_limit})
+        several_machines.refuse(
+            {"--http": http, "--insecure": insecure, "--relay-limit": relay_limit, "--map-port": map_port}
+        )
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
         terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach)
@@ -263,7 +269,18 @@ def run(
     program = script if module else Path(script).name
     short_name = program if module else Path(script).stem
     sizes = (min_size, max_size, size)
-    others = (run_name, cluster, wait, seeds, relay, relay_limit, interfaces, tie_breaker, new or None)
+    others = (
+        run_name,
+        cluster,
+        wait,
+        seeds,
+        relay,
+        relay_limit,
+        interfaces,
+        tie_breaker,
+        new or None,
+        map_port or None,
+    )
     certificates = (tls_ca, tls_cert, tls_key)
     if processes is not None and all(option is None for option in (*sizes, *others, *certificates)):
         if insecure:
@@ -289,6 +306,7 @@ def run(
         "COVEY_CLUSTER": cluster,
         "COVEY_SEEDS": seeds,
         "COVEY_RELAYS": relay,
+        "COVEY_MAP_PORT": 1 if map_port else None,
         "COVEY_INTERFACES": interfaces,
         "COVEY_TIE_BREAKER": tie_breaker,
         "COVEY_TLS_CA": _whole_path(tls_ca),

@@ -14,6 +14,7 @@ import typer
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.cli.charter import machine_of
+from covey.cli.relay import parse_relay_limit
 from covey.cli.terminal import say
 from covey.net.keys import clusters
 from covey.net.keys.identity import ensure_identity, id_text, node_name, own_machine, resolve_id
@@ -50,6 +51,19 @@ def up(
         str | None,
         typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
     ] = None,
+    relay_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--relay-limit",
+            metavar="RATE",
+            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
+            show_default="off",
+        ),
+    ] = None,
+    map_port: Annotated[
+        bool,
+        typer.Option("--map-port", help="Ask the router to let connections in: opens a port to the internet."),
+    ] = False,
     unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False,
 ) -> None:
     """Let members of the cluster start programs on this machine, until Ctrl-C.
@@ -63,6 +77,8 @@ def up(
     env = effective_environment()
     if interfaces is not None:
         env["COVEY_INTERFACES"] = interfaces
+    if map_port:
+        env["COVEY_MAP_PORT"] = "1"
     if relay is not None:
         env["COVEY_RELAYS"] = relay
     found = ClusterOptions(cluster, None, None if seeds is None else tuple(seeds.split(","))).find(env)
@@ -72,10 +88,12 @@ def up(
         )
     ensure_identity()
     permission = permission_for(found, allow or [])
+    rate = parse_relay_limit(relay_limit)
     if unit:
         options = [f"--cluster={found.name}", *(f"--allow={each}" for each in allow or [])]
-        given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay))
+        given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay), ("relay-limit", relay_limit))
         options += [f"--{name}={value}" for name, value in given if value]
+        options += ["--map-port"] if map_port else []
         return typer.echo(unit_text(found.name, options), nl=False)
     from covey.agent.agent import serving
 
@@ -83,7 +101,7 @@ def up(
     problem: list[Exception] = []
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: ending.set())
-    with serving(found, group_config(env), permission) as agent:
+    with serving(found, group_config(env), permission, relay_rate=rate) as agent:
 
         def stop(error: Exception) -> None:
             problem.append(error)
@@ -97,6 +115,8 @@ def up(
             say(f"{', '.join(allow or [])} can run anything as your user, and this machine itself.")
         else:
             say("Only this machine itself may start programs here; --allow lets others.")
+        if agent.relay_port:
+            say(f"It is a relay for nodes of the cluster, at port {agent.relay_port}.")
         sys.stdout.flush()
         ending.wait()
     if problem:

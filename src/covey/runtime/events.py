@@ -76,8 +76,8 @@ class Event:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
     text: str = ""
-    """In words: why members are lost, the kind of a lane, the addresses of a moved one, the codec or plan and why it
-    was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a checkpoint."""
+    """In words: why members are lost, the kind of a lane, the addresses or relays of a moved one, the codec or plan
+    and why it was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a checkpoint."""
     is_earlier: bool = False
     """Whether it happened before this process was in the run. Another member has told it, with times of its clock."""
 

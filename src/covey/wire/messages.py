@@ -39,6 +39,8 @@ WAITING_LIMIT: Final = 64
 """How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
+RELAYS_LIMIT: Final = 16
+"""Relays that one message names."""
 AGENT_CALL_LIMIT: Final = 64 << 10
 """Bytes of one message about a call to an agent."""
 
@@ -662,6 +664,21 @@ class MoveLane(msgspec.Struct, frozen=True, array_like=True, tag=40):
     """With `refuse`: how many operations the sender has begun, or 0 if it has no such lane now."""
 
 
+class RelayTrips(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """The relays with which the sender is registered now. Nodes whose link goes through a relay tell each other."""
+
+    trips: Annotated[tuple[RelayTrip, ...], msgspec.Meta(max_length=RELAYS_LIMIT)]
+
+
+class RelayTrip(msgspec.Struct, frozen=True, array_like=True):
+    """How far a relay is from a node."""
+
+    relay: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """The id with which the relay begins every connection."""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    """The round trip."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
 Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
@@ -703,6 +720,7 @@ Control = (
     | RequestCheckpoint
     | CheckpointProgress
     | MoveLane
+    | RelayTrips
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -4,7 +4,8 @@
     client -> relay     one of three:
       RegisterToken       "connections for this token are for me": the connection stays open; the relay answers
                           TokenRegistered and ListedTokens, then says ListedTokens for each new token of the cluster,
-                          IncomingCall for each dial, and StillThere now and then, which the client repeats
+                          IncomingCall for each dial, and StillThere now and then, which the client repeats; it
+                          repeats RelayEcho, with which the client measures the round trip
       CallToken           "connect me with the node of this token": the relay answers CallJoined or RelayRefusal
       TakeCall            "this connection is for that call": the relay answers CallJoined or RelayRefusal
 
@@ -36,6 +37,7 @@ RELAY_LIMIT: Final = 8192
 TOKEN_BYTES: Final = 16
 CALL_BYTES: Final = 16
 RELAY_CHALLENGE_BYTES: Final = 32
+RELAY_ID_BYTES: Final = 16
 TOKENS_LIMIT: Final = 256
 """Tokens that one message names; nodes of larger clusters hear of the others from each other."""
 _LABEL: Final = b"covey/1/relay"
@@ -53,6 +55,8 @@ class RelayChallenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     version: int
     challenge: Annotated[bytes, msgspec.Meta(min_length=RELAY_CHALLENGE_BYTES, max_length=RELAY_CHALLENGE_BYTES)]
+    relay: Annotated[bytes, msgspec.Meta(max_length=RELAY_ID_BYTES)] = b""
+    """Random for each start of a relay: it may have another address on each network."""
 
 
 class RegisterToken(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -109,6 +113,12 @@ class StillThere(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """Keeps a registration alive, and shows that the other end is."""
 
 
+class RelayEcho(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Asks a relay to send the same back, on a registration."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 RelayMessage = (
     RelayChallenge
     | RegisterToken
@@ -120,6 +130,7 @@ RelayMessage = (
     | CallJoined
     | RelayRefusal
     | StillThere
+    | RelayEcho
 )
 _decoder: msgspec.msgpack.Decoder[RelayMessage] = msgspec.msgpack.Decoder(RelayMessage)
 _encoder = msgspec.msgpack.Encoder()

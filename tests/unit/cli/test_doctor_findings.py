@@ -362,7 +362,7 @@ def test_the_json_has_all_facts_and_findings() -> None:
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("host_problem", "search_problem", "looked", "nodes", "other_processes", "unreachable", "seeds", "refusals"),
-        *("limits", "relays", "seconds", "findings"),
+        *("limits", "relays", "router", "router_problem", "seconds", "findings"),
     }
 
 
@@ -380,6 +380,16 @@ def test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers() -> None:
     assert (flooded.weight, flooded.code) == ("warning", "door-flood")
     assert "123,456 connections, 120,000 of them" in flooded.text
     assert found(with_beta(turned_away=500, too_many=49)) == []
+
+
+def test_a_router_that_maps_ports_or_does_not_is_found() -> None:
+    good = only(replace(WELL, router="PCP"))
+    assert (good.weight, good.code) == ("note", "router")
+    assert "with PCP" in good.text
+    bad = only(replace(WELL, router_problem="the router 192.0.2.1 does not offer PCP or NAT-PMP"))
+    assert (bad.weight, bad.code) == ("warning", "router-silent")
+    assert "192.0.2.1 does not offer" in bad.text
+    assert "covey relay" in bad.remedy
 
 
 def test_a_relay_that_does_not_work_and_a_node_behind_one_are_found() -> None:

@@ -244,6 +244,10 @@ class Facts:
     seeds: tuple[Seed, ...] = ()
     relays: dict[str, str] = field(default_factory=dict)
     """The relays of the settings, each with the reason why it does not work; empty if it does."""
+    router: str = ""
+    """The protocol with which the router maps ports, if `map_port` is set and it does."""
+    router_problem: str = ""
+    """Why it does not, if `map_port` is set."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Nodes that were refused, and why."""
     limits: tuple[LimitingLink, ...] = ()

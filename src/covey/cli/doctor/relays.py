@@ -1,4 +1,4 @@
-"""What the doctor finds about relays: those that do not answer, and nodes that are reached through one only. Pure."""
+"""What the doctor finds about relays and the router: those that do not answer, and nodes behind a relay. Pure."""
 
 from __future__ import annotations
 
@@ -51,4 +51,15 @@ def relayed_nodes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-RELAY_CHECKS: Final = (silent_relays, relayed_nodes)
+def router(facts: Facts) -> Iterator[Finding]:
+    """Yield whether the router lets connections in, if it is to be asked."""
+    if facts.router:
+        text = f"The router maps ports, with {facts.router}: nodes of this machine can be reached from outside."
+        yield Finding("note", "router", text, "Others use the address that a node logs, with --seeds.")
+    if facts.router_problem:
+        text = f"No port of the router can be mapped, as map_port asks for: {facts.router_problem}."
+        remedy = "Allow it in the settings of the router (PCP or NAT-PMP). A relay works everywhere: covey relay"
+        yield Finding("warning", "router-silent", text, remedy)
+
+
+RELAY_CHECKS: Final = (silent_relays, relayed_nodes, router)

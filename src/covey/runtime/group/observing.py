@@ -16,6 +16,7 @@ from covey.net.discovery.interfaces import all_interfaces
 from covey.net.hardware import hardware
 from covey.net.lanes.stream import SocketLane
 from covey.runtime.counters import process
+from covey.runtime.links.sockets import relay_of
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
@@ -76,7 +77,7 @@ class PeerLink:
     bytes_per_second: float | None
     """How fast the lane has sent while it had something to send; None if it has sent nothing, or shares memory."""
     relay: str = ""
-    """The address of the relay that the link goes through; empty if it goes through none."""
+    """The address of the relay that the lane goes through, or the link before there is a lane; empty if none."""
 
 
 def members(engine: Engine) -> tuple[Member, ...]:
@@ -164,4 +165,6 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         rate = sum(speeds) if speeds else None
     round_trip = next((taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0), None)
     relay = "" if link is None else link.relay
+    if isinstance(lane, SocketLane):
+        relay = relay_of(lane.sockets()[0])
     return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay)

@@ -288,6 +288,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     except BaseException:
         endpoint.leave()
         raise
+    _use_relays(node, endpoint)
     node.form(target.wait)
     return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
 
@@ -307,12 +308,21 @@ def _join_late(launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, 
             raise
 
     node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=endpoint.leave)
+    _use_relays(node, endpoint)
     try:
         control.start(node.generation_table.await_keeper()).result()
     except BaseException:
         node.close()
         raise
     return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
+
+
+def _use_relays(node: Node, endpoint: Endpoint) -> None:
+    """Let ranks that cannot connect meet at the relays of their cluster, if it has some."""
+    if endpoint.cluster is not None and endpoint.cluster.relays:
+        from covey.runtime.mesh.launched_relays import use_relays
+
+        use_relays(node, endpoint.cluster)
 
 
 def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: ClusterOptions) -> Endpoint:

@@ -49,7 +49,14 @@ def join_run(target: JoinTarget) -> Group:
     env = effective_environment()
     cluster = target.options.find(env)
     ports = ports_from(env.get("COVEY_PORT", ""))
-    endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
+    endpoint = cluster_endpoint(
+        cluster,
+        config,
+        run=wanted.name,
+        ports=ports,
+        tie_breaker=wanted.tie_breaker,
+        maps_port=config.map_port,
+    )
     abandoned = frozenset(wanted.abandoned)
     if wanted.is_new and not target.is_returning:
         abandoned |= forget_lineages(cluster.tag, wanted.name)

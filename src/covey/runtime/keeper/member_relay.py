@@ -1,4 +1,4 @@
-"""The relay that `covey run --relay-limit` offers to the nodes of its cluster, beside the processes that it starts."""
+"""The relay that `covey run --relay-limit` and `covey up --relay-limit` offer to the nodes of their cluster."""
 
 from __future__ import annotations
 

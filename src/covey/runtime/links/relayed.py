@@ -45,7 +45,7 @@ async def be_joined(sock: socket.socket, way: RelayedWay) -> None:
         OSError: the connection broke.
     """
     try:
-        await _ask(sock, way.key.call(await challenged(sock), way.token))
+        await _ask(sock, way.key.call((await challenged(sock)).challenge, way.token))
     except ConnectError as error:
         raise ConnectError(f"{spell(way)}: {error}") from error
 
@@ -81,8 +81,8 @@ async def connect_relay(address: tuple[str, int]) -> RelayedSocket:
     return sock
 
 
-async def challenged(sock: socket.socket) -> bytes:
-    """Keep a connection to a relay alive from now on; return the challenge with which the relay begins.
+async def challenged(sock: socket.socket) -> RelayChallenge:
+    """Keep a connection to a relay alive from now on; return the message with which the relay begins.
 
     Raises:
         ConnectError: it is no relay, one of another version, or one that refuses.
@@ -92,7 +92,7 @@ async def challenged(sock: socket.socket) -> bytes:
     first = await answer_of(sock)
     if not isinstance(first, RelayChallenge) or first.version != RELAY_VERSION:
         raise ConnectError("a relay of another version of covey, or another program, answers there")
-    return first.challenge
+    return first
 
 
 async def answer_of(sock: socket.socket) -> RelayMessage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -37,6 +38,13 @@ class RelayedWay(NamedTuple):
 
 class RelayedSocket(socket.socket):
     """A connection to a relay, or through one: its addresses say nothing about the node at the other end."""
+
+
+def relay_of(sock: socket.socket) -> str:
+    """Return the address of the relay that a connection goes through; empty if it goes through none, or has ended."""
+    with contextlib.suppress(OSError):
+        return spell(sock.getpeername()[:2]) if isinstance(sock, RelayedSocket) else ""
+    return ""
 
 
 def address_of(where: Where) -> Where:

@@ -19,6 +19,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.runtime import loop as control
+from covey.runtime.links.sockets import relay_of
 from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
 from covey.wire import messages
 
@@ -179,5 +180,7 @@ def _addresses(lane: Any) -> str:
     """Return the addresses of both ends of a lane, for events."""
     with contextlib.suppress(OSError, IndexError):
         sock = lane.sockets()[0]
+        if relay := relay_of(sock):
+            return f"relay {relay}"
         return f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"
     return "a path that is gone"

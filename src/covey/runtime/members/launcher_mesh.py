@@ -41,6 +41,8 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: while all ranks dial rank 0 at once, it hangs up on some."""
 REDIAL_SECONDS: Final = 1.5
 """How long one dial of a rank may take before the next: TCP repeats a lost first packet later than that."""
+RELAY_SECONDS: Final = 2.5
+"""How much longer a dial may take that tries relays after the addresses: a relay needs more round trips."""
 
 
 class LauncherMesh:
@@ -170,6 +172,11 @@ class LauncherMesh:
             await asyncio.sleep(pause)
             pause = min(0.1, pause * 1.5)
 
+    def _dial_seconds(self, peer: Peer) -> float:
+        """Return how long one dial of a rank may take before the next."""
+        is_relayed = peer.contact is not None and self._node.relayed_ways(peer.contact.relay)
+        return REDIAL_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
+
     async def _call(self, peer: Peer) -> tuple[Link, messages.Welcome, Where]:
         link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.credentials, self.hello())
         return link, welcome, where
@@ -193,7 +200,7 @@ class LauncherMesh:
         pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
         while peer.link is None and not (peer.has_left or self._node.is_closing) and time.monotonic() < until:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
-                async with asyncio.timeout(REDIAL_SECONDS):
+                async with asyncio.timeout(self._dial_seconds(peer)):
                     link, welcome, where = await self._call(peer)
                 if messages.key_of(welcome.card) != (peer.id, peer.life):
                     link.abort()
@@ -208,7 +215,7 @@ class LauncherMesh:
         pause = 0.1
         while peer.link is silent and self._node.losses.is_unheard(peer.seat) and not self._node.is_closing:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
-                async with asyncio.timeout(REDIAL_SECONDS):
+                async with asyncio.timeout(self._dial_seconds(peer)):
                     link, welcome, where = await self._call(peer)
                 if messages.key_of(welcome.card) != (peer.id, peer.life) or peer.link is not silent:
                     link.abort()

@@ -142,6 +142,10 @@ class Node:
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
         self.relayed_ways: Callable[[bytes], list[Where]] = lambda _token: []
         """Returns the ways through relays to the node that has a token."""
+        self.relayed_trip: Callable[[Where], float | None] = lambda _way: None
+        """Returns the round trip of a way through a relay, if it is known without a probe."""
+        self.on_relay_trips: Callable[[Peer, tuple[messages.RelayTrip, ...]], None] = lambda _peer, _trips: None
+        """Called with what a rank says about its relays, in a launcher's run."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
         self.calls: object = None
@@ -264,6 +268,8 @@ class Node:
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
             case messages.MoveLane():
                 self.lanes.moves.heard(seat, message)
+            case messages.RelayTrips(trips):
+                self.on_relay_trips(peer, trips)
             case messages.Posting():
                 self.stores.heard(seat, message)
             case messages.Past(body):

@@ -1,7 +1,8 @@
 """Whether the lanes with a peer should move to another of its addresses. Pure.
 
-An address is better than the one in use if it is reached by a better kind of interface, or directly instead of
-through a router, without being much farther away. One of the same kind may be faster: if it has just appeared, or if
+An address is better than the one in use if it is reached without a relay, by a better kind of interface, or directly
+instead of through a router, without being much farther away. Of two relays, the one with the shorter round trip is
+better. One of the same kind may be faster: if it has just appeared, or if
 its round trip is much shorter, it is worth a trial. Each has to be so several times, because one packet that is lost or
 waits in a queue proves nothing.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import enum
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from covey.proto.relay_trips import is_clearly_shorter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +39,8 @@ class Quality(NamedTuple):
     round_trip: float
     network: str
     """Stands for the way there: addresses in one network of this machine are reached alike."""
+    is_relayed: bool = False
+    """Whether it is the address of a relay."""
 
 
 class MoveReason(enum.Enum):
@@ -45,6 +50,8 @@ class MoveReason(enum.Enum):
     MEDIUM = "it is reached by a better interface"
     APPEARED = "it has appeared, and is faster"
     ROUND_TRIP = "its round trip is shorter"
+    DIRECT = "it needs no relay"
+    RELAY = "the round trip through this relay is shorter"
     STUCK = "what is sent over the other one is not acknowledged"
 
     @property
@@ -91,7 +98,7 @@ class PathChoice:
         self._familiar = (self._familiar & networks) | (networks if ready else set())
         if not ready:
             return None
-        best = min(ready, key=lambda way: seen[way])
+        best = min(ready, key=lambda way: (seen[way].is_relayed, seen[way]))
         if scores[best][0].needs_trial:
             self._rest_until = now + self._rest
             self._rest = min(MOST_REST_SECONDS, 2 * self._rest)
@@ -101,6 +108,11 @@ class PathChoice:
         """Return why an address may be better than the one in use, which is None if it does not answer."""
         if used is None:
             return MoveReason.UNREACHABLE
+        if used.is_relayed and not other.is_relayed:
+            return MoveReason.DIRECT
+        if other.is_relayed:
+            is_nearer = used.is_relayed and is_clearly_shorter(other.round_trip, used.round_trip)
+            return MoveReason.RELAY if is_nearer else None
         if other[:2] < used[:2] and not _is_shorter(used.round_trip, other.round_trip):
             return MoveReason.MEDIUM
         if other[:2] > used[:2] or other.network == used.network or now < self._rest_until:

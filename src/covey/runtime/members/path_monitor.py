@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.net import tcp
 from covey.runtime.links.dial_limits import DialLimits
+from covey.runtime.links.sockets import RelayedSocket, RelayedWay
 from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
 from covey.wire import messages
 
@@ -140,14 +141,17 @@ class PathMonitor:
             return
         if len(ways) < 2:
             return
+        trips = {way: trip for way in ways if (trip := self._node.relayed_trip(way)) is not None}
+        ways, used = [way for way in ways if way not in trips], self._used(peer, ways)
         found = await asyncio.gather(*(sound(way, self._node.credentials, self._limits) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
+        seen |= {way: Quality(0, True, trip, way[0], is_relayed=True) for way, trip in trips.items()}
         self._seen[peer.seat] = seen
         network, until = self._avoided.get(peer.seat, ("", 0.0))
         if time.monotonic() < until:
-            seen = {way: each for way, each in seen.items() if way == peer.way or each.network != network}
+            seen = {way: each for way, each in seen.items() if way == used or each.network != network}
         choice = self._choices.setdefault(peer.seat, PathChoice())
-        better = choice.look(peer.way, seen, time.monotonic())
+        better = choice.look(used, seen, time.monotonic())
         if choice.is_undecided:
             self._due[peer.seat] = 0.0
         if better is None or not self._is_watched(peer):
@@ -156,6 +160,18 @@ class PathMonitor:
         if reason.needs_trial and not await self._is_faster(peer, way, reason):
             return
         self._move(peer, way, seen[way].round_trip, reason)
+
+    def _used(self, peer: Peer, ways: list[Where]) -> Where | None:
+        """Return the way of a peer's lanes. After its link has left a relay, that is not the way of the link."""
+        for _, future in self._node.lanes.table.of_peer(peer.seat):
+            if future.done() and future.exception() is None:
+                with contextlib.suppress(AttributeError, IndexError, OSError):  # no sockets, or ended ones
+                    sock = future.result().sockets()[0]
+                    address = sock.getpeername()[:2]
+                    relayed = (way for way in ways if isinstance(way, RelayedWay) and way[:2] == address)
+                    if isinstance(sock, RelayedSocket) and (way := next(relayed, None)) is not None:
+                        return way
+        return peer.way
 
     async def _is_faster(self, peer: Peer, way: Where, reason: MoveReason) -> bool:
         """Try a path, if the lanes are in use: what they send may be why the round trip of theirs is long."""
@@ -197,4 +213,4 @@ def _quality(found: Sounding, own: list[Interface]) -> Quality:
         remote.version == each.version and remote in each.network for each in interface.networks
     )
     network = interface.name if interface is not None and is_near else found.way[0]
-    return Quality(medium, not is_near, found.round_trip, network)
+    return Quality(medium, not is_near, found.round_trip, network, isinstance(found.way, RelayedWay))

@@ -56,11 +56,12 @@ class Dialer:
         seed: str = "",
         interface: str = "",
         relay: bytes = b"",
+        is_best_relay: bool = False,
         limits: DialLimits | None = None,
     ) -> DialOutcome:
         """Try to make a link with the node at these addresses, by one interface or by any.
 
-        With a token `relay`, relays are tried after the addresses.
+        With a token `relay`, relays are tried after the addresses, the nearest first; with `is_best_relay`, only that.
         """
         where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
         where = where or f"node {relay.hex()[:8]} of a relay"
@@ -68,7 +69,8 @@ class Dialer:
         try:
             is_here = same_host or any(has_loopback_ip(address) for address in addresses)
             ways, within = self.ways(addresses, is_here, interface), NEAR_SECONDS if interface else HANDSHAKE_SECONDS
-            ways += self._relayed(relay) if relay and not is_here else []
+            relayed = self._relayed(relay) if relay and not is_here else []
+            ways += relayed[:1] if is_best_relay else relayed
             hello = self._admission.hello()
             link, welcome, _, way = await dial_any(ways, self._endpoint.credentials, hello, limits, within)
         except HungUpError as error:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.identity import NodeIdentity
     from covey.net.keys.organisation import Organisation
+    from covey.net.port_mapping import PortMapping
     from covey.wire.secret import ClusterSecret
 
 BACKLOG: Final = 256
@@ -61,6 +62,15 @@ class Endpoint:
     follow: Callable[[Cluster], None] = lambda _cluster: None
     """Called with a changed cluster: credentials use its secret, and accept the one before while that is good."""
     audit: Auditor = SILENT
+    cluster: Cluster | None = None
+    """The cluster that it is an endpoint of, if any."""
+    mapping: PortMapping | None = None
+    """The port of this machine's router that leads here, if it was asked for one."""
+
+    def mapped(self) -> tuple[Address, ...]:
+        """Return the address of the router at which this node can be reached from outside, if there is one."""
+        mapped = None if self.mapping is None else self.mapping.mapped
+        return () if mapped is None else (Address(mapped.ip, mapped.port, "router"),)
 
     def leave(self) -> None:
         """Stop listening and free everything, if no node has taken over. Not on the control loop."""
@@ -78,11 +88,16 @@ def cluster_endpoint(
     has_lanes: bool = True,
     tie_breaker: str = "",
     is_visit: bool = False,
+    token: bytes = b"",
+    relay_port: int = 0,
+    maps_port: bool = False,
 ) -> Endpoint:
     """Listen as a node of a cluster on every usable interface; `identity` defaults to a free slot of this host.
 
     A node that `has_lanes` also listens at a unix socket, for processes of this host. `tie_breaker` names the node or
-    host that should break ties in the run; `here` means this one. A node that `is_visit` writes no audit log.
+    host that should break ties in the run; `here` means this one. A node that `is_visit` writes no audit log. It
+    registers with relays under `token`, or a random one; `relay_port` is where this machine is a relay, unless a keeper
+    has set it. With `maps_port`, the router of this machine is asked to pass connections on to its port.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
@@ -109,12 +124,18 @@ def cluster_endpoint(
         if has_lanes:
             local, path = host_registry.listen(BACKLOG)
             listeners.append(undo.enter_context(local))
-        port = listener.getsockname()[1]
+        port, mapping = listener.getsockname()[1], None
+        if maps_port:
+            from covey.net.port_mapping import PortMapping
+
+            mapping = PortMapping(port)
+            undo.callback(mapping.close)
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
         organisation = _organisation(config)
         credentials = _credentials_of(cluster, own, organisation)
         host = host_token(Path(temporary_folder()))
-        contact = Contact(host, addresses, path, secrets.token_bytes(TOKEN_BYTES), _relay_port())
+        token = token or secrets.token_bytes(TOKEN_BYTES)
+        contact = Contact(host, addresses, path, token, relay_port or _relay_port())
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False
         card = Card(
             own.id,
@@ -147,7 +168,9 @@ def cluster_endpoint(
     def follow(changed: Cluster) -> None:
         credentials.become(_credentials_of(changed, own, organisation))
 
-    return Endpoint(credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit)
+    return Endpoint(
+        credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit, cluster, mapping
+    )
 
 
 def _organisation(config: GroupConfig) -> Organisation | None:

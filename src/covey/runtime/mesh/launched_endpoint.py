@@ -85,9 +85,16 @@ def insecure(launched: LaunchedRank) -> Endpoint:
 
 def in_cluster(launched: LaunchedRank, config: GroupConfig, cluster: Cluster) -> Endpoint:
     """Listen where ranks of other hosts can connect with the cluster's secret; rank 0 knows how to reach them all."""
-    own = _own_address(launched)
+    own, contacts, token = _own_address(launched), _known_ranks(launched), b""
+    if cluster.relays:
+        from covey.runtime.mesh.launched_relays import first_token
+
+        token = first_token(cluster, launched.name)
+        if Seat(0) in contacts:
+            contacts[Seat(0)] = Contact("", contacts[Seat(0)].addresses, "", token)
     ports = (own[1] if own is not None else 0,)
-    return cluster_endpoint(cluster, config, run=launched.name, ports=ports, contacts=_known_ranks(launched))
+    token = token if launched.rank == 0 else b""
+    return cluster_endpoint(cluster, config, run=launched.name, ports=ports, contacts=contacts, token=token)
 
 
 def _own_address(launched: LaunchedRank) -> tuple[str, int] | None:

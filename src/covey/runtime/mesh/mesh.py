@@ -27,6 +27,7 @@ from covey.runtime.links.handshake import admit
 from covey.runtime.loop import aside
 from covey.runtime.members.checkpoints import answer_visitor
 from covey.runtime.mesh.admission import Admission
+from covey.runtime.mesh.better_ways import BetterWays
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
 from covey.runtime.mesh.follower import DialOutcome, HintFollower
 from covey.runtime.mesh.hints import Hint, Origin
@@ -34,7 +35,6 @@ from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.node_links import NodeLinks
 from covey.runtime.mesh.problems import Problems
 from covey.runtime.mesh.reach import ReachAnswers
-from covey.runtime.mesh.redial import seek_direct
 from covey.runtime.mesh.relays import Relays
 from covey.runtime.mesh.remote_node import RemoteNode
 from covey.runtime.mesh.rules import Rules
@@ -112,7 +112,9 @@ class Mesh:
             ways=self._ways_to,
             received=self._received,
             ended=self._ended,
+            is_shorter=self.relays.is_shorter,
         )
+        self._better_ways = BetterWays(self)
         self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
@@ -176,6 +178,7 @@ class Mesh:
             await asyncio.sleep(PING_SECONDS)
             with contextlib.suppress(ConfigError, OSError):  # such as no free descriptor: the next try may work
                 addresses = advertised(usable_interfaces(self.config.interfaces), self.card.contact.addresses[0].port)
+                addresses = (*addresses[: messages.ADDRESSES_LIMIT - 1], *self.endpoint.mapped())
                 if addresses and addresses != self.card.contact.addresses:
                     self.card = messages.moved(self.card, addresses)
                     self.follower.moved()
@@ -230,6 +233,7 @@ class Mesh:
         if known is not None and known.card.life == card.life:
             known.card = card  # its addresses may have changed
             self._links.add(known, link, way)
+            self._better_ways.seek(known)
             return
         if known is not None:
             self.part(known)
@@ -244,10 +248,8 @@ class Mesh:
         if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
             how = f"relayed by {link.relay}" if link.relay else ""
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, reason=how, once=True)
-        if link.relay:
-            self.spawn(seek_direct(self, remote))
-        elif card.contact.host != self.card.contact.host:
-            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
+        self._better_ways.seek(remote)
+        self._take_offer(card, link)
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
@@ -263,8 +265,15 @@ class Mesh:
         self.audit.note_paced("visited", ip, remote.card, address=ip, reason=remote.purpose, once=True)
         self._links.use(remote, link, way)
         self._introduce_others_to(remote)
+        if remote.purpose == "agent":
+            self._take_offer(remote.card, link)
         if remote.purpose == "keeper":
             self.listener.keeper_linked(remote)
+
+    def _take_offer(self, card: messages.Card, link: Link) -> None:
+        """Use the relay that the machine of a node offers, if it is another one and linked directly."""
+        if not link.relay and card.contact.host != self.card.contact.host:
+            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
 
     def _is_named_keeper(self, remote: RemoteNode) -> bool:
         """Tell whether a node is the keeper of this process, or of a linked one."""
@@ -289,6 +298,8 @@ class Mesh:
         """Close the links with a node; unless `at_once`, messages that wait to be sent are sent first."""
         self._links.close(remote, at_once=at_once)
         self.visitors.discard(remote)
+        if remote.purpose == "agent" and not any(each.card.id == remote.card.id for each in self.visitors):
+            self.relays.withdrawn(remote.card.id)
         if remote.purpose == "visitor":
             self.problems.depart(remote)
             self.follower.forget(lambda hint: self.problems.has_departed(hint.addresses))
@@ -296,6 +307,7 @@ class Mesh:
         if self.met.get(remote.card.id) is remote:
             del self.met[remote.card.id]
             self.relays.withdrawn(remote.card.id)
+            self.relays.forget(remote.card.contact.relay)
             if not self.is_closing:
                 self.listener.lost(remote)
 
@@ -311,6 +323,7 @@ class Mesh:
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
+            self._better_ways.tell_trips()
             for remote in self.all_linked:
                 remote.ping()
             for remote in self.visitors:  # a visitor may vanish without closing its link
@@ -360,6 +373,8 @@ class Mesh:
                 | messages.CheckpointProgress()
             ):
                 remote.answered(message)
+            case messages.RelayTrips(trips):
+                self.relays.told(remote.card.contact.relay, trips)
             case messages.Charter():
                 self.rules.heard(message, remote.card.name)
             case _:

@@ -48,10 +48,14 @@ class NodeLinks:
         ways: Callable[[messages.Card], list[Where]],
         received: Callable[[RemoteNode, Link, bytes], None],
         ended: Callable[[RemoteNode, Link], None],
+        is_shorter: Callable[[bytes, str, str], bool | None],
     ) -> None:
-        """`ways` returns the addresses of a node to dial; `received` gets frames; `ended` hears that a link ended."""
+        """`ways` returns the addresses of a node to dial; `received` gets frames; `ended` hears that a link ended.
+
+        `is_shorter` tells whether one relay leads to the node of a token clearly sooner than another, if it is known.
+        """
         self._endpoint, self._listener, self._tasks, self._limits = endpoint, listener, tasks, limits
-        self._ways, self._received, self._ended = ways, received, ended
+        self._ways, self._received, self._ended, self._is_shorter = ways, received, ended, is_shorter
 
     def use(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         """Use a link from now on; `way` is the address that this node dialled, if it did."""
@@ -66,7 +70,7 @@ class NodeLinks:
             self._replace(remote, link, way)
         elif own_id > remote.card.id:
             self._listen_to(remote, link, way)  # and answer there when the node speaks there
-        elif _is_better(remote, link, way) and self._listener.may_change_link(remote):
+        elif self._is_better(remote, link, way) and self._listener.may_change_link(remote):
             old = list(remote.links)
             self.use(remote, link, way)
             remote.ping()  # makes the node answer on this link
@@ -105,6 +109,20 @@ class NodeLinks:
                 link.close()
                 asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.abort)
 
+    def _is_better(self, remote: RemoteNode, link: Link, way: Where | None) -> bool:
+        """Tell whether to use a second link instead of the first.
+
+        One without a relay is better, then one through a relay that is clearly nearer, then one that this node dialled.
+        """
+        assert remote.link is not None
+        if bool(link.relay) != bool(remote.link.relay):
+            return not link.relay
+        if link.relay != remote.link.relay:
+            is_shorter = self._is_shorter(remote.card.contact.relay, link.relay, remote.link.relay)
+            if is_shorter is not None:
+                return is_shorter
+        return way is not None and not remote.is_dialled
+
     def _replace(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         """Use another link instead of a silent one. Messages on the silent one may be lost."""
         silent, remote.links = list(remote.links), {}
@@ -142,14 +160,6 @@ class NodeLinks:
         finally:
             remote.is_measuring = False
         self._listener.link_changed(remote)
-
-
-def _is_better(remote: RemoteNode, link: Link, way: Where | None) -> bool:
-    """Tell whether to use a second link instead of the first: one without a relay, or one that this node dialled."""
-    assert remote.link is not None
-    if bool(link.relay) != bool(remote.link.relay):
-        return not link.relay
-    return way is not None and not remote.is_dialled
 
 
 def _retire(link: Link) -> None:

@@ -12,44 +12,28 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ConnectError, CoveyError
-from covey.base.pace import Bucket
-from covey.base.seeds import parse_relay
-from covey.net.descriptors import explain
-from covey.runtime.links.handshake import SILENCE
-from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.base.errors import CoveyError
+from covey.proto.relay_trips import ToldTrips, is_clearly_shorter, to_tell
+from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.loop import aside
-from covey.runtime.mesh.endpoint import numeric
+from covey.runtime.mesh.relay_registration import RelayRegistration
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Coroutine
 
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.acceptor import Acceptor
     from covey.runtime.links.handshake import Where
+    from covey.wire.messages import RelayTrip
     from covey.wire.relay import RelayKey
     from covey.wire.secret import ClusterSecret
 
 logger = logging.getLogger("covey")
 
-SILENT_SECONDS: Final = 45.0
-"""A relay that says nothing for so long is connected to again: it asks every 15 s whether the node is there."""
-FIRST_PAUSE: Final = 0.2
-PAUSE_LIMIT: Final = 3.0
-"""Longest pause between attempts to reach a relay."""
-CALLS_AT_ONCE: Final = 64
-CALLS_RATE, CALLS_BURST = 64.0, 256.0
-"""Calls of one relay that are taken: at the same time, per second, and at once."""
 NEAR_SECONDS: Final = 1.0
 """How long a node that a relay names is left to multicast, seeds and other nodes, which find direct ways. The node with
 the larger token waits longer, so that one of two nodes dials."""
 FAR_SECONDS: Final = 3.0
-TOKENS_KNOWN: Final = 512
-"""Tokens that a relay has named and that are remembered: it names each once."""
-TOKENS_RATE, TOKENS_BURST = 4.0, 256.0
-"""New tokens of one relay that are passed on, per second and at once; others are dropped."""
 OFFERS_LIMIT: Final = 4
 """Relays of other nodes that are used: the first ones."""
 
@@ -80,6 +64,7 @@ class Relays:
         self._by_secret: dict[ClusterSecret, RelayKey] = {}
         self._keys: dict[bytes, RelayKey] = {}
         """By their public half, those that are good now, the preferred first."""
+        self._told = ToldTrips()
         self._is_open = False
         self.follow(cluster)
 
@@ -133,7 +118,11 @@ class Relays:
             self._spawn(each.keep())
 
     def ways(self, token: bytes) -> list[Where]:
-        """Return the ways to the node that has registered `token`, through each relay that this node has reached."""
+        """Return the ways to the node that has registered `token`, through each relay that this node has reached.
+
+        The shortest comes first: of both nodes together, if the other one has told its round trips. Relays with which
+        this node is not registered now come last.
+        """
         if not token or token == self._token:
             return []
         reached = [
@@ -142,7 +131,66 @@ class Relays:
             for (_, of_cluster), each in self._registrations.items()
             if each.address is not None and cluster == of_cluster
         ]
-        return [RelayedWay(*each) for each in dict.fromkeys(reached)]
+        ways = [RelayedWay(*each) for each in dict.fromkeys(reached)]
+        own = self._own_trips()
+        ordered = sorted(ways, key=lambda way: self._order(way, own))
+        return [*ordered]
+
+    def _order(self, way: RelayedWay, own: dict[bytes, float]) -> tuple[bool, float, float]:
+        relay = self._relay_at(_text(way))
+        here, there = own.get(relay), self._told.of(way.token, relay)
+        both = here + there if here is not None and there is not None else float("inf")
+        return not relay, both, float("inf") if here is None else here
+
+    def round_trip(self, way: Where) -> float | None:
+        """Return the seconds from this node through a relay to another and back; None if they are not known."""
+        return self.trip_by(_text(way), way.token) if isinstance(way, RelayedWay) else None
+
+    def trip_by(self, address: str, token: bytes) -> float | None:
+        """Return the round trip to the node of a token through the relay at an address; None if it is not known."""
+        relay = self._relay_at(address)
+        here, there = self._own_trips().get(relay), self._told.of(token, relay)
+        return here + there if here is not None and there is not None else None
+
+    def is_shorter(self, token: bytes, address: str, used: str) -> bool | None:
+        """Tell whether one relay leads to a node clearly sooner than another; None if that is not known."""
+        one, other = self.trip_by(address, token), self.trip_by(used, token)
+        return None if one is None or other is None else is_clearly_shorter(one, other)
+
+    def shorter(self, token: bytes, used: str) -> RelayedWay | None:
+        """Return the best way to a node, if it is clearly shorter than the one through the relay at `used`."""
+        best = next(iter(self.ways(token)), None)
+        if not isinstance(best, RelayedWay) or not self.is_shorter(token, _text(best), used):
+            return None
+        return best
+
+    def trips(self) -> tuple[RelayTrip, ...]:
+        """Return the relays with which this node is registered, and how far they are, to tell other nodes."""
+        return to_tell(self._own_trips())
+
+    def told(self, token: bytes, trips: tuple[RelayTrip, ...]) -> None:
+        """Note how far the relays of another node are from there."""
+        if token:
+            self._told.told(token, trips)
+
+    def forget(self, token: bytes) -> None:
+        """Forget how far the relays of another node are from there."""
+        self._told.forget(token)
+
+    def _own_trips(self) -> dict[bytes, float]:
+        """Return how far each relay is from here, by its id; one may have several addresses, and several keys."""
+        own: dict[bytes, float] = {}
+        now = time.monotonic()
+        for each in self._registrations.values():
+            taken = None if each.problem or not each.relay else each.samples.shortest(now)
+            if taken is not None:
+                own[each.relay] = min(taken, own.get(each.relay, taken))
+        return own
+
+    def _relay_at(self, address: str) -> bytes:
+        """Return the id of the relay at an address; empty if this node is not registered there now."""
+        at = (each for each in self._registrations.values() if not each.problem and each.address is not None)
+        return next((each.relay for each in at if each.address is not None and _text(each.address) == address), b"")
 
     # What a registration reports
 
@@ -173,14 +221,14 @@ class Relays:
             for token in tokens:
                 self._found(token)
 
-    def take(self, taking: Coroutine[Any, Any, socket.socket], done: Callable[[], None]) -> None:
+    def take(self, taking: Callable[[], Coroutine[Any, Any, Any]], done: Callable[[], None]) -> None:
         """Give the acceptor the connection of a call when it is joined; call `done` then, or if it is not."""
         self._spawn(self._take(taking, done))
 
-    async def _take(self, taking: Coroutine[Any, Any, Any], done: Callable[[], None]) -> None:
+    async def _take(self, taking: Callable[[], Coroutine[Any, Any, Any]], done: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                sock = await taking
+                sock = await taking()
             self._acceptor.take(sock)
         except (OSError, TimeoutError, CoveyError) as error:  # the caller has given up, most likely
             logger.info("a call through a relay was not taken: %s", error or "no answer in time")
@@ -188,107 +236,6 @@ class Relays:
             done()
 
 
-class RelayRegistration:
-    """The registration of a node with one relay, under one key of its cluster."""
-
-    def __init__(self, relays: Relays, text: str, key: RelayKey) -> None:
-        self.text = text
-        self.address: tuple[str, int] | None = None
-        """Where the relay was last reached; None before that."""
-        self.problem = "not tried yet"
-        """Why the node is not registered; empty if it is."""
-        self._relays, self._key = relays, key
-        self._known: dict[bytes, None] = {}
-        self._calls, self._pace = 0, Bucket(CALLS_RATE, CALLS_BURST)
-        self._naming = Bucket(TOKENS_RATE, TOKENS_BURST)
-        self._task: asyncio.Task[None] | None = None
-
-    def end(self) -> None:
-        """Register no more."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def keep(self) -> None:
-        """Register, again whenever the connection ends, while the key is good and the relay wanted."""
-        self._task, pause = asyncio.current_task(), FIRST_PAUSE
-        while self._relays.is_good(self._key) and self._relays.is_wanted(self.text):
-            began = time.monotonic()
-            try:
-                await self._register()
-            except (OSError, TimeoutError, CoveyError) as error:
-                words = explain(error) if isinstance(error, OSError) else str(error)
-                is_news, self.problem = not self.problem, words or SILENCE
-                if is_news:
-                    logger.warning("the relay %s is lost: %s", self.text, self.problem)
-            if time.monotonic() - began > SILENT_SECONDS:
-                pause = FIRST_PAUSE
-            await asyncio.sleep(pause)
-            pause = min(PAUSE_LIMIT, 2 * pause)
-
-    async def _register(self) -> None:
-        """Connect to the first address of the relay that works, register, and attend to it until it ends."""
-        addresses = await aside(numeric, *parse_relay(self.text))
-        problem: Exception = ConnectError("it has no address")
-        for each in addresses:
-            try:
-                sock = await self._registered((each.ip, each.port))
-            except (OSError, TimeoutError, CoveyError) as error:
-                problem = error
-                continue
-            with sock:
-                self.address, self.problem = (each.ip, each.port), ""
-                self._known.clear()
-                await self._attend(sock)
-        raise problem
-
-    async def _registered(self, address: tuple[str, int]) -> socket.socket:
-        from covey.runtime.links.relayed import answer_of, challenged, connect_relay, send_message
-        from covey.wire.relay import TokenRegistered
-
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            sock = await connect_relay(address)
-            try:
-                challenge = await challenged(sock)
-                token, is_listed = self._relays.token, self._relays.is_listed
-                await send_message(sock, self._key.register(challenge, token, is_listed=is_listed))
-                if not isinstance(await answer_of(sock), TokenRegistered):
-                    raise ConnectError("it did not register this node")
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-
-    async def _attend(self, sock: socket.socket) -> None:
-        """Answer the relay until the connection ends, which raises."""
-        from covey.runtime.links.relayed import answer_of, send_message, take_call
-        from covey.wire.relay import IncomingCall, ListedTokens, StillThere
-
-        assert self.address is not None
-        while True:
-            async with asyncio.timeout(SILENT_SECONDS):
-                try:
-                    message = await answer_of(sock)
-                except ConnectionError as error:
-                    raise ConnectError("it closed the connection") from error
-                match message:
-                    case StillThere():
-                        await send_message(sock, message)
-                    case ListedTokens(tokens):
-                        self._named(tokens)
-                    case IncomingCall(call):
-                        if self._calls < CALLS_AT_ONCE and self._pace.take(time.monotonic()):
-                            self._calls += 1
-                            self._relays.take(take_call(self.address, call), self._call_done)
-                    case _:
-                        raise ConnectError(f"it sent {type(message).__name__} to a registered node")
-
-    def _call_done(self) -> None:
-        self._calls -= 1
-
-    def _named(self, tokens: tuple[bytes, ...]) -> None:
-        now = time.monotonic()
-        news = [token for token in tokens if token not in self._known and self._naming.take(now)]
-        self._known.update(dict.fromkeys(news))
-        for oldest in list(self._known)[:-TOKENS_KNOWN]:
-            del self._known[oldest]
-        self._relays.named(news)
+def _text(address: Where) -> str:
+    """Return the address of a relay as links name it."""
+    return f"{plain_ip(address[0])}:{address[1]}"

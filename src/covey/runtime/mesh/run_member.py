@@ -57,7 +57,7 @@ class RunMember:
         node.on_founded = self._generation_founded
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
-        node.relayed_ways = mesh.relays.ways
+        node.relayed_ways, node.relayed_trip = mesh.relays.ways, mesh.relays.round_trip
         mesh.problems.on_refused = node.generation_table.tell_of_refusal
 
     # Links

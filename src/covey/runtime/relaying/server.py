@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
+from covey.base.pace import Bucket
 from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
@@ -31,10 +32,12 @@ from covey.wire.frame import frame
 from covey.wire.relay import (
     CALL_BYTES,
     RELAY_CHALLENGE_BYTES,
+    RELAY_ID_BYTES,
     RELAY_VERSION,
     CallToken,
     RegisterToken,
     RelayChallenge,
+    RelayEcho,
     RelayRefusal,
     StillThere,
     TakeCall,
@@ -59,6 +62,8 @@ ACCEPTS_AT_ONCE: Final = 32
 SPARE_DESCRIPTORS: Final = 32
 SWEEP_SECONDS: Final = 2.0
 """How often pipes are checked for dead paths, and for having been idle for too long."""
+ECHO_RATE, ECHO_BURST = 2.0, 16.0
+"""Echoes for one registration, per second and at once; others are not answered."""
 LOG_SECONDS: Final = 10.0
 """Shortest time between two log lines about refused connections."""
 NOT_PROVED: Final = "the signature is not that of the cluster's key"
@@ -106,6 +111,7 @@ class RelayServer:
         """Take ownership of `listeners`; `clusters` returns the public keys of clusters that it serves, if not all."""
         self._listeners, self._limits, self._clusters = list(listeners), limits, clusters
         self._most = min(limits.connections, _descriptors() - SPARE_DESCRIPTORS - len(self._listeners))
+        self._id = secrets.token_bytes(RELAY_ID_BYTES)
         self._table = RelayTable(lambda: secrets.token_bytes(CALL_BYTES))
         self._driver = CoreDriver[RelayEffect](self._table, self)
         self._tasks = Tasks("the relay")
@@ -206,7 +212,7 @@ class RelayServer:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 challenge = secrets.token_bytes(RELAY_CHALLENGE_BYTES)
-                first = frame(encode_relay(RelayChallenge(RELAY_VERSION, challenge)))
+                first = frame(encode_relay(RelayChallenge(RELAY_VERSION, challenge, self._id)))
                 await asyncio.get_running_loop().sock_sendall(sock, first)
                 wanted = await receive_message(sock)
             is_stranger = False
@@ -232,10 +238,7 @@ class RelayServer:
                     self._driver.settle()
                 case _:
                     raise RemoteProtocolError(f"a client began with {type(wanted).__name__}")
-            while number in self._socks:
-                if not isinstance(await receive_message(sock), StillThere):
-                    raise RemoteProtocolError("a registration said something else than that it is there")
-                self._table.heard(number, time.monotonic())
+            await self._hear_registration(number, sock)
         except (OSError, TimeoutError, CoveyError) as error:
             self._drop(number)
             if not is_tenant:
@@ -251,6 +254,18 @@ class RelayServer:
                 _forget_one(self._strangers, source)
             if is_tenant:
                 _forget_one(self._tenants, source)
+
+    async def _hear_registration(self, number: int, sock: socket.socket) -> None:
+        """Note that a registration is there, and answer its echoes, until it ends."""
+        echoes = Bucket(ECHO_RATE, ECHO_BURST)
+        while number in self._socks:
+            said, now = await receive_message(sock), time.monotonic()
+            if isinstance(said, RelayEcho):
+                if echoes.take(now):
+                    self._send(number, said)
+            elif not isinstance(said, StillThere):
+                raise RemoteProtocolError("a registration said something else than that it is there")
+            self._table.heard(number, now)
 
     def _unproved(self, wanted: RegisterToken | CallToken, challenge: bytes) -> str:
         """Return why a registration or a call is refused, or ""."""

@@ -42,6 +42,7 @@ from covey.wire import (
     messages,
     objects,
     owner,
+    port_mapping,
     proofs,
     seal,
     secret,
@@ -546,7 +547,22 @@ def _array_seeds() -> list[bytes]:
     return [*packed, b"", packed[3] + b"\0", head, head + struct.pack("<Q", 1 << 40), cut]
 
 
+def _gateway_seeds() -> list[bytes]:
+    pcp = b"\x02\x81\0\0" + bytes(20) + bytes(12) + b"\x06\0\0\0\x12\x34\x56\x78"
+    four, six = bytes(10) + b"\xff\xff\x0a\0\0\x01", b"\xfd" + bytes(15)
+    pmp = [b"\0\x80" + bytes(10), b"\0\x82" + bytes(14), b"\0\x81\0\1" + bytes(4)]
+    bad = [b"", b"\x02\x81\0\0", b"\0\x80" + bytes(6), b"\x02\x01" + pcp[2:] + four, b"\0\x02" + bytes(14)]
+    return [pcp + four, pcp + six, *pmp, *bad]
+
+
 BY_HAND: Final = (
+    Target(
+        name="port_mapping",
+        read=port_mapping.read_answer,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=_gateway_seeds,
+    ),
     Target(
         name="call_arguments",
         read=call_targets.read_arguments,

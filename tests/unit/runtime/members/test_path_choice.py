@@ -118,3 +118,29 @@ def test_of_several_better_addresses_the_best_is_chosen() -> None:
     choice = PathChoice()
     assert choice.look(OLD, seen, 0.0) is None
     assert choice.look(OLD, seen, 1.0) == (THIRD, MoveReason.MEDIUM)
+
+
+def relay(milliseconds: float, network: str) -> Quality:
+    return Quality(0, True, milliseconds / 1000, network, is_relayed=True)
+
+
+def test_lanes_leave_a_relay_for_a_direct_way_whatever_its_round_trip() -> None:
+    direct = quality(WIRELESS, 400, "wlan0", is_routed=True)
+    assert looks(PathChoice(), 3, {OLD: relay(1, "r"), NEW: direct})[:2] == [None, MoveReason.DIRECT]
+
+
+def test_lanes_do_not_leave_a_direct_way_for_a_relay() -> None:
+    direct = quality(WIRELESS, 400, "wlan0", is_routed=True)
+    assert looks(PathChoice(), 6, {OLD: direct, NEW: relay(1, "r")}) == [None] * 6
+
+
+def test_lanes_move_to_a_relay_that_is_clearly_nearer_and_not_to_and_fro() -> None:
+    assert looks(PathChoice(), 2, {OLD: relay(30, "r"), NEW: relay(20, "s")}) == [None, MoveReason.RELAY]
+    assert looks(PathChoice(), 6, {OLD: relay(21, "r"), NEW: relay(20, "s")}) == [None] * 6
+
+
+def test_without_the_relay_in_use_a_direct_way_is_preferred_to_another_relay() -> None:
+    seen: dict[Where, Quality] = {NEW: relay(1, "s"), THIRD: quality(milliseconds=90, is_routed=True)}
+    choice = PathChoice()
+    choice.look(OLD, seen, 0.0)
+    assert choice.look(OLD, seen, 1.0) == (THIRD, MoveReason.UNREACHABLE)
