@@ -10,7 +10,7 @@ import pytest
 from tests.support.compiled import EXECUTORS, use_executors
 
 from covey.plan.choose import PLANNED_BYTES
-from covey.runtime.collectives import measuring, planner
+from covey.runtime.collectives import drift, measuring, planner, saved_links
 from covey.runtime.collectives.planner import PLAIN_CALLS
 from covey.runtime.group.internals import node_of
 from covey.testing.threads import run_threads
@@ -196,3 +196,92 @@ def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest
 
     first, *others = run_threads(3, body, plan="always")
     assert others == [first, first]
+
+
+def test_sums_that_take_much_longer_make_all_ranks_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure, slow = [], measuring.measure, threading.Event()
+    monkeypatch.setattr(drift, "CALLS", 2)
+    note = drift.Drift.note
+    # What ranks noted is exchanged as ever; only the clock is another.
+    monkeypatch.setattr(drift.Drift, "note", lambda self, _: note(self, 9.0 if slow.is_set() else 1.0))
+
+    def count(attempt: Any, *rest: Any) -> Any:
+        measured.append(attempt.slot)
+        return measure(attempt, *rest)
+
+    monkeypatch.setattr(planner, "measure", count)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, number) for number in range(PLAIN_CALLS + 1)]
+        measured_at = group.node.topology().measured_at
+        bits += [check_sum(group, number) for number in range(9)]
+        before = {(link.source, link.target): link.measured_at for link in group.node.topology().links}
+        group.barrier()
+        slow.set()
+        group.barrier()
+        bits += [check_sum(group, number) for number in range(6)]
+        after = {(link.source, link.target): link.measured_at for link in group.node.topology().links}
+        assert measured_at is not None
+        assert max(at or 0 for at in before.values()) > measured_at, "links of the plan were seen to hold later"
+        assert max(at or 0 for at in before.values()) < min(at or 0 for at in after.values())
+        return tuple(bits)
+
+    first, *others = run_threads(4, body, plan="always")
+    assert others == [first] * 3
+    assert sorted(measured) == sorted([0, 1, 2, 3] * 2)
+
+
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+def test_a_rank_whose_saved_figures_are_none_makes_all_ranks_measure(
+    figure: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(attempt: Any, rounds: list[int]) -> Any:
+        row = np.tile([FAST, 1e-3, 60.0], (len(rounds), 1))
+        if attempt.slot == 1:
+            row[0, 2 if figure == 1e300 else 0] = figure
+        return row
+
+    monkeypatch.setattr(saved_links, "_own_figures", kept)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, 0)]
+        assert group.node.topology().measured_at is None
+        bits += [check_sum(group, number) for number in range(1, PLAIN_CALLS + 1)]
+        assert not group.node.topology().is_earlier
+        return bits, chosen(group.explain(4 * COUNT))
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+
+
+def test_saved_figures_that_are_far_from_true_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = lambda _, rounds: np.tile([2e3, 1e-3, 60.0], (len(rounds), 1))  # noqa: E731
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, 0)]
+        top = group.node.topology()
+        assert top.is_earlier
+        assert all(link.bytes_per_second == 2e3 for link in top.links)
+        bits += [check_sum(group, number) for number in range(1, planner.CHECKING + 2)]
+        top = group.node.topology()
+        assert not top.is_earlier
+        assert all((link.bytes_per_second or 0) > 1e5 for link in top.links)
+        return bits, chosen(group.explain(4 * COUNT))
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+
+
+def test_nothing_is_measured_if_a_link_of_any_rank_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
+
+    monkeypatch.setattr(planner, "is_metered", lambda attempt: attempt.slot == 1)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]
+        return bits, group.explain(4 * COUNT).why
+
+    first, *others = run_threads(3, body, plan="always", lanes="tcp")
+    assert others == [first, first]
+    assert "metered" in first[1]

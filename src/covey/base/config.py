@@ -75,6 +75,7 @@ class GroupConfig:
     timeout: float = _default("timeout")
     insecure: bool = _default("insecure")
     interfaces: str = _default("interfaces")
+    metered: str = _default("metered")
     tls_ca: str = _default("tls_ca")
     tls_cert: str = _default("tls_cert")
     tls_key: str = _default("tls_key")

@@ -60,6 +60,19 @@ def test_the_graph_fits_its_terminal_and_shows_machines_and_speeds(width: int | 
     assert ("site 0 to site 1: 40 Mbit/s" in text) == (1 in sites)
 
 
+def test_the_graph_tells_how_old_the_figures_of_each_machine_are() -> None:
+    one = told((FAST, FAST, SLOW), (0, 0, 0))
+    ages = ((0.0, 0.0, 0.0), (-8.0, 0.0, 588.0), (-9.0, -10.0, 0.0))
+    members = tuple(msgspec.structs.replace(each, ages=row) for each, row in zip(one.members, ages, strict=True))
+    made = combined([msgspec.structs.replace(one, members=members)])
+    assert made is not None
+    lines = graph("train", made, 100).plain.splitlines()
+    shown = [next(line for line in lines if name in line) for name in NAMES]
+    assert [line.split("  ")[-1].strip() for line in shown] == ["12 s", "10 min", "10 min"]
+    short = msgspec.structs.replace(one.members[0], ages=(0.0,))
+    assert combined([msgspec.structs.replace(one, members=(short, *one.members[1:]))]) is None
+
+
 def test_a_run_that_has_not_measured_says_when_it_will() -> None:
     assert "third large all_reduce" in graph("train", combined([]), 60).plain.replace("\n", " ")
 

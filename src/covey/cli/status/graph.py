@@ -56,10 +56,10 @@ def _tree(found: RunNetwork, *, is_ascii: bool) -> list[Column]:
     """Return sites and their machines, with a bar for the slower direction of each."""
     middle, last, block = ("|- ", "`- ", "#") if is_ascii else ("├─ ", "└─ ", "█")
     fastest = max((_slower(host) for host in found.hosts), default=1.0)
-    rows: list[tuple[str, str, str, str, str, str]] = []
+    rows: list[tuple[str, str, str, str, str, str, str]] = []
     for site in range(len(found.network.trunks)):
         hosts = [host for host in found.hosts if host.site == site]
-        rows.append((f"site {site}", "", "", "", "", ""))
+        rows.append((f"site {site}", "", "", "", "", "", ""))
         for host in hosts:
             length = max(1, round(BAR * _slower(host) / fastest))
             rows.append(
@@ -70,6 +70,7 @@ def _tree(found: RunNetwork, *, is_ascii: bool) -> list[Column]:
                     spell_rate(host.down),
                     block * length,
                     "" if host.medium == "unknown" else host.medium,
+                    duration(host.age),
                 )
             )
     cells = list(zip(*rows, strict=True))
@@ -80,6 +81,7 @@ def _tree(found: RunNetwork, *, is_ascii: bool) -> list[Column]:
         Column("receives", cells[3], is_right=True),
         Column("", cells[4], leave_out=3),
         Column("medium", cells[5], leave_out=1),
+        Column("age", cells[6], is_right=True, leave_out=2),
     ]
 
 

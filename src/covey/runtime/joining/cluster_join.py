@@ -114,6 +114,7 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             config=config,
             acceptor=endpoint.acceptor,
             audit=endpoint.audit,
+            cluster=endpoint.cluster,
             contacts={},
             floor=floor,
             store=joiner.records.write,

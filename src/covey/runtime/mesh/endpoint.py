@@ -61,6 +61,8 @@ class Endpoint:
     follow: Callable[[Cluster], None] = lambda _cluster: None
     """Called with a changed cluster: credentials use its secret, and accept the one before while that is good."""
     audit: Auditor = SILENT
+    cluster: str = ""
+    """Differs between clusters, and stays when the secret changes; empty without a cluster."""
 
     def leave(self) -> None:
         """Stop listening and free everything, if no node has taken over. Not on the control loop."""
@@ -98,6 +100,7 @@ def cluster_endpoint(
     from covey.net.keys.identity import NodeIdentity
 
     pattern = parse_pattern(config.interfaces)
+    parse_pattern(config.metered)  # an error in it is one now, and not when a sum is under way
     with contextlib.ExitStack() as undo:
         usable = usable_interfaces(config.interfaces)
         own = identity if identity is not None else NodeIdentity.acquire(preferred=_id_in("COVEY_NODE_ID"))
@@ -147,7 +150,9 @@ def cluster_endpoint(
     def follow(changed: Cluster) -> None:
         credentials.become(_credentials_of(changed, own, organisation))
 
-    return Endpoint(credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit)
+    return Endpoint(
+        credentials, card, acceptor, contacts or {}, release, host_registry, objection, follow, audit, cluster.tag
+    )
 
 
 def _organisation(config: GroupConfig) -> Organisation | None:
