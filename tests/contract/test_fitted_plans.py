@@ -285,3 +285,24 @@ def test_nothing_is_measured_if_a_link_of_any_rank_is_metered(monkeypatch: pytes
     first, *others = run_threads(3, body, plan="always", lanes="tcp")
     assert others == [first, first]
     assert "metered" in first[1]
+
+
+def test_between_distant_hosts_medium_arrays_have_fitted_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = lambda _, rounds: np.tile([2e7, 0.2, 60.0], (len(rounds), 1))  # noqa: E731
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+    monkeypatch.setattr(planner, "CHANGE", 1e9)  # what the figures predict is far from what threads take
+
+    def body(group: Group) -> tuple[Any, ...]:
+        told, bits = [], []
+        for count in (1 << 17, COUNT, 1 << 17, 1 << 10):
+            x = values(group.rank, 1)[:count].copy()
+            group.all_reduce(x)
+            np.testing.assert_array_equal(x, sum(values(rank, 1)[:count] for rank in range(group.size)))
+            bits.append(x.tobytes())
+            told.append(chosen(group.explain(4 * count))[:6])
+        assert told[0][4].startswith("plain: "), "before a large sum the links are not known"
+        assert [each[0] for each in told[1:]] == ["direct", "direct", "doubling"]
+        return told, bits
+
+    first, *others = run_threads(5, body, plan="always")
+    assert others == [first] * 4

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from covey.plan.choose import all_reduce, all_reduce_algorithm
-from covey.plan.fit import fit, plan_of, predicted
+from covey.plan.fit import fit, is_distant, plan_of, predicted
 from covey.plan.network import infer
 from covey.runtime.collectives import network_report, saved_links
 from covey.runtime.collectives.drift import CHANGE, Drift
@@ -160,6 +160,25 @@ class Planner:
             kind.drift.note(seconds)
         self._spent += seconds
         self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * count * itemsize / seconds)
+
+    def fits_medium(self, nbytes: int, sizes: PlanSizes) -> bool:
+        """Tell whether sums of less than PLANNED_BYTES have fitted plans, too: between distant hosts, once it is known.
+
+        Smaller ones have the plan with the fewest rounds anyway. Equal on all ranks.
+        """
+        return self._is_on and self.network is not None and is_distant(self.network) and nbytes > sizes.doubling_bytes
+
+    def medium_plan(self, attempt: Attempt, count: int, itemsize: int, plain: Plan) -> Plan:
+        """Return the plan of a sum for which `fits_medium`: chosen by its predicted time, neither timed nor checked.
+
+        A step of an operation.
+        """
+        kind, network = self.classes.setdefault(size_class(count * itemsize), SizeClass()), self.network
+        assert network is not None
+        if kind.network is not network:
+            self._choose(attempt, kind, network, count, itemsize)
+        fitted = kind.choice.fitted
+        return plain if fitted is None else self._plan(attempt, fitted, count, itemsize)
 
     def _recall(self, attempt: Attempt) -> None:
         """Take over what was measured in an earlier attempt, if all ranks have the same figures of those present.

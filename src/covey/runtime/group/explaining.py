@@ -39,7 +39,7 @@ class PlanReport:
 
     nbytes: int
     algorithm: str
-    """`exchange`, `doubling`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between them."""
+    """`exchange`, `doubling`, `halving`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between."""
     order: tuple[int, ...]
     """The ranks in the order of the ring."""
     shares: tuple[float, ...]
@@ -82,9 +82,10 @@ def explain(engine: Engine, nbytes: int) -> PlanReport:
     attempt = engine.attempt
     is_alone = engine.node is None  # a run of one, or a process that was forked from a member
     plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
-    if is_alone or nbytes < PLANNED_BYTES or not attempt.fits_plans:
+    planner = None if is_alone else attempt.known_planner
+    is_small = nbytes < PLANNED_BYTES and (planner is None or not planner.fits_medium(nbytes, attempt.sizes))
+    if is_alone or is_small or not attempt.fits_plans:
         return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
-    planner = attempt.known_planner
     kind = SizeClass() if planner is None else planner.classes.get(size_class(nbytes), SizeClass())
     return _report(engine, attempt, nbytes, plain, planner, kind.choice.why, kind)
 

@@ -119,8 +119,15 @@ class Reductions(Issuer):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             keeps = weight is None and (operand is None or operand.is_own)
-            planner = attempt.planner() if flat.nbytes >= PLANNED_BYTES and algorithm is None else None
-            if planner is not None:
+            is_large = flat.nbytes >= PLANNED_BYTES
+            planner = None if algorithm is not None else attempt.planner() if is_large else attempt.known_planner
+            if planner is not None and not is_large:
+                if planner.fits_medium(flat.nbytes, attempt.sizes):
+                    fitted = planner.medium_plan(attempt, flat.size, flat.itemsize, plan)
+                    attempt.execute(fitted, (flat,), rule, keeps=keeps)
+                else:
+                    attempt.execute(plan, (flat,), rule, keeps=keeps)
+            elif planner is not None:
                 planner.reduce(
                     attempt, flat.size, flat.itemsize, plan,
                     lambda fitted: attempt.execute(fitted, (flat,), rule, keeps=keeps),
