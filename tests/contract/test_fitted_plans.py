@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
 
+from covey.base.errors import ConfigError
 from covey.plan.choose import PLANNED_BYTES
 from covey.runtime.collectives import drift, measuring, planner, saved_links
 from covey.runtime.collectives.planner import PLAIN_CALLS
@@ -306,3 +307,41 @@ def test_between_distant_hosts_medium_arrays_have_fitted_plans_too(monkeypatch: 
 
     first, *others = run_threads(5, body, plan="always")
     assert others == [first] * 4
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16"])
+def test_compressed_sums_use_the_fitted_order_and_shares_and_all_ranks_get_the_same_bits(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(attempt: Any, rounds: list[int]) -> Any:
+        speeds = [SLOW / 10 if 2 in (attempt.slot, (attempt.slot - step) % 4) else FAST for step in rounds]
+        return np.array([[speed, 1e-3, 60.0] for speed in speeds])
+
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+    monkeypatch.setattr(planner, "CHANGE", 1e9)  # what the figures predict is far from what threads take
+    count = (1 << 20) + 12345
+
+    def body(group: Group) -> tuple[Any, ...]:
+        rng = np.random.default_rng(group.rank)
+        inputs = [rng.standard_normal(count, np.float32) for _ in range(2)]
+        bits = []
+        for x in inputs:
+            exact = x.astype(np.float64)
+            group.all_reduce(exact, algorithm="ring")
+            group.all_reduce(x, compress=codec)
+            assert np.abs(x - exact).max() < (0.3 if codec == "int8" else 0.02), "four ranks encode each range once"
+            bits.append(x.tobytes())
+        report = group.explain(4 * count, compress=codec)
+        assert report.algorithm == "ring"
+        assert max(zip(report.shares, report.order, strict=True))[1] == 2, "the slow rank finishes most"
+        assert report.predicted_seconds is not None
+        assert report.codec.startswith(codec)
+        assert f"with {codec}" in str(report)
+        assert (codec == "int8") == (report.wire_bytes < 1.1 * count)
+        assert report.alternatives
+        with pytest.raises(ConfigError, match="fixed rate"):
+            group.explain(4 * count, compress="topk(0.1)")
+        return bits, chosen(report)
+
+    first, *others = run_threads(4, body, plan="always", lanes="tcp")
+    assert others == [first] * 3

@@ -201,7 +201,7 @@ def _others(network: Network) -> list[Candidate]:
         by_rounds = Fitted("halving", best if best != slots else (), (), (), 0.0)
         found.append(Candidate(by_rounds, "few rounds, and few bytes"))
     if len(set(order.hop_speeds(network, best))) > 1:
-        uneven = Fitted("ring", best, _ring_shares(network, best), (), 0.0)
+        uneven = Fitted("ring", best, ring_shares(network, best), (), 0.0)
         found.append(Candidate(uneven, "the order with the fastest slowest hop; slow ranks finish more"))
     hosts, sites = _several(network.hosts), _several(network.sites)
     if size <= levels.MOST_IN_STAR and not hosts:
@@ -225,7 +225,8 @@ def _several(numbers: Sequence[int]) -> Groups:
     return tuple(group for group in groups if 1 < len(group) < len(numbers))
 
 
-def _ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
+def ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Return by slot the shares with which a ring in this order ends soonest."""
     by_position = shares.ring(order.hop_speeds(network, slots))
     return tuple(by_position[slots.index(slot)] for slot in range(len(slots)))
 

@@ -24,17 +24,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.plan.choose import all_reduce, all_reduce_algorithm
-from covey.plan.fit import fit, is_distant, plan_of, predicted
+from covey.plan.choose import PLANNED_BYTES
+from covey.plan.fit import is_distant
 from covey.plan.network import infer
 from covey.runtime.collectives import network_report, saved_links
 from covey.runtime.collectives.drift import CHANGE, Drift
 from covey.runtime.collectives.measuring import measure
 from covey.runtime.collectives.metered import is_metered
+from covey.runtime.collectives.sums import PlainSums
 from covey.runtime.events import PLAN, Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from covey.plan.choose import PlanSizes
     from covey.plan.fit import Candidate, Fitted
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.measuring import MeasuredLinks
+    from covey.runtime.collectives.sums import Sums
 
 PLAIN_CALLS: Final = 2
 """Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
@@ -58,7 +60,6 @@ REVIEW_CALLS: Final = 64
 MOST_CALLS: Final = 1 << 20
 PATIENCE: Final = 0.2
 """The part of the time which is left to an operation that a measurement in it may take."""
-CACHED_PLANS: Final = 256
 GAIN: Final = 0.9
 """A plan replaces another one if it is predicted to take at most this part of its time."""
 NEVER: Final = 0
@@ -116,8 +117,8 @@ class Planner:
         """Whether all of it was measured in earlier runs."""
         self._seen: dict[tuple[int, int], float] = {}
         """By source and target: when sums over this link were last seen to take as long as before."""
-        self.classes: dict[int, SizeClass] = {}
-        self._plans: dict[tuple[Fitted, int, int], Plan] = {}
+        self.classes: dict[Hashable, SizeClass] = {}
+        """By `Sums.key`."""
         self._calls = self._calls_before = 0
         self._review_at = MEASURING
         self._plain_calls = PLAIN_CALLS
@@ -128,9 +129,25 @@ class Planner:
         self._spent = self._cost = self._speed = 0.0
         """Seconds of large sums since the last measurement, those of that measurement, and the fastest sum here."""
 
-    def reduce(self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]) -> None:
-        """Call `perform` with the plan to use for a sum of so many elements; `plain` is the plan of equal links."""
-        kind = self.classes.setdefault(size_class(count * itemsize), SizeClass())
+    def reduce_plain(
+        self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]
+    ) -> None:
+        """Call `perform` with the plan for a sum of an array that travels as it is; `plain` is that of equal links."""
+        sums = PlainSums(count, itemsize)
+
+        def run(fitted: Fitted | None) -> None:
+            perform(plain if fitted is None else sums.plan(attempt, fitted, attempt.slot))
+
+        if sums.nbytes >= PLANNED_BYTES:
+            self.reduce(attempt, sums, run)
+        elif self.fits_medium(sums.nbytes, attempt.sizes):
+            run(self._medium_plan(attempt, sums))
+        else:
+            perform(plain)
+
+    def reduce(self, attempt: Attempt, sums: Sums, perform: Callable[[Fitted | None], None]) -> None:
+        """Call `perform` with the plan to use for a sum; None is the plan for equal links."""
+        kind = self.classes.setdefault(sums.key, SizeClass())
         self._calls += 1
         if self._calls == 1:
             self._recall(attempt)
@@ -140,18 +157,17 @@ class Planner:
             self._review(attempt)
         if self.network is not None:
             if kind.network is not self.network and kind.calls >= self._plain_calls:
-                self._choose(attempt, kind, self.network, count, itemsize)
+                self._choose(attempt, kind, self.network, sums)
             elif (kind.choice.fitted is not None or self.is_earlier) and kind.calls == CHECKING:
                 self._check(attempt, kind)
             elif kind.drift.is_due:
-                self._compare(attempt, kind, count, itemsize)
+                self._compare(attempt, kind, sums)
         fitted = kind.choice.fitted
-        plan = plain if fitted is None else self._plan(attempt, fitted, count, itemsize)
         is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING)
         if is_timed:
             attempt.synchronize()
         began = time.perf_counter()
-        perform(plan)
+        perform(fitted)
         seconds = max(time.perf_counter() - began, 1e-9)
         kind.calls += 1
         if is_timed:
@@ -159,7 +175,7 @@ class Planner:
         else:
             kind.drift.note(seconds)
         self._spent += seconds
-        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * count * itemsize / seconds)
+        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * sums.nbytes / seconds)
 
     def fits_medium(self, nbytes: int, sizes: PlanSizes) -> bool:
         """Tell whether sums of less than PLANNED_BYTES have fitted plans, too: between distant hosts, once it is known.
@@ -168,17 +184,16 @@ class Planner:
         """
         return self._is_on and self.network is not None and is_distant(self.network) and nbytes > sizes.doubling_bytes
 
-    def medium_plan(self, attempt: Attempt, count: int, itemsize: int, plain: Plan) -> Plan:
+    def _medium_plan(self, attempt: Attempt, sums: Sums) -> Fitted | None:
         """Return the plan of a sum for which `fits_medium`: chosen by its predicted time, neither timed nor checked.
 
-        A step of an operation.
+        None is the plan for equal links. A step of an operation.
         """
-        kind, network = self.classes.setdefault(size_class(count * itemsize), SizeClass()), self.network
+        kind, network = self.classes.setdefault(sums.key, SizeClass()), self.network
         assert network is not None
         if kind.network is not network:
-            self._choose(attempt, kind, network, count, itemsize)
-        fitted = kind.choice.fitted
-        return plain if fitted is None else self._plan(attempt, fitted, count, itemsize)
+            self._choose(attempt, kind, network, sums)
+        return kind.choice.fitted
 
     def _recall(self, attempt: Attempt) -> None:
         """Take over what was measured in an earlier attempt, if all ranks have the same figures of those present.
@@ -248,16 +263,16 @@ class Planner:
             for i in range(size)
         )
 
-    def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, count: int, itemsize: int) -> None:
+    def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, sums: Sums) -> None:
         """Choose the plan of a size class, from a network that all ranks hold."""
-        sizes, used = attempt.sizes, kind.choice.fitted
-        candidates = fit(network, count, itemsize, sizes)
-        plain = next(each.fitted for each in candidates if self._is_plain(each.fitted, count * itemsize, sizes))
+        used = kind.choice.fitted
+        candidates = sums.ranked(attempt, network)
+        plain = next(each.fitted for each in candidates if sums.is_plain(attempt, each.fitted))
         best, why = candidates[0]
         if best != plain:
             why = f"{why}: {_ms(best.seconds)} predicted, {_ms(plain.seconds)} for the plain plan"
             if used is not None and _form(used) != _form(best):
-                before = predicted(used, network, count, itemsize, sizes)
+                before = sums.predicted(attempt, used, network)
                 if best.seconds > GAIN * before:
                     best, why = used._replace(seconds=before), kind.choice.why
         if used is None:
@@ -276,12 +291,6 @@ class Planner:
             self._take(attempt, kind, PlanChoice(best, f"{best.algorithm}: {why}", best.seconds))
         kind.drift.begin(has_changed=_form(earlier.fitted) != _form(kind.choice.fitted))
 
-    def _is_plain(self, fitted: Fitted, nbytes: int, sizes: PlanSizes) -> bool:
-        """Tell whether a plan is the one for equal links."""
-        lanes = "stream" if len(set(self.hosts)) > 1 else "ring"
-        algorithm = all_reduce_algorithm(len(self.hosts), nbytes, lanes, sizes)
-        return (fitted.algorithm, fitted.order, fitted.shares) == (algorithm, (), ())
-
     def _check(self, attempt: Attempt, kind: SizeClass) -> None:
         """Compare the times of a fitted plan with those of the plain one, and go back if that was faster.
 
@@ -298,7 +307,7 @@ class Planner:
         self._take(attempt, kind, PlanChoice(None, why, kind.plain_predicted))
         kind.measured = kind.plain
 
-    def _compare(self, attempt: Attempt, kind: SizeClass, count: int, itemsize: int) -> None:
+    def _compare(self, attempt: Attempt, kind: SizeClass, sums: Sums) -> None:
         """Let the ranks compare what sums take with what they took; measure before the next one if that differs."""
         holds = kind.drift.exchange(attempt)
         if holds is None:
@@ -306,12 +315,9 @@ class Planner:
         if not holds:
             self._suspect()
             return
-        now, size, fitted = time.time(), attempt.size, kind.choice.fitted
-        for slot in range(size):
-            if fitted is not None:
-                moves = plan_of(fitted, slot, size, count, itemsize, attempt.sizes)
-            else:
-                moves = all_reduce(slot, size, count, itemsize, attempt.lane_family, None, attempt.sizes)
+        now = time.time()
+        for slot in range(attempt.size):
+            moves = sums.plan(attempt, kind.choice.fitted, slot)
             self._seen |= {(slot, send.peer): now for send in moves.sends}
         network_report.tell(attempt, self, kind.choice.why)
 
@@ -333,21 +339,6 @@ class Planner:
         if engine.node is not None:
             generation = 0 if engine.generation is None else engine.generation.number
             engine.node.events.add(Event(PLAN, time.time(), generation, 0, text=f"{engine.name}: {choice.why}"))
-
-    def _plan(self, attempt: Attempt, fitted: Fitted, count: int, itemsize: int) -> Plan:
-        key = (fitted, count, itemsize)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= CACHED_PLANS:
-                self._plans.clear()
-            plan = plan_of(fitted, attempt.slot, attempt.size, count, itemsize, attempt.sizes)
-            self._plans[key] = plan
-        return plan
-
-
-def size_class(nbytes: int) -> int:
-    """Return a number that is equal for arrays of about one size."""
-    return nbytes.bit_length()
 
 
 def _form(fitted: Fitted | None) -> Fitted | None:

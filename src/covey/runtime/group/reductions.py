@@ -121,14 +121,8 @@ class Reductions(Issuer):
             keeps = weight is None and (operand is None or operand.is_own)
             is_large = flat.nbytes >= PLANNED_BYTES
             planner = None if algorithm is not None else attempt.planner() if is_large else attempt.known_planner
-            if planner is not None and not is_large:
-                if planner.fits_medium(flat.nbytes, attempt.sizes):
-                    fitted = planner.medium_plan(attempt, flat.size, flat.itemsize, plan)
-                    attempt.execute(fitted, (flat,), rule, keeps=keeps)
-                else:
-                    attempt.execute(plan, (flat,), rule, keeps=keeps)
-            elif planner is not None:
-                planner.reduce(
+            if planner is not None:
+                planner.reduce_plain(
                     attempt, flat.size, flat.itemsize, plan,
                     lambda fitted: attempt.execute(fitted, (flat,), rule, keeps=keeps),
                 )  # fmt: skip
