@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
 
+from covey.base.errors import ConfigError
 from covey.plan.choose import PLANNED_BYTES
-from covey.runtime.collectives import measuring, planner
+from covey.runtime.collectives import drift, measuring, planner, saved_links
 from covey.runtime.collectives.planner import PLAIN_CALLS
 from covey.runtime.group.internals import node_of
 from covey.testing.threads import run_threads
@@ -196,3 +197,151 @@ def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest
 
     first, *others = run_threads(3, body, plan="always")
     assert others == [first, first]
+
+
+def test_sums_that_take_much_longer_make_all_ranks_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure, slow = [], measuring.measure, threading.Event()
+    monkeypatch.setattr(drift, "CALLS", 2)
+    note = drift.Drift.note
+    # What ranks noted is exchanged as ever; only the clock is another.
+    monkeypatch.setattr(drift.Drift, "note", lambda self, _: note(self, 9.0 if slow.is_set() else 1.0))
+
+    def count(attempt: Any, *rest: Any) -> Any:
+        measured.append(attempt.slot)
+        return measure(attempt, *rest)
+
+    monkeypatch.setattr(planner, "measure", count)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, number) for number in range(PLAIN_CALLS + 1)]
+        measured_at = group.node.topology().measured_at
+        bits += [check_sum(group, number) for number in range(9)]
+        before = {(link.source, link.target): link.measured_at for link in group.node.topology().links}
+        group.barrier()
+        slow.set()
+        group.barrier()
+        bits += [check_sum(group, number) for number in range(6)]
+        after = {(link.source, link.target): link.measured_at for link in group.node.topology().links}
+        assert measured_at is not None
+        assert max(at or 0 for at in before.values()) > measured_at, "links of the plan were seen to hold later"
+        assert max(at or 0 for at in before.values()) < min(at or 0 for at in after.values())
+        return tuple(bits)
+
+    first, *others = run_threads(4, body, plan="always")
+    assert others == [first] * 3
+    assert sorted(measured) == sorted([0, 1, 2, 3] * 2)
+
+
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+def test_a_rank_whose_saved_figures_are_none_makes_all_ranks_measure(
+    figure: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(attempt: Any, rounds: list[int]) -> Any:
+        row = np.tile([FAST, 1e-3, 60.0], (len(rounds), 1))
+        if attempt.slot == 1:
+            row[0, 2 if figure == 1e300 else 0] = figure
+        return row
+
+    monkeypatch.setattr(saved_links, "_own_figures", kept)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, 0)]
+        assert group.node.topology().measured_at is None
+        bits += [check_sum(group, number) for number in range(1, PLAIN_CALLS + 1)]
+        assert not group.node.topology().is_earlier
+        return bits, chosen(group.explain(4 * COUNT))
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+
+
+def test_saved_figures_that_are_far_from_true_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = lambda _, rounds: np.tile([2e3, 1e-3, 60.0], (len(rounds), 1))  # noqa: E731
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, 0)]
+        top = group.node.topology()
+        assert top.is_earlier
+        assert all(link.bytes_per_second == 2e3 for link in top.links)
+        bits += [check_sum(group, number) for number in range(1, planner.CHECKING + 2)]
+        top = group.node.topology()
+        assert not top.is_earlier
+        assert all((link.bytes_per_second or 0) > 1e5 for link in top.links)
+        return bits, chosen(group.explain(4 * COUNT))
+
+    first, *others = run_threads(3, body, plan="always")
+    assert others == [first, first]
+
+
+def test_nothing_is_measured_if_a_link_of_any_rank_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
+
+    monkeypatch.setattr(planner, "is_metered", lambda attempt: attempt.slot == 1)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        bits = [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]
+        return bits, group.explain(4 * COUNT).why
+
+    first, *others = run_threads(3, body, plan="always", lanes="tcp")
+    assert others == [first, first]
+    assert "metered" in first[1]
+
+
+def test_between_distant_hosts_medium_arrays_have_fitted_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = lambda _, rounds: np.tile([2e7, 0.2, 60.0], (len(rounds), 1))  # noqa: E731
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+    monkeypatch.setattr(planner, "CHANGE", 1e9)  # what the figures predict is far from what threads take
+
+    def body(group: Group) -> tuple[Any, ...]:
+        told, bits = [], []
+        for count in (1 << 17, COUNT, 1 << 17, 1 << 10):
+            x = values(group.rank, 1)[:count].copy()
+            group.all_reduce(x)
+            np.testing.assert_array_equal(x, sum(values(rank, 1)[:count] for rank in range(group.size)))
+            bits.append(x.tobytes())
+            told.append(chosen(group.explain(4 * count))[:6])
+        assert told[0][4].startswith("plain: "), "before a large sum the links are not known"
+        assert [each[0] for each in told[1:]] == ["direct", "direct", "doubling"]
+        return told, bits
+
+    first, *others = run_threads(5, body, plan="always")
+    assert others == [first] * 4
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16"])
+def test_compressed_sums_use_the_fitted_order_and_shares_and_all_ranks_get_the_same_bits(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(attempt: Any, rounds: list[int]) -> Any:
+        speeds = [SLOW / 10 if 2 in (attempt.slot, (attempt.slot - step) % 4) else FAST for step in rounds]
+        return np.array([[speed, 1e-3, 60.0] for speed in speeds])
+
+    monkeypatch.setattr(saved_links, "_own_figures", row)
+    monkeypatch.setattr(planner, "CHANGE", 1e9)  # what the figures predict is far from what threads take
+    count = (1 << 20) + 12345
+
+    def body(group: Group) -> tuple[Any, ...]:
+        rng = np.random.default_rng(group.rank)
+        inputs = [rng.standard_normal(count, np.float32) for _ in range(2)]
+        bits = []
+        for x in inputs:
+            exact = x.astype(np.float64)
+            group.all_reduce(exact, algorithm="ring")
+            group.all_reduce(x, compress=codec)
+            assert np.abs(x - exact).max() < (0.3 if codec == "int8" else 0.02), "four ranks encode each range once"
+            bits.append(x.tobytes())
+        report = group.explain(4 * count, compress=codec)
+        assert report.algorithm == "ring"
+        assert max(zip(report.shares, report.order, strict=True))[1] == 2, "the slow rank finishes most"
+        assert report.predicted_seconds is not None
+        assert report.codec.startswith(codec)
+        assert f"with {codec}" in str(report)
+        assert (codec == "int8") == (report.wire_bytes < 1.1 * count)
+        assert report.alternatives
+        with pytest.raises(ConfigError, match="fixed rate"):
+            group.explain(4 * count, compress="topk(0.1)")
+        return bits, chosen(report)
+
+    first, *others = run_threads(4, body, plan="always", lanes="tcp")
+    assert others == [first] * 3

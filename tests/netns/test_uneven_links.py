@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 
 from covey.testing.netns import Lan
 
@@ -19,14 +20,14 @@ PREFIX = "covey-uneven"
 DEADLINE = 60.0
 MBIT = 1e6 / 8
 PROGRAM = """
-import json, sys, time, zlib
+import json, os, pathlib, sys, time, zlib
 import numpy as np
 import covey
 options = json.loads(sys.argv[1])
-count, number = options.pop("count"), options.pop("number")
+count, number, kept = options.pop("count"), options.pop("number"), options.pop("kept", False)
 places = (np.arange(count) % 251).astype(np.float32)
 with covey.join(**options) as group:
-    bits, times = [], []
+    bits, times, known = [], [], []
     for step in range(number):
         x = places * 4**group.rank + step
         group.barrier()
@@ -36,16 +37,21 @@ with covey.join(**options) as group:
         assert np.array_equal(x, places * sum(4**rank for rank in range(group.size)) + group.size * step)
         bits.append(zlib.crc32(x))
         times.append(group.all_reduce(taken, "max"))
+        known.append([group.node.topology().is_earlier, group.explain(4 * count).predicted_seconds])
     report = group.explain(4 * count)
     top = group.node.topology()
     events = [event.text for event in group.events() if event.kind == "plan"]
+    until = time.monotonic() + 20
+    while kept and not pathlib.Path(os.environ["COVEY_HOME"], "links").exists() and time.monotonic() < until:
+        time.sleep(0.01)
     group.barrier()
 print(json.dumps({
     "bits": bits, "times": times, "predicted": report.predicted_seconds, "measured": report.measured_seconds,
     "plan": [report.algorithm, report.order, report.shares, report.groups, report.why], "events": events,
     "rates": [[link.source, link.target, link.bytes_per_second] for link in top.links],
     "hosts": [[host.up, host.down] for host in top.hosts], "sites": top.sites,
-    "mediums": sorted({link.medium for link in top.links}),
+    "mediums": sorted({link.medium for link in top.links}), "known": known,
+    "ages": [time.time() - link.measured_at for link in top.links if link.measured_at],
 }))
 """
 
@@ -94,3 +100,79 @@ def test_between_two_sites_the_fitted_plan_is_much_faster_than_the_plain_one() -
     assert said[0]["sites"] == [[0, 2], [1, 3]]
     plain, fitted = min(said[0]["times"][:2]), min(said[0]["times"][3:])
     assert fitted < 0.67 * plain
+
+
+def test_the_next_run_plans_from_what_the_last_one_measured_unless_a_rank_has_nothing() -> None:
+    with Lan(hosts=3, rates=["400mbit", "400mbit", "50mbit"], prefix=PREFIX) as lan:
+        first = run(lan, 1 << 18, 4, secret="0" * 64, kept=True)
+        same(first, "bits", "plan", "rates", "known")
+        assert [known for known, _ in first[0]["known"]] == [False] * 4
+        assert [predicted for _, predicted in first[0]["known"]][:2] == [None, None]
+        second = run(lan, 1 << 18, 2, secret="0" * 64)
+        same(second, "bits", "plan", "rates", "hosts", "sites", "known")
+        assert [known for known, _ in second[0]["known"]] == [True, True], "no rank has measured"
+        assert None not in [predicted for _, predicted in second[0]["known"]], "the first sum has a plan"
+        assert second[0]["plan"][:4] == first[0]["plan"][:4]
+        assert second[0]["bits"] == first[0]["bits"][:2]
+        for each in ("rates", "hosts", "sites"):
+            assert second[0][each] == first[0][each]
+        assert max(second[0]["ages"]) > max(first[0]["ages"])
+        (lan.hosts[1].home / "links").unlink()
+        (lan.hosts[2].home / "links").write_bytes(b"damaged")
+        metered = run(lan, 1 << 18, 3, secret="0" * 64, settings={"metered": "eth*"})
+        assert "metered" in metered[0]["plan"][-1]
+        assert [predicted for _, predicted in metered[0]["known"]] == [None] * 3, "nothing is sent to measure"
+        third = run(lan, 1 << 18, 3, secret="0" * 64)
+        same(third, "bits", "plan", "known")
+        assert [known for known, _ in third[0]["known"]] == [False] * 3
+        assert [predicted is None for _, predicted in third[0]["known"]] == [True, True, False]
+
+
+CHANGED = """
+import json, sys, zlib
+import numpy as np
+import covey
+from covey.runtime.collectives import drift
+drift.CALLS = 3
+options = json.loads(sys.argv[1])
+places = (np.arange(1 << 18) % 251).astype(np.float32)
+with covey.join(**options) as group:
+    bits, told = [], []
+    def add(number):
+        for step in range(number):
+            x = places * 4**group.rank + step
+            group.all_reduce(x)
+            assert np.array_equal(x, places * sum(4**rank for rank in range(group.size)) + group.size * step)
+            bits.append(zlib.crc32(x))
+        top, report = group.node.topology(), group.explain(places.nbytes)
+        told.append([[host.up for host in top.hosts], report.predicted_seconds, report.why, len(bits)])
+    add(14)
+    print("steady", flush=True)
+    sys.stdin.readline()
+    add(10)
+print(json.dumps({"bits": bits, "told": told}))
+"""
+
+
+def test_a_link_that_becomes_slower_while_a_run_goes_on_is_measured_again_and_planned_for() -> None:
+    with Lan(hosts=3, rates=["400mbit"] * 3, prefix=PREFIX) as lan:
+        place = {"size": 3, "address": f"{lan.hosts[0].ip4}:47900", "insecure": True}
+        processes = [
+            host.popen([sys.executable, "-c", CHANGED, json.dumps({"rank": rank, **place})])
+            for rank, host in enumerate(lan.hosts)
+        ]
+        for process in processes:
+            assert pipes.stdout(process).readline() == "steady\n"
+        lan.shape(lan.hosts[2], "25mbit")
+        for process in processes:
+            pipes.stdin(process).write("\n")
+            pipes.stdin(process).flush()
+        said = []
+        for process in processes:
+            out, err = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 0, err
+            said.append(json.loads(out))
+    same(said, "bits", "told")
+    (before, *_), (after, *_) = said[0]["told"]
+    # A sixteenth of what it was; but bursts pass at once, and a busy machine measures less than there is.
+    assert before[2] > 2 * after[2], "what the third host sends was measured anew"

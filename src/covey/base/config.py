@@ -76,6 +76,7 @@ class GroupConfig:
     insecure: bool = _default("insecure")
     interfaces: str = _default("interfaces")
     map_port: bool = _default("map_port")
+    metered: str = _default("metered")
     tls_ca: str = _default("tls_ca")
     tls_cert: str = _default("tls_cert")
     tls_key: str = _default("tls_key")

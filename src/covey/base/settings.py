@@ -146,6 +146,11 @@ _ROWS: Final = (
         _NETWORK, "interfaces", Listing("patterns, separated by commas"), "",
         "Network interfaces to use: `eth*,!docker*,10.0.0.0/8`; empty: all that are up.",
     ),
+    _tuned(
+        _NETWORK, "metered", Listing("patterns, separated by commas"), "wwan*,ppp*,rmnet*",
+        "Network interfaces on which bytes cost money, as in `interfaces`; empty: none. If a rank uses one, nothing is "
+        "sent only to measure the links of its group.",
+    ),
     _variable(
         _NETWORK, "port", Number(1, 65535), str(PORTS[0]), "The first of 32 ports to try for listening.",
         files=ANY_FILE,

@@ -13,7 +13,7 @@ result to the blocks that lack it. So the time is at least
 
     max(S / min(up), S / min(down), 2 (k - 1) S / sum(up), 2 (k - 1) S / sum(down))
 
-where up and down are what each block can send to and receive from the others. Compression is not considered.
+where up and down are what each block can send to and receive from the others. For compressed sums, S is what travels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,16 @@ BUFFER_BYTES: Final = 64 << 10
 
 Shared = tuple[str, int, int]
 """A link that several pairs may share: ("up", host, 0), ("down", host, 0) or ("trunk", site, site)."""
+
+
+class CodecPace(NamedTuple):
+    """How long a rank works on what travels, in seconds per element; no rank sends or receives meanwhile."""
+
+    encode: float
+    decode: float
+
+
+NO_CODEC: Final = CodecPace(0.0, 0.0)
 
 
 def bound(network: Network, nbytes: int) -> float:
@@ -86,9 +96,18 @@ def capacity(network: Network, link: Shared) -> float:
     return (network.up if kind == "up" else network.down)[network.hosts.index(a)]
 
 
-def seconds(plans: Sequence[Plan], network: Network, itemsize: int) -> float:
-    """Return the predicted time of an operation whose slots run `plans`."""
-    return _Forecast(plans, network, itemsize).run()
+def seconds(
+    plans: Sequence[Plan],
+    network: Network,
+    itemsize: int,
+    codec: CodecPace = NO_CODEC,
+    encodes: Sequence[Sequence[bool]] = (),
+) -> float:
+    """Return the predicted time of an operation whose slots run `plans`.
+
+    `itemsize` is that of elements as they travel. `encodes` has for each slot the sends that are encoded before.
+    """
+    return _Forecast(plans, network, itemsize, codec, encodes).run()
 
 
 class _Way:
@@ -114,8 +133,16 @@ class _Way:
 class _Forecast:
     """Follows all plans. Transfers are taken in the order in which their sends begin."""
 
-    def __init__(self, plans: Sequence[Plan], network: Network, itemsize: int) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        network: Network,
+        itemsize: int,
+        codec: CodecPace,
+        encodes: Sequence[Sequence[bool]],
+    ) -> None:
         self._plans, self._network, self._itemsize = plans, network, itemsize
+        self._codec, self._encodes = codec, encodes
         self._ways: dict[tuple[int, int], _Way] = {}
         self._free_at: dict[Shared, float] = {}
         self._sent: list[list[float]] = [[0.0] for _ in plans]  # when so many sends were done
@@ -158,7 +185,10 @@ class _Forecast:
         way = self._ways.get((slot, target))
         if way is None:
             way = self._ways[slot, target] = _Way(self._network, slot, target, self._itemsize)
-        start = max(done[-1], got[after], way.free_at) + TRANSFER_SECONDS
+        ready = max(done[-1], got[after])
+        if self._encodes and self._encodes[slot][len(done) - 1]:
+            ready += length * self._codec.encode
+        start = max(ready, way.free_at) + TRANSFER_SECONDS
         end = start + length * way.pace
         for link, pace in way.links:
             free_at = max(self._free_at.get(link, 0.0), start) + length * pace
@@ -173,7 +203,7 @@ class _Forecast:
         end = max(end, way.reached[near] - way.latency + behind * way.pace)
         way.free_at = end
         done.append(max(start, end - min(length, way.hold) * way.pace))
-        self._arrived[target] = end + way.latency
+        self._arrived[target] = max(end + way.latency, self._applied[target][-1]) + length * self._codec.decode
         self._apply(target)
         self._apply(slot)
         self._consider(slot)

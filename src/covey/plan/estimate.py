@@ -41,6 +41,24 @@ def ring(network: Network, order: Sequence[int], weights: Sequence[int], nbytes:
     return busiest + passing * max(owned)
 
 
+def halving(network: Network, nbytes: int) -> float:
+    """Return the seconds of recursive halving and doubling: every rank sends to ranks at all distances.
+
+    The first rounds move most bytes, and each of them waits for the slowest pair. Ranks beyond a power of two send all
+    they have to another one first, and get all of it back.
+    """
+    slots = range(len(network.hosts))
+    doubled = 1 << (len(slots).bit_length() - 1)
+    slowest = min(rate for i in slots for j, rate in enumerate(network.rates[i]) if i != j)
+    slowest = min(slowest, *(capacity(network, ("trunk", a, b)) / doubled for a, row in enumerate(network.trunks)
+                             for b in range(len(row)) if a != b), *network.up, *network.down)  # fmt: skip
+    farthest = max(map(max, network.round_trips)) / 2
+    rounds, moved = 2 * (doubled.bit_length() - 1), 2 * (doubled - 1) / doubled * nbytes
+    if doubled < len(slots):
+        rounds, moved = rounds + 2, moved + 2 * nbytes
+    return moved / slowest + rounds * (farthest + TRANSFER_SECONDS)
+
+
 def levelled(network: Network, groups: Groups, weights: Sequence[int], nbytes: int, piece: int) -> float:
     """Return the seconds of a plan in levels.
 

@@ -9,8 +9,9 @@ from functools import lru_cache
 from math import fsum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.plan import choose, cost, doubling, estimate, levels, order, ring, shares, trees
+from covey.plan import choose, cost, doubling, estimate, halving, levels, order, ring, shares, trees
 from covey.plan.moves import renamed
+from covey.plan.network import NEAR_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,9 +48,9 @@ class Fitted(NamedTuple):
     """A plan of all_reduce for one network and size, as data: hashable, equal on all ranks."""
 
     algorithm: str
-    """"exchange", "doubling", "direct", "ring" or "levels"."""
+    """"exchange", "doubling", "halving", "direct", "ring" or "levels"."""
     order: tuple[int, ...]
-    """The slots in the order of the ring, or of the rounds of "doubling"; empty for 0, 1, 2 and so on."""
+    """The slots in the order of the ring, or of the rounds of "doubling" and "halving"; empty for 0, 1, 2 and so on."""
     shares: tuple[int, ...]
     """By slot, of shares.WHOLE: the part of the array that the slot finishes; empty for equal parts."""
     groups: Groups
@@ -70,7 +71,7 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
     """Return the plans for `count` elements, with their predicted times: the chosen one, then the others, best first.
 
     The chosen one is the plain one, which `choose.all_reduce` returns, unless another is clearly faster; if all links
-    are equal it is always the plain one.
+    are equal and no two hosts are distant it is always the plain one.
     """
     size = len(network.hosts)
     plain = _plain(network, count * itemsize, sizes)
@@ -85,9 +86,16 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
     near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
     best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
     before, after = timed[0].fitted.seconds, best.fitted.seconds
-    if size < 3 or order.is_even(network) or after * GAIN > before or before - after < LEAST_GAIN:
+    is_plain = order.is_even(network) and not is_distant(network)
+    if size < 3 or is_plain or after * GAIN > before or before - after < LEAST_GAIN:
         best = timed[0]
     return (best, *(each for each in ranked if each is not best))
+
+
+@lru_cache(maxsize=64)
+def is_distant(network: Network) -> bool:
+    """Tell whether a round trip is so long that the number of rounds of a plan matters."""
+    return max(map(max, network.round_trips)) > NEAR_SECONDS
 
 
 @lru_cache(maxsize=256)
@@ -139,6 +147,8 @@ def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, size
         return renamed(ring.all_reduce(position, size, count, max(1, segment), weights), slots)
     if fitted.algorithm == "doubling":
         return renamed(doubling.all_reduce(position, size, count), slots)
+    if fitted.algorithm == "halving":
+        return renamed(halving.all_reduce(position, size, count), slots)
     lanes = "ring" if fitted.groups else "stream"
     return renamed(choose.all_reduce(position, size, count, itemsize, lanes, fitted.algorithm, sizes), slots)
 
@@ -154,8 +164,10 @@ def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
 
 
 def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
-    """Return the seconds of a ring, a direct exchange or a plan in levels, from the sums of what links carry."""
+    """Return the seconds of any plan but "doubling", from the sums of what links carry."""
     size = len(network.hosts)
+    if fitted.algorithm == "halving":
+        return estimate.halving(network, nbytes)
     if fitted.algorithm == "ring":
         slots = fitted.order or tuple(range(size))
         weights = [fitted.shares[slot] for slot in slots] if fitted.shares else [1] * size
@@ -185,8 +197,11 @@ def _others(network: Network) -> list[Candidate]:
         Candidate(Fitted("ring", best if best != slots else (), (), (), 0.0), "the order with the fastest slowest hop"),
         Candidate(Fitted("doubling", best if best != slots else (), (), (), 0.0), "the fewest rounds"),
     ]
+    if is_distant(network):
+        by_rounds = Fitted("halving", best if best != slots else (), (), (), 0.0)
+        found.append(Candidate(by_rounds, "few rounds, and few bytes"))
     if len(set(order.hop_speeds(network, best))) > 1:
-        uneven = Fitted("ring", best, _ring_shares(network, best), (), 0.0)
+        uneven = Fitted("ring", best, ring_shares(network, best), (), 0.0)
         found.append(Candidate(uneven, "the order with the fastest slowest hop; slow ranks finish more"))
     hosts, sites = _several(network.hosts), _several(network.sites)
     if size <= levels.MOST_IN_STAR and not hosts:
@@ -210,7 +225,8 @@ def _several(numbers: Sequence[int]) -> Groups:
     return tuple(group for group in groups if 1 < len(group) < len(numbers))
 
 
-def _ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
+def ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Return by slot the shares with which a ring in this order ends soonest."""
     by_position = shares.ring(order.hop_speeds(network, slots))
     return tuple(by_position[slots.index(slot)] for slot in range(len(slots)))
 

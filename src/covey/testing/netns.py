@@ -200,6 +200,12 @@ class Lan:
         _remove(self._folder, [*(host.namespace for host in self.hosts), *self._bridges])
         self.hosts, self.switches = [], []
 
+    def shape(self, host: Host, rate: str, network: int = 0) -> None:
+        """Change the speed of a host's link, as in `rates`, while processes use it."""
+        up, _, down = rate.partition("/")
+        _shape(host.namespace, f"eth{network}", up)
+        _shape(self._bridges[network], host.name, down or up)
+
     def _make_hosts(self) -> None:
         for index in range(self._size):
             host = Host(f"host{index}", index, self._folder)
@@ -236,9 +242,7 @@ class Lan:
                 f"link set {port} master br{site} up",
             )
             if rate:
-                up, _, down = rate.partition("/")
-                _shape(host.namespace, device, up)
-                _shape(middle, port, down or up)
+                self.shape(host, rate, network)
 
     def _make_switch(self, network: int) -> None:
         self.switches.append(switch := Switch(seed=network))
@@ -261,8 +265,8 @@ class Lan:
 
 
 def _shape(namespace: str, device: str, rate: str) -> None:
-    """Let a device send at most so fast."""
-    _call(["tc", "-n", namespace, *f"qdisc add dev {device} root tbf rate {rate} burst 256kb latency 20ms".split()])
+    """Let a device send at most so fast, from now on."""
+    _call(["tc", "-n", namespace, *f"qdisc replace dev {device} root tbf rate {rate} burst 256kb latency 20ms".split()])
 
 
 def _make_namespace(name: str) -> None:

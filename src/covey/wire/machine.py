@@ -7,13 +7,10 @@ node's own. TLS proves the node's own key, so no other node can use the signatur
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from covey.base.errors import AuthError
 from covey.wire.owner import is_signed
-
-if TYPE_CHECKING:
-    from covey.wire.messages import Card
 
 _LABEL: Final = b"covey/1/machine"
 
@@ -23,7 +20,20 @@ def machine_words(node_id: bytes) -> bytes:
     return _LABEL + node_id
 
 
-def machine_of(card: Card) -> bytes:
+class Endorsed(Protocol):
+    """A card, or what is known of a node from its card."""
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def machine(self) -> bytes: ...
+
+    @property
+    def endorsement(self) -> bytes: ...
+
+
+def machine_of(card: Endorsed) -> bytes:
     """Return the id of the machine of a node: the key that signed for it, or its own.
 
     Raises:

@@ -30,6 +30,8 @@ class NetworkMember(Worded, frozen=True, array_like=True):
     rates: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     """What it sends to each member."""
     round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    ages: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """How much older than the network, or younger, the figures of the link to each member are; empty if none is."""
 
 
 class MeasuredNetwork(Worded, frozen=True, array_like=True):

@@ -10,7 +10,8 @@ import pytest
 from covey.cli.doctor.facts import Facts, Machine
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.limits import limit_of, limiting_links
-from covey.cli.status.graph import graph, svg
+from covey.cli.status.drawing import svg
+from covey.cli.status.graph import graph
 from covey.cli.status.network import RunNetwork, combined
 from covey.wire.network import MeasuredNetwork, NetworkMember, decode_network, encode_network
 
@@ -58,6 +59,19 @@ def test_the_graph_fits_its_terminal_and_shows_machines_and_speeds(width: int | 
     if width is None or width >= 80:
         assert "wireless" in text
     assert ("site 0 to site 1: 40 Mbit/s" in text) == (1 in sites)
+
+
+def test_the_graph_tells_how_old_the_figures_of_each_machine_are() -> None:
+    one = told((FAST, FAST, SLOW), (0, 0, 0))
+    ages = ((0.0, 0.0, 0.0), (-8.0, 0.0, 588.0), (-9.0, -10.0, 0.0))
+    members = tuple(msgspec.structs.replace(each, ages=row) for each, row in zip(one.members, ages, strict=True))
+    made = combined([msgspec.structs.replace(one, members=members)])
+    assert made is not None
+    lines = graph("train", made, 100).plain.splitlines()
+    shown = [next(line for line in lines if name in line) for name in NAMES]
+    assert [line.split("  ")[-1].strip() for line in shown] == ["12 s", "10 min", "10 min"]
+    short = msgspec.structs.replace(one.members[0], ages=(0.0,))
+    assert combined([msgspec.structs.replace(one, members=(short, *one.members[1:]))]) is None
 
 
 def test_a_run_that_has_not_measured_says_when_it_will() -> None:
@@ -117,3 +131,56 @@ def test_the_doctor_names_the_machine_that_limits_a_run_and_what_a_cable_would_c
 def test_the_doctor_says_nothing_of_equal_links_and_of_a_machine_that_is_slow_like_others() -> None:
     assert limit_of("train", found((FAST, FAST, FAST))) is None
     assert limit_of("train", found((FAST, SLOW, SLOW))) is None
+
+
+def many(sites: tuple[int, ...], names: tuple[str, ...]) -> RunNetwork:
+    """Return a run of machines at these sites."""
+    size, number = len(sites), max(sites) + 1
+    members = tuple(
+        NetworkMember(
+            bytes([slot]) * 32, f"{slot}", f"{names[slot % len(names)]}{slot}", slot, sites[slot], FAST, SLOW,
+            (THIN,) * size, (1e-3,) * size,
+        )
+        for slot in range(size)
+    )  # fmt: skip
+    trunks = tuple((THIN,) * number for _ in range(number))
+    plan = "ring: the order with the fastest slowest hop; slow ranks finish more: 5.92 s predicted"
+    made = combined([MeasuredNetwork(members, trunks, 12.0, "0", "wireless", plan)])
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [(0, 1), (0, 0, 1, 1), (0,) * 8, (0, 0, 0, 1, 1, 1, 2, 2), (0,) * 16, tuple(range(16)), (0,) * 30 + (1,) * 3],
+    ids=["2", "4", "8", "8 at 3", "16", "16 apart", "33 at 2"],
+)
+@pytest.mark.parametrize("names", [("anna",), ("a-laptop-with-a-very-long-name.example.org",)])
+def test_in_the_picture_no_text_leaves_its_place_and_no_boxes_overlap(
+    sites: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    root = ET.fromstring(svg([("train", many(sites, names)), ("other", many((0, 1), names))]))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [each for each in root.iter(f"{space}text") if each.text]
+    for text in texts:
+        anchored = {"end": 1.0, "middle": 0.5}.get(text.attrib.get("text-anchor", ""), 0.0)
+        left = float(text.attrib["x"]) - anchored * 6.4 * len(text.text or "")
+        assert left >= 0, text.text
+        assert left + 6.4 * len(text.text or "") <= width, text.text
+        assert float(text.attrib["y"]) < height
+    boxes = [
+        tuple(float(each.attrib[name]) for name in ("x", "y", "width", "height"))
+        for each in root.iter(f"{space}rect")
+        if each.attrib.get("class") == "grid"
+    ]
+    assert len(boxes) == max(sites) + 3
+    for at, (x, y, wide, high) in enumerate(boxes):
+        assert x + wide <= width
+        assert y + high <= height
+        for a, b, wider, higher in boxes[:at]:
+            assert x >= a + wider or a >= x + wide or y >= b + higher or b >= y + high
+    shown = [text.text or "" for text in texts]
+    assert sum("rank " in text for text in shown) == len(sites) + 2
+    if max(sites) > 1:
+        assert "from site 2" in shown

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.plan.cases import SIZES, counts
-from tests.unit.plan.networks import NETWORKS, random_network, small_sizes, two_sites
+from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes, two_sites
 
 from covey.plan import check, choose
 from covey.plan.fit import PLAIN, Fitted, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
+from covey.testing.network_simulation import simulated
 
 DEFAULT = choose.DEFAULT_SIZES
 
@@ -68,3 +69,31 @@ def test_the_first_plan_is_the_fastest_or_the_plain_one_and_the_others_follow_by
         assert first.fitted.seconds <= min(times) * (1.08 if first.fitted.algorithm == "ring" else 1)
     else:
         assert min(times) * 1.08 * 1.05 > plain.fitted.seconds
+
+
+@pytest.mark.parametrize(("size", "kib"), [(3, 1024), (4, 8192), (5, 512), (5, 8192), (8, 512), (8, 2048), (16, 512)])
+def test_equal_links_between_distant_hosts_get_the_plan_that_the_simulator_finds_best(size: int, kib: int) -> None:
+    network, count = uniform(size, 100 * MBIT, round_trip=0.2), kib << 8
+    first, *others = fit(network, count, 4, DEFAULT)
+
+    def taken(fitted: Fitted) -> float:
+        return simulated([plan_of(fitted, rank, size, count, 4, DEFAULT) for rank in range(size)], network, 4)
+
+    plain = next(each for each in (first, *others) if each.why == PLAIN)
+    assert plain.fitted.algorithm == "ring"
+    assert (first.why != PLAIN) == ((size, kib) != (5, 8192))
+    real = taken(first.fitted)
+    assert real == pytest.approx(first.fitted.seconds, rel=0.25)
+    assert real <= (1.05 if size < 4 else 1.0) * taken(plain.fitted)
+    for other in others[:2]:
+        assert real <= 1.15 * taken(other.fitted)
+
+
+def test_many_distant_hosts_get_few_rounds_for_medium_arrays_and_few_bytes_for_large_ones() -> None:
+    network = uniform(32, 100 * MBIT, round_trip=0.2)
+    assert [fit(network, mib << 18, 4, DEFAULT)[0].fitted.algorithm for mib in (1, 64)] == ["doubling", "halving"]
+
+
+def test_equal_links_between_hosts_that_are_near_keep_their_plan() -> None:
+    assert fit(uniform(8, 100 * MBIT, round_trip=1.9e-3), 1 << 18, 4, DEFAULT)[0].why == PLAIN
+    assert fit(uniform(8, 100 * MBIT, round_trip=2.1e-2), 1 << 18, 4, DEFAULT)[0].why != PLAIN

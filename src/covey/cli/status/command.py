@@ -129,7 +129,8 @@ def take(visit: Visit, *, has_events: bool) -> Picture:
 
 def _draw(visit: Visit, console: Console, path: Path | None, *, is_shown: bool) -> None:
     """Show the links of all runs, or write them to a file; exit with 1 if there is no run."""
-    from covey.cli.status.graph import graph, svg  # most calls do not draw
+    from covey.cli.status.drawing import svg
+    from covey.cli.status.graph import graph  # most calls do not draw
 
     found = networks(visit)
     for name, network in found.items():

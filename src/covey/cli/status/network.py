@@ -27,6 +27,8 @@ class NetworkHost:
     """Bytes per second, to and from other machines."""
     medium: str
     """`wired`, `wireless`, `virtual`; `unknown` if its nodes did not answer."""
+    age: float = 0.0
+    """Seconds since the oldest figure of its links was measured, or seen to hold."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def combined(told: Iterable[MeasuredNetwork]) -> RunNetwork | None:
                 network.up[first],
                 network.down[first],
                 next((mediums[key] for slot in slots if (key := latest.members[slot].name) in mediums), "unknown"),
+                _age(latest, slots),
             )
         )
     return RunNetwork(network, tuple(found), latest.age, latest.plan)
@@ -80,7 +83,7 @@ def _network(told: MeasuredNetwork) -> Network | None:
     size, sites = len(members), {each.site for each in members}
     if size < 2 or sites != set(range(len(told.trunks))) or any(len(row) != len(sites) for row in told.trunks):
         return None
-    if any(len(each.rates) != size or len(each.round_trips) != size for each in members):
+    if any(len(row) != size for each in members for row in (each.rates, each.round_trips, each.ages or each.rates)):
         return None
     return Network(
         tuple(each.host for each in members),
@@ -91,6 +94,14 @@ def _network(told: MeasuredNetwork) -> Network | None:
         tuple(each.site for each in members),
         tuple(tuple(map(_known, row)) for row in told.trunks),
     )
+
+
+def _age(told: MeasuredNetwork, slots: list[int]) -> float:
+    """Return the age of the oldest figure of links between members of one machine and others."""
+    members = told.members
+    ends = [(i, j) for i in slots for j in range(len(members)) if j not in slots]
+    more = [members[a].ages[b] for i, j in ends for a, b in ((i, j), (j, i)) if members[a].ages]
+    return max(0.0, told.age + max(more, default=0.0))
 
 
 def _known(speed: float) -> float:

@@ -61,6 +61,8 @@ class MeasuredLinks(NamedTuple):
     """Seconds between two slots."""
     at: float
     """When, in seconds since 1970, by the clock of this rank. All else is equal on all ranks."""
+    ages: tuple[tuple[float, ...], ...] = ()
+    """By source and target: how many seconds before that a figure was measured, in an earlier run; empty for none."""
 
     def among(self, ranks: tuple[Rank, ...]) -> MeasuredLinks | None:
         """Return what was measured among some of the ranks; None if another rank is with them."""
@@ -78,7 +80,8 @@ class MeasuredLinks(NamedTuple):
             for flows in self.rounds
         )
         trips = tuple(tuple(self.round_trips[one][other] for other in kept) for one in kept)
-        return MeasuredLinks(ranks, tuple(flows for flows in rounds if flows), trips, self.at)
+        ages = tuple(tuple(self.ages[one][other] for other in kept) for one in kept) if self.ages else ()
+        return MeasuredLinks(ranks, tuple(flows for flows in rounds if flows), trips, self.at, ages)
 
 
 def steps(size: int) -> list[int]:

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 from covey.wire.network import MeasuredNetwork, NetworkMember
 
 if TYPE_CHECKING:
-    from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.planner import Planner, Times
     from covey.runtime.members.peers import Peer
     from covey.wire.messages import Card
 
 
-def tell(attempt: Attempt, network: Network, measured_at: float, plan: str) -> None:
+def tell(attempt: Attempt, planner: Planner, plan: str) -> None:
     """Let the node of this process tell a network that its ranks hold; the one of another group is replaced."""
-    engine = attempt.engine
-    if engine.node is None:
+    engine, network = attempt.engine, planner.network
+    if engine.node is None or network is None:
         return
+    times = planner.times()
+    measured_at = oldest(times)
     members = []
     for slot, rank in enumerate(attempt.ranks):
         known: Peer | Card = engine.roster.peer(rank) or engine.node.card
@@ -33,10 +35,16 @@ def tell(attempt: Attempt, network: Network, measured_at: float, plan: str) -> N
                 _finite(network.down[slot]),
                 tuple(map(_finite, network.rates[slot])),
                 network.round_trips[slot],
+                tuple(measured_at - at for at in times[slot]),
             )
         )
     trunks = tuple(tuple(map(_finite, row)) for row in network.trunks)
     engine.node.measured = measured_at, MeasuredNetwork(tuple(members), trunks, 0.0, engine.node.card.name, "", plan)
+
+
+def oldest(times: Times) -> float:
+    """Return when the first of all figures was measured."""
+    return min((at for i, row in enumerate(times) for j, at in enumerate(row) if i != j), default=0.0)
 
 
 def _finite(speed: float) -> float:

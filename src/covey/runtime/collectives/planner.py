@@ -2,8 +2,12 @@
 
 The first large sums of an attempt use the plain plan, and are timed. Before the next one, at a call with a fixed
 number, the ranks measure the links (`measuring`), and choose a plan for each size class: all from the same figures, so
-all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of the time. A
-fitted plan stays chosen only if it turns out to be faster than the plain one.
+all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of the time, or when
+sums take much longer or shorter than they did (`drift`). A fitted plan stays chosen only if it turns out to be faster
+than the plain one.
+
+If earlier runs have measured all links (`saved_links`), the ranks choose from those figures at the first large sum, and
+measure soon if sums do not take about the predicted time.
 
 All of this belongs to one attempt: when ranks are lost, the next attempt begins anew, with what was measured before if
 all ranks have the same.
@@ -20,15 +24,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.plan.choose import all_reduce_algorithm
-from covey.plan.fit import fit, plan_of, predicted
+from covey.plan.choose import PLANNED_BYTES
+from covey.plan.fit import is_distant
 from covey.plan.network import infer
-from covey.runtime.collectives import network_report
+from covey.runtime.collectives import network_report, saved_links
+from covey.runtime.collectives.drift import CHANGE, Drift
 from covey.runtime.collectives.measuring import measure
+from covey.runtime.collectives.metered import is_metered
+from covey.runtime.collectives.sums import PlainSums
 from covey.runtime.events import PLAN, Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from covey.plan.choose import PlanSizes
     from covey.plan.fit import Candidate, Fitted
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.measuring import MeasuredLinks
+    from covey.runtime.collectives.sums import Sums
 
 PLAIN_CALLS: Final = 2
 """Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
@@ -52,12 +60,16 @@ REVIEW_CALLS: Final = 64
 MOST_CALLS: Final = 1 << 20
 PATIENCE: Final = 0.2
 """The part of the time which is left to an operation that a measurement in it may take."""
-CACHED_PLANS: Final = 256
 GAIN: Final = 0.9
 """A plan replaces another one if it is predicted to take at most this part of its time."""
+NEVER: Final = 0
+"""The number of no call."""
 UNKNOWN: Final = math.inf
 SPEED: Final = 1e7
 """Bytes per second that are assumed if what a rank says is not a speed."""
+
+Times = tuple[tuple[float, ...], ...]
+"""By source and target, in seconds since 1970."""
 
 
 class PlanChoice(NamedTuple):
@@ -71,6 +83,7 @@ class PlanChoice(NamedTuple):
 
 
 FIRST: Final = PlanChoice(None, "plain: the links are not measured yet", UNKNOWN)
+METERED: Final = PlanChoice(None, "plain: a link is metered, so nothing is sent to measure the links", UNKNOWN)
 
 
 class SizeClass:
@@ -88,6 +101,7 @@ class SizeClass:
         self.candidates: tuple[Candidate, ...] = ()
         self.network: Network | None = None
         """What the choice was made from."""
+        self.drift = Drift()
 
 
 class Planner:
@@ -98,56 +112,111 @@ class Planner:
         self.hosts = hosts
         self.network: Network | None = None
         """What was measured; None before, and if ranks do not agree on it."""
-        self.measured_at = 0.0
-        """When it was measured, in seconds since 1970."""
-        self.classes: dict[int, SizeClass] = {}
-        self._plans: dict[tuple[Fitted, int, int], Plan] = {}
+        self.measured: MeasuredLinks | None = None
+        self.is_earlier = False
+        """Whether all of it was measured in earlier runs."""
+        self._seen: dict[tuple[int, int], float] = {}
+        """By source and target: when sums over this link were last seen to take as long as before."""
+        self.classes: dict[Hashable, SizeClass] = {}
+        """By `Sums.key`."""
         self._calls = self._calls_before = 0
         self._review_at = MEASURING
         self._plain_calls = PLAIN_CALLS
         self._is_on = True
         """Whether the ranks agree on what they know of each other."""
+        self._is_suspected = self._is_metered = False
+        """Whether links seem to have changed, and whether bytes over a link of any rank cost money. Equal on all."""
         self._spent = self._cost = self._speed = 0.0
         """Seconds of large sums since the last measurement, those of that measurement, and the fastest sum here."""
 
-    def reduce(self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]) -> None:
-        """Call `perform` with the plan to use for a sum of so many elements; `plain` is the plan of equal links."""
-        kind = self.classes.setdefault(size_class(count * itemsize), SizeClass())
+    def reduce_plain(
+        self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]
+    ) -> None:
+        """Call `perform` with the plan for a sum of an array that travels as it is; `plain` is that of equal links."""
+        sums = PlainSums(count, itemsize)
+
+        def run(fitted: Fitted | None) -> None:
+            perform(plain if fitted is None else sums.plan(attempt, fitted, attempt.slot))
+
+        if sums.nbytes >= PLANNED_BYTES:
+            self.reduce(attempt, sums, run)
+        elif self.fits_medium(sums.nbytes, attempt.sizes):
+            run(self._medium_plan(attempt, sums))
+        else:
+            perform(plain)
+
+    def reduce(self, attempt: Attempt, sums: Sums, perform: Callable[[Fitted | None], None]) -> None:
+        """Call `perform` with the plan to use for a sum; None is the plan for equal links."""
+        kind = self.classes.setdefault(sums.key, SizeClass())
         self._calls += 1
         if self._calls == 1:
             self._recall(attempt)
-        elif self._is_on and self._calls == self._review_at:
+        if self._is_metered and kind.choice is FIRST:
+            kind.choice = METERED
+        if self._is_on and self._calls == self._review_at:
             self._review(attempt)
         if self.network is not None:
             if kind.network is not self.network and kind.calls >= self._plain_calls:
-                self._choose(attempt, kind, self.network, count, itemsize)
-            elif kind.choice.fitted is not None and kind.calls == CHECKING:
+                self._choose(attempt, kind, self.network, sums)
+            elif (kind.choice.fitted is not None or self.is_earlier) and kind.calls == CHECKING:
                 self._check(attempt, kind)
+            elif kind.drift.is_due:
+                self._compare(attempt, kind, sums)
         fitted = kind.choice.fitted
-        plan = plain if fitted is None else self._plan(attempt, fitted, count, itemsize)
         is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING)
         if is_timed:
             attempt.synchronize()
         began = time.perf_counter()
-        perform(plan)
+        perform(fitted)
         seconds = max(time.perf_counter() - began, 1e-9)
         kind.calls += 1
         if is_timed:
             kind.timed.append(seconds)
+        else:
+            kind.drift.note(seconds)
         self._spent += seconds
-        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * count * itemsize / seconds)
+        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * sums.nbytes / seconds)
+
+    def fits_medium(self, nbytes: int, sizes: PlanSizes) -> bool:
+        """Tell whether sums of less than PLANNED_BYTES have fitted plans, too: between distant hosts, once it is known.
+
+        Smaller ones have the plan with the fewest rounds anyway. Equal on all ranks.
+        """
+        return self._is_on and self.network is not None and is_distant(self.network) and nbytes > sizes.doubling_bytes
+
+    def _medium_plan(self, attempt: Attempt, sums: Sums) -> Fitted | None:
+        """Return the plan of a sum for which `fits_medium`: chosen by its predicted time, neither timed nor checked.
+
+        None is the plan for equal links. A step of an operation.
+        """
+        kind, network = self.classes.setdefault(sums.key, SizeClass()), self.network
+        assert network is not None
+        if kind.network is not network:
+            self._choose(attempt, kind, network, sums)
+        return kind.choice.fitted
 
     def _recall(self, attempt: Attempt) -> None:
-        """Take over what was measured in an earlier attempt, if all ranks have the same figures of those present."""
+        """Take over what was measured in an earlier attempt, if all ranks have the same figures of those present.
+
+        If there is nothing, take over what earlier runs have measured, if that is complete.
+        """
         engine = attempt.engine
         before = None if engine.measured is None else engine.measured.among(attempt.ranks)
         known = 0 if before is None else zlib.crc32(repr((before.rounds, before.round_trips)).encode())
         is_same, is_known = _agrees(attempt, zlib.crc32(repr(self.hosts).encode()), known)
         self._is_on = is_same
-        if is_same and is_known and before is not None:
+        if not is_same:
+            return
+        if not is_known or before is None:
+            before = engine.measured = saved_links.recalled(attempt)
+            self.is_earlier = before is not None
+        if before is not None:
             self._plain_calls = 0
             self._use(attempt, before)
             self._review_at = REVIEW_CALLS
+        self._is_metered = _is_any(attempt, is_here=is_metered(attempt))
+        if self._is_metered:
+            self._review_at = NEVER
 
     def _review(self, attempt: Attempt) -> None:
         """Measure the links, or put that off if it would take too large a part of the time."""
@@ -160,7 +229,7 @@ class Planner:
         if PATIENCE * left < LEAST_SECONDS:
             self._review_at = self._calls + REVIEW_CALLS
             return
-        if cost and spent * COST < cost:
+        if cost and spent * COST < cost and not self._is_suspected:
             each = spent / (self._calls - self._calls_before)
             calls = math.ceil((cost / COST - spent) / each)
             self._review_at = self._calls + max(1, min(calls, MOST_CALLS))
@@ -169,25 +238,41 @@ class Planner:
         found = measure(attempt, min(MOST_SECONDS, PATIENCE * left, max(LEAST_SECONDS, cost or spent)), speed)
         self._cost, self._spent = time.perf_counter() - began, 0.0
         self._calls_before, self._review_at = self._calls, self._calls + REVIEW_CALLS
+        self._is_suspected = False
         if found is not None:
             attempt.engine.measured = found
+            self.is_earlier = False
             self._use(attempt, found)
+            saved_links.keep(attempt, found)
 
     def _use(self, attempt: Attempt, measured: MeasuredLinks) -> None:
         self.network = infer(self.hosts, measured.rounds, measured.round_trips)
-        self.measured_at = measured.at
-        network_report.tell(attempt, self.network, measured.at, "")
+        self.measured = measured
+        self._seen.clear()
+        network_report.tell(attempt, self, "")
 
-    def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, count: int, itemsize: int) -> None:
+    def times(self) -> Times:
+        """Return when the figures of each link were measured, or last seen to hold, by source and target."""
+        measured, size = self.measured, len(self.hosts)
+        assert measured is not None
+        return tuple(
+            tuple(
+                max(measured.at - (measured.ages[i][j] if measured.ages else 0.0), self._seen.get((i, j), 0.0))
+                for j in range(size)
+            )
+            for i in range(size)
+        )
+
+    def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, sums: Sums) -> None:
         """Choose the plan of a size class, from a network that all ranks hold."""
-        sizes, used = attempt.sizes, kind.choice.fitted
-        candidates = fit(network, count, itemsize, sizes)
-        plain = next(each.fitted for each in candidates if self._is_plain(each.fitted, count * itemsize, sizes))
+        used = kind.choice.fitted
+        candidates = sums.ranked(attempt, network)
+        plain = next(each.fitted for each in candidates if sums.is_plain(attempt, each.fitted))
         best, why = candidates[0]
         if best != plain:
             why = f"{why}: {_ms(best.seconds)} predicted, {_ms(plain.seconds)} for the plain plan"
             if used is not None and _form(used) != _form(best):
-                before = predicted(used, network, count, itemsize, sizes)
+                before = sums.predicted(attempt, used, network)
                 if best.seconds > GAIN * before:
                     best, why = used._replace(seconds=before), kind.choice.why
         if used is None:
@@ -195,6 +280,7 @@ class Planner:
         else:
             kind.plain = UNKNOWN  # it was timed when the links were others
         kind.candidates, kind.network, kind.plain_predicted = candidates, network, plain.seconds
+        earlier = kind.choice
         if not _agrees(attempt, zlib.crc32(repr((candidates, best)).encode()))[0]:
             why = "plain: the ranks found different plans in the same figures"  # as if they rounded differently
             self._take(attempt, kind, PlanChoice(None, why, plain.seconds))
@@ -203,16 +289,17 @@ class Planner:
             self._take(attempt, kind, PlanChoice(None, why, plain.seconds))
         else:
             self._take(attempt, kind, PlanChoice(best, f"{best.algorithm}: {why}", best.seconds))
-
-    def _is_plain(self, fitted: Fitted, nbytes: int, sizes: PlanSizes) -> bool:
-        """Tell whether a plan is the one for equal links."""
-        lanes = "stream" if len(set(self.hosts)) > 1 else "ring"
-        algorithm = all_reduce_algorithm(len(self.hosts), nbytes, lanes, sizes)
-        return (fitted.algorithm, fitted.order, fitted.shares) == (algorithm, (), ())
+        kind.drift.begin(has_changed=_form(earlier.fitted) != _form(kind.choice.fitted))
 
     def _check(self, attempt: Attempt, kind: SizeClass) -> None:
-        """Compare the times of a fitted plan with those of the plain one, and go back if that was faster."""
+        """Compare the times of a fitted plan with those of the plain one, and go back if that was faster.
+
+        If figures of earlier runs predicted something else, the ranks measure before the next call.
+        """
         measured = _agreed(attempt, kind)
+        ratio = measured / kind.choice.predicted
+        if self.is_earlier and not 1 / CHANGE <= ratio <= CHANGE:
+            self._suspect()
         if measured < kind.plain or measured == UNKNOWN:
             kind.measured = measured
             return
@@ -220,32 +307,38 @@ class Planner:
         self._take(attempt, kind, PlanChoice(None, why, kind.plain_predicted))
         kind.measured = kind.plain
 
+    def _compare(self, attempt: Attempt, kind: SizeClass, sums: Sums) -> None:
+        """Let the ranks compare what sums take with what they took; measure before the next one if that differs."""
+        holds = kind.drift.exchange(attempt)
+        if holds is None:
+            return
+        if not holds:
+            self._suspect()
+            return
+        now = time.time()
+        for slot in range(attempt.size):
+            moves = sums.plan(attempt, kind.choice.fitted, slot)
+            self._seen |= {(slot, send.peer): now for send in moves.sends}
+        network_report.tell(attempt, self, kind.choice.why)
+
+    def _suspect(self) -> None:
+        """Measure before the next call, because links seem to have changed."""
+        if self._is_metered:
+            return
+        self._is_suspected = True
+        self._review_at = min(self._review_at, self._calls + 1)
+
     def _take(self, attempt: Attempt, kind: SizeClass, choice: PlanChoice) -> None:
         before, kind.choice = kind.choice, choice
         if _form(before.fitted) == _form(choice.fitted):
             return
         kind.calls, kind.measured = 0, UNKNOWN
         if self.network is not None:
-            network_report.tell(attempt, self.network, self.measured_at, choice.why)
+            network_report.tell(attempt, self, choice.why)
         engine = attempt.engine
         if engine.node is not None:
             generation = 0 if engine.generation is None else engine.generation.number
             engine.node.events.add(Event(PLAN, time.time(), generation, 0, text=f"{engine.name}: {choice.why}"))
-
-    def _plan(self, attempt: Attempt, fitted: Fitted, count: int, itemsize: int) -> Plan:
-        key = (fitted, count, itemsize)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= CACHED_PLANS:
-                self._plans.clear()
-            plan = plan_of(fitted, attempt.slot, attempt.size, count, itemsize, attempt.sizes)
-            self._plans[key] = plan
-        return plan
-
-
-def size_class(nbytes: int) -> int:
-    """Return a number that is equal for arrays of about one size."""
-    return nbytes.bit_length()
 
 
 def _form(fitted: Fitted | None) -> Fitted | None:
@@ -258,6 +351,13 @@ def _agrees(attempt: Attempt, *digests: int) -> list[bool]:
     figures = np.array([sign * each for each in digests for sign in (1, -1)], np.int64)
     attempt.all_reduce(figures, "min")
     return [bool(least == -most != 0) for least, most in figures.reshape(-1, 2)]
+
+
+def _is_any(attempt: Attempt, *, is_here: bool) -> bool:
+    """Tell whether something is so on any rank."""
+    flags = np.array([is_here], np.int64)
+    attempt.all_reduce(flags, "max")
+    return bool(flags[0])
 
 
 def _agreed(attempt: Attempt, kind: SizeClass) -> float:

@@ -141,7 +141,7 @@ def _nothing() -> None:
 def _reviewed(attempt: Attempt, auto: Auto, size: Size, known: _Class, *, is_first: bool) -> Choice:
     """Exchange figures with all ranks, and return what they choose."""
     codecs = [codec for codec, error in ERRORS.items() if error <= auto.max_error]
-    speeds = [speed for codec in codecs for speed in _speed(codec)]
+    speeds = [speed for codec in codecs for speed in codec_speed(codec)]
     figures = np.array([known.plain, known.coded, *(1 / speed for speed in speeds)], np.float64)
     figures[2:] *= -1  # the least of all is the slowest
     attempt.all_reduce(figures, "min")
@@ -162,7 +162,7 @@ def _reviewed(attempt: Attempt, auto: Auto, size: Size, known: _Class, *, is_fir
 
 
 @functools.cache
-def _speed(codec: Codec) -> Speed:
+def codec_speed(codec: Codec) -> Speed:
     """Return how fast this process runs a codec."""
     x: NDArray[np.float32] = np.random.default_rng(0).standard_normal(SAMPLE_ELEMENTS, np.float32)
     wire = np.empty(codec.wire_bytes(x.size), np.uint8)

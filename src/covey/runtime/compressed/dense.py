@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from covey.plan import choose, direct, ring
 from covey.plan.coded import CodedPlan, coded
+from covey.plan.cost import CodecPace
+from covey.plan.fit_coded import PLAIN_RING, CodedArray, coded_plan_of, fit_coded, predicted
 from covey.plan.moves import elements_sent
+from covey.runtime.collectives.sums import size_class
+from covey.runtime.compressed.automatic import codec_speed
 from covey.runtime.compressed.coder import PlanCoder, salt_of
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from numpy.typing import NDArray
 
     from covey.base.numbers import Slot
     from covey.compress.codec import Codec
+    from covey.plan.fit import Candidate, Fitted
+    from covey.plan.moves import Plan
+    from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
 
     Floats = NDArray[np.float32]
@@ -25,6 +34,8 @@ SEGMENT_BYTES: Final = 256 << 10
 """Encoded bytes of one transfer: while it travels, the next one is encoded."""
 CACHED_PLANS: Final = 256
 ALL_REDUCE: Final = ("direct", "ring")
+UNKNOWN_SPEED: Final = 1e9
+"""Bytes of float32 per second that are assumed if what a rank says is not a speed."""
 
 
 def all_reduce(
@@ -35,12 +46,26 @@ def all_reduce(
     What this rank's encoding loses is in `residual`.
     Added to this rank's next input, the residuals of all ranks make up for the whole error of this result.
     """
-    plan = _all_reduce_plan(attempt.slot, attempt.size, x.size, codec, attempt.lane_family, algorithm)
     wire = np.empty(codec.wire_bytes(x.size), np.uint8)
     contributors = attempt.size if divides else None
-    coder = PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt), contributors=contributors, residual=residual)
-    attempt.execute(plan.plan, [wire], coder=coder)
-    return elements_sent(plan.plan)  # which are bytes
+    sent = 0
+
+    def perform(fitted: Fitted | None) -> None:
+        nonlocal sent
+        if fitted is None:
+            plan = _all_reduce_plan(attempt.slot, attempt.size, x.size, codec, attempt.lane_family, algorithm)
+        else:
+            plan = _fitted_plan(fitted, attempt.slot, attempt.size, x.size, codec, attempt.sizes)
+        coder = PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt), contributors=contributors, residual=residual)
+        attempt.execute(plan.plan, [wire], coder=coder)
+        sent = elements_sent(plan.plan)  # which are bytes
+
+    planner = attempt.planner() if wire.nbytes >= choose.PLANNED_BYTES and algorithm is None else None
+    if planner is None:
+        perform(None)
+    else:
+        planner.reduce(attempt, CodedSums(x.size, codec), perform)
+    return sent
 
 
 def reduce_scatter(attempt: Attempt, parts: list[Floats], codec: Codec, *, divides: bool) -> Floats:
@@ -74,6 +99,58 @@ def check_algorithm(algorithm: str | None) -> None:
     """Raise ConfigError if a compressed all_reduce has no such algorithm."""
     if algorithm not in (None, *ALL_REDUCE):
         raise choose.unknown("a compressed all_reduce", algorithm, ALL_REDUCE)
+
+
+class CodedSums(NamedTuple):
+    """Sums of arrays that travel encoded; see `collectives.sums`."""
+
+    elements: int
+    codec: Codec
+
+    @property
+    def key(self) -> Hashable:
+        return size_class(self.nbytes), self.codec
+
+    @property
+    def nbytes(self) -> int:
+        return self.codec.wire_bytes(self.elements)
+
+    def ranked(self, attempt: Attempt, network: Network) -> tuple[Candidate, ...]:
+        return fit_coded(network, self._array(), self._pace(attempt), attempt.sizes)
+
+    def is_plain(self, attempt: Attempt, fitted: Fitted) -> bool:
+        return fitted[:3] == PLAIN_RING[:3] and attempt.size > 2
+
+    def predicted(self, attempt: Attempt, fitted: Fitted, network: Network) -> float:
+        return predicted(fitted, network, self._array(), attempt.prepared[self.codec, "pace"], attempt.sizes)
+
+    def plan(self, attempt: Attempt, fitted: Fitted | None, slot: int) -> Plan:
+        return coded_plan_of(fitted or PLAIN_RING, slot, attempt.size, self._array(), attempt.sizes)
+
+    def _array(self) -> CodedArray:
+        return coded_array(self.elements, self.codec)
+
+    def _pace(self, attempt: Attempt) -> CodecPace:
+        """Return the pace of the slowest rank; all ranks exchange theirs, once an attempt."""
+        known: CodecPace | None = attempt.prepared.get((self.codec, "pace"))
+        if known is None:
+            figures = np.array(codec_speed(self.codec), np.float64)
+            attempt.all_reduce(figures, "min")
+            slowest = [float(each) if np.isfinite(each) and each > 0 else UNKNOWN_SPEED for each in figures]
+            known = CodecPace(*(4 * self.codec.unit / speed for speed in slowest))
+            attempt.prepared[self.codec, "pace"] = known
+        return known
+
+
+def coded_array(count: int, codec: Codec) -> CodedArray:
+    """Return an array of so many elements as plans for a codec see it."""
+    return CodedArray(_units(count, codec), max(1, codec.wire_bytes(codec.unit)), _segment(codec))
+
+
+@lru_cache(CACHED_PLANS)
+def _fitted_plan(fitted: Fitted, rank: int, size: int, count: int, codec: Codec, sizes: choose.PlanSizes) -> CodedPlan:
+    plan = coded_plan_of(fitted, rank, size, coded_array(count, codec), sizes)
+    return coded(plan, (count,), codec.unit, codec.wire_bytes, is_copy=False)
 
 
 @lru_cache(CACHED_PLANS)

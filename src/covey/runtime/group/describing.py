@@ -11,6 +11,7 @@ from covey.runtime.group.issuer import Issuer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.compress.codec import Codec
     from covey.runtime.collectives.roster import LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
@@ -104,15 +105,19 @@ class Description(Issuer):
 
         return group_metrics(self._engine, self._savings.total)
 
-    def explain(self, nbytes: int) -> PlanReport:
+    def explain(self, nbytes: int, compress: str | Codec | None = None) -> PlanReport:
         """Return the plan with which an all_reduce of so many bytes is made now, why, and what the others would take.
 
         Between three or more ranks on several machines, large sums use the plan that fits the links, which the ranks
-        measure together at the third large sum; `print` shows all of it. Nothing is sent.
-        """
-        from covey.runtime.group.explaining import explain  # most programs do not ask
+        measure together at the third large sum; `print` shows all of it. Nothing is sent. With `compress`, a codec like
+        "int8", it is the plan of a compressed sum of so many bytes of float32.
 
-        return explain(self._engine, nbytes)
+        Raises:
+            ConfigError: `compress` is not a codec whose transfers have a fixed size.
+        """
+        from covey.runtime.group.explaining import explain, explain_coded  # most programs do not ask
+
+        return explain(self._engine, nbytes) if compress is None else explain_coded(self._engine, nbytes, compress)
 
     @property
     def node(self) -> Node:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from covey.base.errors import ConfigError
 from covey.base.setting_kinds import show_bytes
+from covey.compress.codec import Codec
 from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm
 from covey.plan.cost import bound
 from covey.plan.fit import fit
-from covey.runtime.collectives.planner import SizeClass, size_class
+from covey.runtime.collectives.planner import SizeClass
+from covey.runtime.collectives.sums import size_class
 from covey.runtime.group.topology import Topology, topology
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ class PlanReport:
 
     nbytes: int
     algorithm: str
-    """`exchange`, `doubling`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between them."""
+    """`exchange`, `doubling`, `halving`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between."""
     order: tuple[int, ...]
     """The ranks in the order of the ring."""
     shares: tuple[float, ...]
@@ -57,9 +60,14 @@ class PlanReport:
     """The plans that were not chosen, the best one first."""
     topology: Topology
     """The network that the plan was made for."""
+    codec: str = ""
+    """What encodes the transfers; empty if they are not encoded."""
+    wire_bytes: int = 0
+    """The bytes of the array as they travel, if they are encoded."""
 
     def __str__(self) -> str:
-        lines = [f"{show_bytes(self.nbytes)}: {self.algorithm} ({self.why})"]
+        coded = f" with {self.codec}, {show_bytes(self.wire_bytes)}" if self.codec else ""
+        lines = [f"{show_bytes(self.nbytes)}{coded}: {self.algorithm} ({self.why})"]
         if self.algorithm == "ring":
             lines.append(f"  order: {' -> '.join(map(str, self.order))}")
         if self.shares:
@@ -82,19 +90,50 @@ def explain(engine: Engine, nbytes: int) -> PlanReport:
     attempt = engine.attempt
     is_alone = engine.node is None  # a run of one, or a process that was forked from a member
     plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
-    if is_alone or nbytes < PLANNED_BYTES or not attempt.fits_plans:
+    planner = None if is_alone else attempt.known_planner
+    is_small = nbytes < PLANNED_BYTES and (planner is None or not planner.fits_medium(nbytes, attempt.sizes))
+    if is_alone or is_small or not attempt.fits_plans:
         return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
-    planner = attempt.known_planner
     kind = SizeClass() if planner is None else planner.classes.get(size_class(nbytes), SizeClass())
     return _report(engine, attempt, nbytes, plain, planner, kind.choice.why, kind)
 
 
+def explain_coded(engine: Engine, nbytes: int, compress: str | Codec) -> PlanReport:
+    """Return the plan of a compressed sum of `nbytes` of float32, as all ranks have it now."""
+    from covey.compress.parsing import parse
+    from covey.runtime.compressed.dense import CodedSums
+
+    codec = parse(compress)
+    if not isinstance(codec, Codec):
+        raise ConfigError(f"compress={compress!r} has no plan of its own; use a codec with a fixed rate, like 'int8'")
+    attempt, sums = engine.attempt, CodedSums(max(1, nbytes // ITEM_BYTES), codec)
+    is_alone = engine.node is None
+    plain = "direct" if is_alone or attempt.size == 2 or attempt.lane_family == "ring" else "ring"
+    if is_alone or sums.nbytes < PLANNED_BYTES or not attempt.fits_plans:
+        why = _why_plain(engine, attempt, sums.nbytes)
+        report = _report(engine, attempt, sums.nbytes, plain, None, why, SizeClass())
+    else:
+        planner = attempt.known_planner
+        kind = SizeClass() if planner is None else planner.classes.get(sums.key, SizeClass())
+        report = _report(engine, attempt, sums.nbytes, plain, planner, kind.choice.why, kind, has_fit=False)
+    return replace(report, nbytes=nbytes, codec=str(codec), wire_bytes=sums.nbytes)
+
+
 def _report(
-    engine: Engine, attempt: Attempt, nbytes: int, plain: str, planner: Planner | None, why: str, kind: SizeClass
+    engine: Engine,
+    attempt: Attempt,
+    nbytes: int,
+    plain: str,
+    planner: Planner | None,
+    why: str,
+    kind: SizeClass,
+    *,
+    has_fit: bool = True,
 ) -> PlanReport:
+    """`has_fit` False: what the alternatives would take is known only once the ranks have chosen."""
     fitted, network = kind.choice.fitted, None if planner is None else planner.network
     candidates: tuple[Candidate, ...] = kind.candidates
-    if network is not None and not candidates:
+    if network is not None and not candidates and has_fit:
         candidates = fit(network, max(1, nbytes // ITEM_BYTES), ITEM_BYTES, attempt.sizes)
     ranks = attempt.ranks
     order = tuple(ranks[slot] for slot in (fitted.order if fitted is not None else ()) or attempt.slots)

@@ -119,9 +119,10 @@ class Reductions(Issuer):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             keeps = weight is None and (operand is None or operand.is_own)
-            planner = attempt.planner() if flat.nbytes >= PLANNED_BYTES and algorithm is None else None
+            is_large = flat.nbytes >= PLANNED_BYTES
+            planner = None if algorithm is not None else attempt.planner() if is_large else attempt.known_planner
             if planner is not None:
-                planner.reduce(
+                planner.reduce_plain(
                     attempt, flat.size, flat.itemsize, plan,
                     lambda fitted: attempt.execute(fitted, (flat,), rule, keeps=keeps),
                 )  # fmt: skip

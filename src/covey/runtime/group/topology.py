@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.base.text import spell_rate
+from covey.runtime.collectives.network_report import oldest
 from covey.runtime.group import observing
 
 if TYPE_CHECKING:
     from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class TopologyLink:
     """What one member can send to the other; None if that is not known."""
     round_trip: float | None
     """Seconds; None if it is not known."""
+    measured_at: float | None = None
+    """When these figures were measured, perhaps in an earlier run, or last seen to hold, in seconds since 1970. None:
+    the ranks have not measured together."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,10 @@ class Topology:
     between_sites: dict[tuple[int, int], float]
     """Bytes per second that all members of one site together can send to another one."""
     measured_at: float | None
-    """When the ranks measured the links together, in seconds since 1970. None: they have not, and the links are those
-    that this node has used itself."""
+    """When the ranks measured the links together, perhaps in an earlier run, in seconds since 1970: the oldest figure
+    of all. None: they have not, and the links are those that this node has used itself."""
+    is_earlier: bool = False
+    """Whether the figures are those of earlier runs: the ranks have not measured in this one."""
 
     def __str__(self) -> str:
         lines = []
@@ -92,10 +99,11 @@ def topology(engine: Engine) -> Topology:
     network = None if planner is None else planner.network
     if planner is None or network is None:
         return _as_seen(engine)
-    return _as_agreed(engine, attempt, network, planner.measured_at)
+    return _as_agreed(engine, attempt, network, planner)
 
 
-def _as_agreed(engine: Engine, attempt: Attempt, network: Network, measured_at: float) -> Topology:
+def _as_agreed(engine: Engine, attempt: Attempt, network: Network, planner: Planner) -> Topology:
+    times = planner.times()
     known = observing.members(engine)
     by_host = observing.hosts(engine, attempt.ranks)
     slots, ranks = range(attempt.size), attempt.ranks
@@ -115,6 +123,7 @@ def _as_agreed(engine: Engine, attempt: Attempt, network: Network, measured_at: 
             _medium(engine, own, ranks[i], ranks[j]),
             network.rates[i][j],
             network.round_trips[i][j],
+            times[i][j],
         )
         for i in slots
         for j in slots
@@ -127,7 +136,8 @@ def _as_agreed(engine: Engine, attempt: Attempt, network: Network, measured_at: 
     nodes = tuple(
         TopologyNode(rank, known[rank].name, names[rank], network.sites[slot]) for slot, rank in enumerate(ranks)
     )
-    return Topology(nodes, tuple(hosts), tuple(map(tuple, sites.values())), links, between, measured_at)
+    by_site = tuple(map(tuple, sites.values()))
+    return Topology(nodes, tuple(hosts), by_site, links, between, oldest(times), planner.is_earlier)
 
 
 def _as_seen(engine: Engine) -> Topology:

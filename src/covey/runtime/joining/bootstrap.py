@@ -280,6 +280,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             card=endpoint.card,
             acceptor=endpoint.acceptor,
             audit=endpoint.audit,
+            cluster=endpoint.cluster_tag,
             contacts=endpoint.contacts,
             objection=endpoint.objection,
             keeper=launched.keeper,

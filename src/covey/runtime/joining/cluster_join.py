@@ -121,6 +121,7 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             config=config,
             acceptor=endpoint.acceptor,
             audit=endpoint.audit,
+            cluster=endpoint.cluster_tag,
             contacts={},
             floor=floor,
             store=joiner.records.write,

@@ -214,6 +214,7 @@ class Newcomer:
             config=self._config,
             acceptor=self._endpoint.acceptor,
             audit=self._endpoint.audit,
+            cluster=self._endpoint.cluster_tag,
             contacts={member.seat: member.card.contact for member in founded.members},
             keeper=self._launched.keeper,
             on_close=self._endpoint.on_close,

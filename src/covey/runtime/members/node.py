@@ -82,6 +82,7 @@ class Node:
         store: Callable[[Bound], None] | None = None,
         closes: Sequence[Closeable] = (),
         audit: Auditor = SILENT,
+        cluster: str = "",
         on_close: Callable[[], None] = lambda: None,
         seats: Sequence[Seat] | None = None,
         links_come: bool = False,
@@ -95,6 +96,7 @@ class Node:
             keeper: the path at which the keeper of all ranks listens.
             floor: no view has fewer members.
             store: makes durable what this node has promised.
+            cluster: differs between clusters; empty in a run without one.
             closes: what is closed with this node, besides `acceptor`.
             seats: those of the generation that this node enters, if it is not the first.
             links_come: the mesh of a cluster finds the other nodes, and hands the links over.
@@ -105,7 +107,7 @@ class Node:
         self.credentials, self.card = credentials, card
         self.objection = objection
         self.host = card.contact.host
-        self.acceptor, self.audit = acceptor, audit
+        self.acceptor, self.audit, self.cluster = acceptor, audit, cluster
         self._closes: tuple[Closeable, ...] = (acceptor, *closes)
         self._on_close = on_close
         self.peers = {

@@ -115,6 +115,8 @@ class Peer:
         self.way: Where | None = None
         """The best address that was found, if any."""
         self.id = self.life = self.keeper = b""
+        self.machine = self.endorsement = b""
+        """As on its card; `wire.machine` checks them."""
         self.name = self.host_name = ""
         self.pid = 0
         self.link: Link | None = None
@@ -176,6 +178,7 @@ class Peer:
         """Take its identity from its card."""
         self.id, self.life, self.keeper = card.id, card.life, card.keeper
         self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
+        self.machine, self.endorsement = card.machine, card.endorsement
         self.contact = card.contact
         self.version, self.hardware = card.version, card.hardware
 

@@ -72,6 +72,11 @@ class Endpoint:
         mapped = None if self.mapping is None else self.mapping.mapped
         return () if mapped is None else (Address(mapped.ip, mapped.port, "router"),)
 
+    @property
+    def cluster_tag(self) -> str:
+        """Differs between clusters, and stays when the secret changes; empty without a cluster."""
+        return "" if self.cluster is None else self.cluster.tag
+
     def leave(self) -> None:
         """Stop listening and free everything, if no node has taken over. Not on the control loop."""
         control.finish(self.acceptor.close(), LEAVE_SECONDS, self.on_close)
@@ -113,6 +118,7 @@ def cluster_endpoint(
     from covey.net.keys.identity import NodeIdentity
 
     pattern = parse_pattern(config.interfaces)
+    parse_pattern(config.metered)  # an error in it is one now, and not when a sum is under way
     with contextlib.ExitStack() as undo:
         usable = usable_interfaces(config.interfaces)
         own = identity if identity is not None else NodeIdentity.acquire(preferred=_id_in("COVEY_NODE_ID"))

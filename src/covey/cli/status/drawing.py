@@ -1,0 +1,168 @@
+"""Draws the links of runs as an SVG: a box for each site, with its machines, and what passes between sites. Pure.
+
+The width of a text is not known here, so it is taken to be that of wide fonts: texts are wrapped and shortened by it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+from xml.sax.saxutils import escape
+
+from covey.base.text import spell_rate
+from covey.cli.bench.plot import DARK, STYLE
+from covey.cli.layout import wrap
+from covey.cli.status.graph import mbit, slower, trunks
+from covey.cli.status.view import duration
+from covey.cli.terminal import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.cli.status.network import NetworkHost, RunNetwork
+
+HOST_WIDTH, HOST_HEIGHT, HEADING, LEFT, GAP, LINE = 270, 62, 30, 24, 24, 18
+"""Of the picture, in pixels: a machine, the heading of a site, the margin, the space between sites, a line of text."""
+ARROW: Final = 130
+"""The space between two sites, with what passes between them."""
+LEAST_WIDTH: Final = 2 * HOST_WIDTH
+COLUMNS: Final = 4
+"""Machines beside each other."""
+ROWS: Final = 6
+"""Machines of a site below each other, if there is room for them beside each other."""
+LETTER, SMALL_LETTER, CELL = 6.8, 6.4, 64
+"""The widths of letters and of a number of the table."""
+
+
+class _Box(NamedTuple):
+    """Where a site is."""
+
+    site: int
+    x: int
+    y: int
+    columns: int
+    rows: int
+
+    @property
+    def width(self) -> int:
+        return self.columns * HOST_WIDTH
+
+    @property
+    def height(self) -> int:
+        return HEADING + self.rows * HOST_HEIGHT
+
+
+def svg(runs: Sequence[tuple[str, RunNetwork]]) -> str:
+    """Return the links of runs as one picture, which follows the reader's choice of light or dark."""
+    parts: list[str] = []
+    top, widest = 0, 0
+    for name, found in runs:
+        drawn, width, height = _run(name, found, top)
+        parts += drawn
+        top, widest = top + height, max(widest, width)
+    style = f"<style>{STYLE}\n    @media (prefers-color-scheme: dark) {{{DARK}    }}\n</style>"
+    size = f'width="{widest}" height="{top}" viewBox="0 0 {widest} {top}"'
+    page = f'<rect class="page" width="{widest}" height="{top}"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', style, page, *parts, "</svg>", ""])
+
+
+def _run(name: str, found: RunNetwork, top: int) -> tuple[list[str], int, int]:
+    """Return the elements of one run, and the width and height of its picture."""
+    boxes, right = _placed(found, ARROW if len(found.network.trunks) == 2 else GAP)
+    has_arrows = len(boxes) == 2 and boxes[0].y == boxes[1].y
+    right = max(right, LEFT + LEAST_WIDTH)
+    letters = int((right - LEFT) / SMALL_LETTER)
+    counts = f"{plural(len(found.hosts), 'machine')} at {plural(len(found.network.trunks), 'site')}"
+    notes = wrap(f"{counts}, measured {duration(found.age)} ago", letters)
+    notes += wrap(found.plan, letters) if found.plan else []
+    parts = [f'<text class="title" x="{LEFT}" y="{top + 34}">{escape(_short(f"run {name}", letters // 2))}</text>']
+    for number, line in enumerate(notes):
+        parts.append(f'<text class="note" x="{LEFT}" y="{top + 56 + number * LINE}">{escape(line)}</text>')
+    top_of_boxes = 56 + len(notes) * LINE
+    fastest = max((slower(host) for host in found.hosts), default=1.0)
+    for box in boxes:
+        parts += _site(box, top + top_of_boxes, found, fastest)
+    bottom = top_of_boxes + max(box.y + box.height for box in boxes)
+    if has_arrows:
+        parts += _arrows(boxes[0], top + top_of_boxes, found)
+    elif len(boxes) > 1:
+        drawn, width, height = _table(found, top + bottom + GAP)
+        parts += drawn
+        right, bottom = max(right, width), bottom + GAP + height
+    return parts, right + LEFT, bottom + GAP
+
+
+def _placed(found: RunNetwork, gap: int) -> tuple[list[_Box], int]:
+    """Return where the sites are, in rows, and where the last one ends to the right."""
+    boxes: list[_Box] = []
+    x, y, used, right = LEFT, 0, 0, 0
+    for site in range(len(found.network.trunks)):
+        number = sum(host.site == site for host in found.hosts)
+        columns = min(COLUMNS, max(1, math.ceil(number / ROWS)))
+        if used and used + columns > COLUMNS:
+            x, y, used = LEFT, max(box.y + box.height for box in boxes) + GAP, 0
+        box = _Box(site, x, y, columns, math.ceil(number / columns))
+        boxes.append(box)
+        x, used, right = x + box.width + gap, used + columns, max(right, x + box.width)
+    return boxes, right
+
+
+def _site(box: _Box, top: int, found: RunNetwork, fastest: float) -> list[str]:
+    x, y = box.x, top + box.y
+    parts = [
+        f'<rect class="grid" fill="none" rx="8" x="{x}" y="{y}" width="{box.width}" height="{box.height}"/>',
+        f'<text class="heading" x="{x + 12}" y="{y + 22}">site {box.site}</text>',
+    ]
+    for number, host in enumerate(host for host in found.hosts if host.site == box.site):
+        left = x + number // box.rows * HOST_WIDTH + 12
+        at = y + HEADING + number % box.rows * HOST_HEIGHT
+        length = max(6.0, (HOST_WIDTH - 24) * slower(host) / fastest)
+        both = f"sends {spell_rate(host.up)}, receives {spell_rate(host.down)}"
+        parts += [
+            f'<text x="{left}" y="{at + 16}">{escape(_called(host))}<title>{escape(host.name)}</title></text>',
+            f'<text class="tick" x="{left}" y="{at + 32}">{both}</text>',
+            f'<rect x="{left}" y="{at + 40}" width="{length:.0f}" height="6" rx="3" fill="#2563eb"/>',
+        ]
+    return parts
+
+
+def _called(host: NetworkHost) -> str:
+    """Return a line about a machine that is not wider than the machine's place; its name is shortened first."""
+    most = int((HOST_WIDTH - 24) / LETTER)
+    ranks = ", ".join(map(str, host.ranks))
+    rest = _short(f": {'rank' if len(host.ranks) == 1 else 'ranks'} {ranks}", most // 2)
+    rest += "" if host.medium == "unknown" else f", {host.medium}"
+    return _short(host.name, most - len(rest)) + rest
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: max(1, most - 1)]}\u2026"
+
+
+def _arrows(first: _Box, top: int, found: RunNetwork) -> list[str]:
+    """Draw what passes between two sites."""
+    left, parts = first.x + first.width, []
+    for (one, other), rate in trunks(found).items():
+        y = top + (40 if one < other else 72)
+        tip, back = (left + ARROW, -7) if one < other else (left, 7)
+        parts += [
+            f'<line class="axis" x1="{left}" y1="{y}" x2="{left + ARROW}" y2="{y}"/>',
+            f'<path class="axis" fill="none" d="M{tip + back} {y - 4} L{tip} {y} L{tip + back} {y + 4}"/>',
+            f'<text class="tick" text-anchor="middle" x="{left + ARROW // 2}" y="{y - 6}">{spell_rate(rate)}</text>',
+        ]
+    return parts
+
+
+def _table(found: RunNetwork, top: int) -> tuple[list[str], int, int]:
+    """Write what passes between more than two sites; return the right edge and the height, too."""
+    places, first = range(len(found.network.trunks)), LEFT + 90
+    parts = [f'<text class="heading" x="{LEFT}" y="{top + 14}">between sites, Mbit/s</text>']
+    for one in places:
+        y, x = top + 38 + (one + 1) * LINE, first + (one + 1) * CELL
+        parts.append(f'<text class="tick" text-anchor="end" x="{x}" y="{top + 38}">to {one}</text>')
+        parts.append(f'<text class="tick" x="{LEFT}" y="{y}">from site {one}</text>')
+        for other in places:
+            if one != other:
+                shown = mbit(found.network.trunks[one][other])
+                parts.append(f'<text text-anchor="end" x="{first + (other + 1) * CELL}" y="{y}">{shown}</text>')
+    return parts, first + len(places) * CELL, 38 + len(places) * LINE
