@@ -29,7 +29,7 @@ from covey.base.setting_kinds import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LANES: Final = ("auto", "shm", "unix", "tcp", "secure")
+LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "quic")
 KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
