@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ pytest.importorskip("qh3")
 from tests.support.compiled import EXECUTORS, use_executors
 from tests.support.values import all_values, combined, same, values
 
+from covey.base.errors import ConfigError
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
@@ -45,3 +47,26 @@ def several_operations(group: covey.Group) -> None:
 def test_operations_give_the_same_numbers(size: int, executors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_executors(monkeypatch, executors)
     run_threads(size, several_operations, lanes="quic", timeout=PATIENCE)
+
+
+def test_without_the_extra_joining_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qh3.quic.connection", None)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_threads(2, several_operations, lanes="quic", timeout=PATIENCE)
+    assert all(isinstance(each, ConfigError) for each in caught.value.exceptions)
+    assert "install covey[quic], or use lanes='auto'" in str(caught.value.exceptions[0])
+
+
+def test_a_limit_that_quic_does_not_keep_is_refused() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run_threads(2, several_operations, lanes="quic", settings={"limit": "20M"}, timeout=PATIENCE)
+    assert "not with lanes='quic'" in str(caught.value.exceptions[0])
+
+
+def test_links_tell_the_kind_of_lane() -> None:
+    def body(group: covey.Group) -> list[str]:
+        group.all_reduce(values(group.rank, 10))
+        group.barrier()
+        return [link.lane for link in group.node.links()]
+
+    assert run_threads(2, body, lanes="quic", timeout=PATIENCE) == [["quic"]] * 2

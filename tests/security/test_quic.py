@@ -21,12 +21,15 @@ from covey.net.quic.carrier import dial
 from covey.net.quic.certificates import QuicCredentials
 from covey.net.quic.first_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
 from covey.net.quic.pump import UNPROVED_AT_ONCE, QuicPump
+from covey.runtime.group.internals import engine_of
 from covey.runtime.links.source_limits import SOURCE_BURST, SourceLimits
-from covey.wire import quic
+from covey.testing import run_threads
+from covey.wire import door, quic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import covey
     from covey.net.quic.carrier import Carrier
 
 AT_ONCE = 0.3
@@ -194,6 +197,30 @@ def test_a_source_that_comes_too_often_is_refused(
         assert not prey._lines
     finally:
         other.close()
+
+
+def test_a_connection_to_a_node_has_to_pass_the_door_and_claim_a_lane() -> None:
+    def body(group: covey.Group) -> None:
+        if group.rank == 0:
+            node = engine_of(group).node
+            assert node is not None
+            key, port = node.credentials.door_key, node.lanes.quic.port()
+            outsider = QuicPump(Admitting(), is_local=True)
+            try:
+                for claims in (False, True):
+                    with outsider.dial(("127.0.0.1", port), key) as sock:
+                        sock.settimeout(DEADLINE)
+                        challenge = sock.recv(door.CHALLENGE_BYTES, socket.MSG_WAITALL)
+                        assert len(challenge) == door.CHALLENGE_BYTES
+                        said = door.answer(key, challenge, door.Purpose.LANE, bytes(door.BOUND_BYTES))
+                        sock.sendall(said + bytes(100) if claims else bytes(len(said)))
+                        assert sock.recv(1) == b"", "it knows the door's key, and no lane's; or not even that"
+            finally:
+                outsider.close()
+            assert node.acceptor.turned_away == 2
+        group.barrier()
+
+    run_threads(2, body, lanes="quic", timeout=60)
 
 
 def test_questions_about_paths_are_answered_to_members_only(prey: QuicPump, stranger: socket.socket) -> None:

@@ -153,7 +153,7 @@ _ROWS: Final = (
     _of_group(
         _NETWORK, "lanes", OneOf(LANES, hidden=("memory",)), "auto",
         "`auto` uses the fastest safe lane for each pair of ranks; the others force one kind. `shm`, `unix` and `tcp` "
-        "are for one host.",
+        "are for one host. `quic` needs the extra of this name, and goes on when the address of a machine changes.",
         is_shared=True,
     ),
     _of_group(

@@ -33,7 +33,7 @@ _LONG, _FIXED, _INITIAL_MASK = 0x80, 0x40, 0x30
 _PROBE, _ANSWER = 0x01, 0x02
 _CODE_BYTES: Final = 16
 _TOKEN: Final = struct.Struct(f">Q{CID_BYTES}s{CID_BYTES}s")
-_LIMIT: Final = struct.Struct(">Q")
+_LIMIT: Final = struct.Struct("<Q")
 LIMIT_BYTES: Final = _LIMIT.size
 
 

@@ -16,7 +16,7 @@ from qh3.quic import events
 from qh3.quic.connection import QuicConnection, QuicConnectionError
 
 from covey.base.errors import RemoteProtocolError
-from covey.net.quic.certificates import IDLE_SECONDS, WINDOW_BYTES
+from covey.net.quic.certificates import WINDOW_BYTES
 from covey.wire import quic
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ UNSENT_BYTES: Final = 1 << 20
 """What the core holds at most that it has not sent once: more would only be copied earlier."""
 STRANGER_BYTES: Final = 4096
 """The window before the other end has proved the key on the stream: the proofs are shorter."""
-KEEPALIVE_SECONDS: Final = IDLE_SECONDS / 6
+KEEPALIVE_SECONDS: Final = 5.0
 """How often an end says something: routers forget silent connections, and an end that has moved is found by it."""
 REFUSED: Final = 1
 """The error code with which a connection is cut."""
@@ -100,6 +100,10 @@ class Carrier:
         except QuicConnectionError as error:
             self._over(f"qh3 gave up: {error}")
         self._take_events()
+
+    def awaits_answer(self, now: float) -> bool:
+        """Tell whether something was sent that the other end has not acknowledged."""
+        return not self.is_over and self._connection.should_wait_for_ack(now)
 
     # Bytes
 

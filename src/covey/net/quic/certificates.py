@@ -27,8 +27,9 @@ WINDOW_BYTES: Final = 4 << 20
 PACKET_BYTES: Final = 1232
 """The longest datagrams: with their headers they fit into the 1280 bytes that every network with IPv6 must carry, so
 that none is swallowed on the way."""
-IDLE_SECONDS: Final = 30.0
-"""A connection on which nothing arrives for so long has ended."""
+IDLE_SECONDS: Final = 120.0
+"""A connection on which nothing arrives for so long has ended. A process that computes without releasing the GIL is
+silent; views decide sooner whether it is lost."""
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
 

@@ -10,9 +10,11 @@ import collections
 import contextlib
 import selectors
 import socket
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from covey.net.quic.carrier import Address, Carrier
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 1 << 18
 """Bytes read from a socket with one call."""
+MOVED_SECONDS: Final = 2.0
+DEAD_SECONDS: Final = 30.0
+"""After how much silence a path is taken to be dead: if the other machine is found on another network only, and
+otherwise. The other process may only be busy, and cannot answer meanwhile, as the kernel would for TCP."""
 LINGER_SECONDS: Final = 5.0
 """How long the last bytes of a lane that was closed are sent, while the other end still sends."""
 
@@ -31,6 +37,13 @@ class QuicSocket(socket.socket):
     """The address of the other machine, when the connection began."""
     problem = ""
     """Why the connection ended, if an error did it."""
+    waits_since = 0.0
+    """Since when nothing came from the other end although it has to acknowledge something; 0 if it has not."""
+
+    def is_silent(self, *, has_moved: bool) -> bool:
+        """Tell whether the path is dead; if the other machine `has_moved` to another network, sooner."""
+        seconds = MOVED_SECONDS if has_moved else DEAD_SECONDS
+        return self.waits_since > 0 and time.monotonic() > self.waits_since + seconds
 
 
 def socket_pair() -> tuple[QuicSocket, socket.socket]:
@@ -63,8 +76,8 @@ class Line:
         """Where a dialler's datagrams go: another address once the other machine has another."""
         self.probing: tuple[bytes, Address, float] | None = None
         """A dialler's question at another address: its nonce, the address, and when it was asked."""
-        self.lane: QuicSocket | None = None
-        """The other end of `sock`, for the reason of an error, while it is held elsewhere."""
+        self.lane: weakref.ref[QuicSocket] | None = None
+        """The other end of `sock`, which is told of silence and errors."""
         self.is_proved = is_dialler
         self.on_proved: Callable[[], None] = lambda: None
         """Called when the other end has proved the key."""
@@ -148,9 +161,16 @@ class Line:
         is_writing = bool(self._unsent) and not self.deaf_since
         return (selectors.EVENT_READ if is_reading else 0) | (selectors.EVENT_WRITE if is_writing else 0)
 
+    def note_silence(self, now: float) -> None:
+        """Tell the lane since when the other end owes an answer."""
+        lane = self.lane() if self.lane is not None else None
+        if lane is not None:
+            awaits = self.carrier.awaits_answer(now)
+            lane.waits_since = max(self.heard_at, lane.waits_since or now) if awaits else 0.0
+
     def hang_up(self) -> None:
         """Close the socket: the lane sees the end of its stream, and `problem` says why, if an error was the reason."""
-        lane, self.lane = self.lane, None
+        lane = self.lane() if self.lane is not None else None
         if lane is not None and self.carrier.error:
             lane.problem = self.carrier.error
         if self.sock is not None:

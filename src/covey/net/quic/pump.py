@@ -18,6 +18,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.net.descriptors import track
@@ -221,6 +222,7 @@ class QuicPump:
         if line.is_finished:
             self._drop(line)
             return
+        line.note_silence(now)
         for cid in carrier.ids - line.ids:
             self._by_id[cid] = line
         for cid in line.ids - carrier.ids:
@@ -301,7 +303,7 @@ class QuicPump:
         cid = quic.proving_cid(door_key, secrets.token_bytes(quic.NONCE_BYTES))
         carrier = dial(credentials.dialling, cid, address, now)
         line = Line(carrier, credentials, address, is_dialler=True, sock=ours)
-        line.lane = lane
+        line.lane = weakref.ref(lane)
         self._add(line)
 
     def _add(self, line: Line) -> None:
@@ -373,7 +375,7 @@ class QuicPump:
         track(lane)
         track(ours)
         lane.remote_ip = plain_source(line.remote)
-        line.sock, line.lane = ours, lane
+        line.sock, line.lane = ours, weakref.ref(lane)
         self._gatekeeper.take(lane, lambda: self._proved(line))
 
     def _proved(self, line: Line) -> None:

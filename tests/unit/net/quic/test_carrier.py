@@ -12,6 +12,7 @@ from tests.unit.net.quic.lossy import HORIZON, KEY, Faults, Pair
 
 from covey.net.quic.carrier import STRANGER_BYTES, UNSENT_BYTES, Carrier
 from covey.net.quic.certificates import IDLE_SECONDS, WINDOW_BYTES
+from covey.net.quic.pump import PROVE_SECONDS, UNPROVED_AT_ONCE
 from covey.wire import quic
 
 FAULTS = {
@@ -109,6 +110,10 @@ def test_an_end_without_proof_may_send_little() -> None:
     for _ in range(20):
         pair.turn()
     assert dialler.room() == UNSENT_BYTES
+
+
+def test_the_limits_for_strangers_are_as_documented() -> None:
+    assert (UNPROVED_AT_ONCE, PROVE_SECONDS, STRANGER_BYTES) == (32, 6.0, 4096)
 
 
 def test_an_end_that_sends_more_than_it_may_is_cut_off() -> None:
