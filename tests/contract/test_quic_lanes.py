@@ -57,12 +57,6 @@ def test_without_the_extra_joining_says_what_to_install(monkeypatch: pytest.Monk
     assert "install covey[quic], or use lanes='auto'" in str(caught.value.exceptions[0])
 
 
-def test_a_limit_that_quic_does_not_keep_is_refused() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        run_threads(2, several_operations, lanes="quic", settings={"limit": "20M"}, timeout=PATIENCE)
-    assert "not with lanes='quic'" in str(caught.value.exceptions[0])
-
-
 def test_links_tell_the_kind_of_lane() -> None:
     def body(group: covey.Group) -> list[str]:
         group.all_reduce(values(group.rank, 10))
