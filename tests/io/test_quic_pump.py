@@ -206,3 +206,24 @@ def test_an_acceptor_that_is_heard_from_another_address_is_followed_if_it_has_th
             forwarder.sendto(answer, ("127.0.0.1", dialler.port))
             time.sleep(0.01)
         assert line.remote[1] == forwarder.getsockname()[1]
+
+
+def test_a_dial_that_is_given_up_leaves_nothing_behind(machines: Machines) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        machines.pumps[0].dial(silent.getsockname(), KEY).close()
+        until = time.monotonic() + DEADLINE
+        while machines.pumps[0]._lines:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_leaving_does_not_wait_for_an_end_that_has_everything_and_stays(machines: Machines) -> None:
+    one, other = machines.connect()
+    data = random.Random(7).randbytes(300_000)
+    threading.Thread(target=send_and_end, args=(one, data)).start()
+    assert read_all(other) == data
+    one.close()
+    machines.pumps[0].close()
+    assert not machines.pumps[0]._thread.is_alive()
+    assert other.recv(1) == b"", "and the other end is told"

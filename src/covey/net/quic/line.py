@@ -27,7 +27,9 @@ DEAD_SECONDS: Final = 30.0
 """After how much silence a path is taken to be dead: if the other machine is found on another network only, and
 otherwise. The other process may only be busy, and cannot answer meanwhile, as the kernel would for TCP."""
 LINGER_SECONDS: Final = 5.0
-"""How long the last bytes of a lane that was closed are sent, while the other end still sends."""
+LONGEST_SECONDS: Final = 60.0
+"""How long the last bytes of a lane that was closed are sent, although the other end still sends: while nothing comes
+from it, and in all."""
 
 
 class QuicSocket(socket.socket):
@@ -104,8 +106,18 @@ class Line:
             self._from_socket(self.sock)
         if carrier.is_delivered and self._said_eof:
             carrier.close()
-        elif self.deaf_since and (carrier.is_delivered or now > self.deaf_since + LINGER_SECONDS):
+        elif self.deaf_since and (carrier.is_delivered or self._is_in_vain(now)):
             carrier.close("the lane was closed")
+
+    def _is_in_vain(self, now: float) -> bool:
+        """Tell whether the last bytes of a lane that was closed will not arrive any more, or not soon."""
+        return now > max(self.deaf_since, self.heard_at) + LINGER_SECONDS or now > self.deaf_since + LONGEST_SECONDS
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the lane has closed its end, or forgotten it."""
+        lane = self.lane() if self.lane is not None else None
+        return lane is None or lane.fileno() < 0
 
     @property
     def is_finished(self) -> bool:

@@ -39,12 +39,12 @@ logger = logging.getLogger("covey")
 UNPROVED_AT_ONCE: Final = 32
 """Connections that have not proved the key on the stream; one too many ends the oldest."""
 PROVE_SECONDS: Final = 6.0
-"""How long a connection may take to prove the key on the stream."""
+"""How long a connection may take to prove the key on the stream, and a dialled one to get an answer."""
 LINES_LIMIT: Final = 4096
 RECEIVES_AT_ONCE: Final = 64
 """Calls that receive, before anything is sent."""
-CLOSE_SECONDS: Final = 5.0
-"""How long closing waits until the other ends have received what was sent."""
+CLOSE_SECONDS: Final = 60.0
+"""How long closing waits until the other ends have received what was sent: a window over a slow line."""
 CLOSED: Final = "the QUIC connections of this process are closed"
 SILENT_SECONDS: Final = 1.0
 """Closing does not wait for an end that says nothing for so long."""
@@ -130,7 +130,7 @@ class QuicPump:
         if is_first:
             self._ring()
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * CLOSE_SECONDS)
+            self._thread.join(CLOSE_SECONDS + PROVE_SECONDS)
 
     def _order(self, order: Callable[[float], None]) -> bool:
         """Have the thread do something; False if it has ended."""
@@ -176,11 +176,7 @@ class QuicPump:
         while self._orders:
             self._orders.popleft()(now)
         if self._closing_until:
-            since = self._closing_until - CLOSE_SECONDS
-            for line in self._lines:
-                if not line.carrier.is_open or now > max(since, line.heard_at) + SILENT_SECONDS:
-                    line.carrier.close(CLOSED)
-                    self._touched[line] = None
+            self._close_lines(now)
         for _ in range(RECEIVES_AT_ONCE):
             arrived = self._udp.receive()
             if arrived is None:
@@ -193,6 +189,16 @@ class QuicPump:
             touched, self._touched = self._touched, {}
             for line in touched:
                 self._serve(line, now)
+
+    def _close_lines(self, now: float) -> None:
+        """End the lines whose other ends have everything, and those that will never have it."""
+        since = self._closing_until - CLOSE_SECONDS
+        for line in self._lines:
+            carrier = line.carrier
+            is_hopeless = not carrier.is_open or now > max(since, line.heard_at) + SILENT_SECONDS
+            if carrier.is_delivered or is_hopeless:
+                carrier.close("" if carrier.is_delivered else CLOSED)
+                self._touched[line] = None
 
     def _next_due(self) -> float:
         due = min((line.due for line in self._lines), default=time.monotonic() + PROVE_SECONDS)
@@ -207,6 +213,8 @@ class QuicPump:
             carrier.tick(now)
         if not line.is_proved and now > line.prove_until:
             carrier.close("no proof of the key")
+        if line.is_dialler and not carrier.is_open and (now > line.prove_until or line.is_abandoned):
+            carrier.close("no answer in time")
         if line.sock is None and carrier.is_open and not carrier.is_over:
             self._present(line)
         line.move(now)
@@ -228,7 +236,8 @@ class QuicPump:
         for cid in line.ids - carrier.ids:
             self._by_id.pop(cid, None)
         line.ids = set(carrier.ids)
-        line.due = carrier.due() if line.is_proved else min(carrier.due(), line.prove_until)
+        is_settled = line.is_proved and carrier.is_open
+        line.due = carrier.due() if is_settled else min(carrier.due(), line.prove_until)
         if line.deaf_since:
             line.due = min(line.due, now + PROBE_SECONDS)
         if line.sock is not None and (wanted := line.wanted()) != line.events:
@@ -303,7 +312,7 @@ class QuicPump:
         cid = quic.proving_cid(door_key, secrets.token_bytes(quic.NONCE_BYTES))
         carrier = dial(credentials.dialling, cid, address, now)
         line = Line(carrier, credentials, address, is_dialler=True, sock=ours)
-        line.lane = weakref.ref(lane)
+        line.lane, line.prove_until = weakref.ref(lane), now + PROVE_SECONDS
         self._add(line)
 
     def _add(self, line: Line) -> None:
