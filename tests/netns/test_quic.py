@@ -38,10 +38,10 @@ def change_address(host: Host, ip: str) -> None:
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
 def test_an_operation_goes_on_while_the_address_of_each_machine_changes(on_loss: str) -> None:
     """One of the two has dialled the lanes, the other has accepted them. Steps take a second each, without a pause."""
-    with Lan(hosts=2, rate="60mbit", ula=False, prefix=PREFIX) as lan:
+    with Lan(hosts=2, rate="30mbit", ula=False, prefix=PREFIX) as lan:
         for host in lan.hosts:
             without_ipv6(host)
-        options = {"patience": 20, "count": 800_000, "pause": 0.0, "on_loss": on_loss, "lanes": "quic"}
+        options = {"patience": 20, "count": 400_000, "pause": 0.0, "on_loss": on_loss, "lanes": "quic"}
         cluster = Cluster()
         started = [start_with_keeper(cluster, host, "quic", PROGRAM, "--size", "2", **options) for host in lan.hosts]
         members = by_rank(started)

@@ -233,3 +233,36 @@ def test_questions_about_paths_are_answered_to_members_only(prey: QuicPump, stra
     answer = stranger.recv(2048)
     assert answer == quic.path_answer(KEY, nonce)
     assert len(answer) == len(question)
+
+
+def test_a_connection_that_breaks_qh3_ends_alone(
+    prey: QuicPump, gate: Admitting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicError(BaseException):
+        """As Rust's panics: no Exception."""
+
+    def panic(*_: object) -> None:
+        raise PanicError("index out of range")
+
+    gate.proves = True
+    other = QuicPump(Admitting(), is_local=True)
+    try:
+        with other.dial(("127.0.0.1", prey.port), KEY) as sock:
+            sock.settimeout(DEADLINE)
+            with gate.came.get(timeout=DEADLINE) as victim:
+                victim.settimeout(DEADLINE)
+                (line,) = prey._lines
+                monkeypatch.setattr(line.carrier, "receive", panic)
+                sock.sendall(b"boom")
+                assert victim.recv(1) == b""
+                assert "PanicError" in victim.problem
+        assert prey.error == ""
+        assert welcomes_members(prey, gate)
+    finally:
+        other.close()
+
+
+def test_a_source_that_nothing_can_be_sent_to_stops_nothing(prey: QuicPump, gate: Admitting) -> None:
+    """No datagram can be sent to port 0, but one may say that it comes from there."""
+    assert prey._udp.send([(b"answer", ("127.0.0.1", 0)), (b"another", ("255.255.255.255", 9))]) == 2
+    assert welcomes_members(prey, gate)

@@ -148,6 +148,10 @@ class Carrier:
                 self._connection.close(REFUSED if error else 0, None, error)
             self._over(error)
 
+    def fail(self, error: str) -> None:
+        """Note that the connection cannot be used any more, and call nothing of it."""
+        self._over(error)
+
     # What arrives
 
     def _take_events(self) -> None:

@@ -19,13 +19,14 @@ import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.descriptors import track
 from covey.net.quic.carrier import accept, dial
 from covey.net.quic.certificates import QuicCredentials
 from covey.net.quic.first_datagrams import FirstDatagrams
 from covey.net.quic.line import Line, QuicSocket, socket_pair
+from covey.net.quic.moved_ends import answer_to, answered, question
 from covey.net.quic.udp import Arrived, UdpSocket, plain_source
 from covey.wire import quic
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.net.quic.carrier import Address
+    from covey.net.quic.gatekeeper import Gatekeeper
 
 logger = logging.getLogger("covey")
 
@@ -48,21 +50,8 @@ CLOSE_SECONDS: Final = 60.0
 CLOSED: Final = "the QUIC connections of this process are closed"
 SILENT_SECONDS: Final = 1.0
 """Closing does not wait for an end that says nothing for so long."""
-PROBE_SECONDS: Final = 0.5
-"""The shortest time between two questions at another address."""
-
-
-class Gatekeeper(Protocol):
-    """Decides which connections are accepted. Called on the pump's thread."""
-
-    def door_keys(self) -> tuple[bytes, ...]:
-        """Return the door keys that are valid now, the preferred first."""
-
-    def comes(self, ip: str, local_ip: str) -> Callable[[], None] | None:
-        """Count a connection from `ip` to `local_ip`; None if it is refused, else what to call when it is proved."""
-
-    def take(self, sock: QuicSocket, proved: Callable[[], None]) -> None:
-        """Own the socket of an accepted connection; call `proved` once it has proved the key on the stream."""
+LOOK_SECONDS: Final = 0.5
+"""How often a lane that was closed with bytes for it on the way is looked at."""
 
 
 class QuicPump:
@@ -188,7 +177,7 @@ class QuicPump:
         if self._send_waiting():
             touched, self._touched = self._touched, {}
             for line in touched:
-                self._serve(line, now)
+                self._guarded(line, self._serve, now)
 
     def _close_lines(self, now: float) -> None:
         """End the lines whose other ends have everything, and those that will never have it."""
@@ -226,7 +215,7 @@ class QuicPump:
             sent = self._udp.send(leaving)
             if sent < len(leaving):
                 self._waiting += leaving[sent:]
-                self._watch(self._udp.sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
+                self._selector.modify(self._udp.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self._udp)
         if line.is_finished:
             self._drop(line)
             return
@@ -239,7 +228,7 @@ class QuicPump:
         is_settled = line.is_proved and carrier.is_open
         line.due = carrier.due() if is_settled else min(carrier.due(), line.prove_until)
         if line.deaf_since:
-            line.due = min(line.due, now + PROBE_SECONDS)
+            line.due = min(line.due, now + LOOK_SECONDS)
         if line.sock is not None and (wanted := line.wanted()) != line.events:
             self._select_for(line, wanted)
 
@@ -249,11 +238,8 @@ class QuicPump:
             del self._waiting[: self._udp.send(self._waiting)]
             if self._waiting:
                 return False
-            self._watch(self._udp.sock, selectors.EVENT_READ)
+            self._selector.modify(self._udp.sock, selectors.EVENT_READ, self._udp)
         return True
-
-    def _watch(self, sock: socket.socket, events: int) -> None:
-        self._selector.modify(sock, events, self._udp)
 
     def _select_for(self, line: Line, wanted: int) -> None:
         assert line.sock is not None
@@ -334,18 +320,28 @@ class QuicPump:
             if line is not None:
                 self._touched[line] = None
                 line.heard_at = now
-                if line.is_dialler:
-                    if source != line.remote:
-                        self._ask_at(line, source, now)
-                    line.carrier.receive(datagrams[start:stop], line.canonical, now)
-                else:
-                    line.carrier.receive(datagrams[start:stop], source, now)
+                if line.is_dialler and source != line.remote and (asking := question(line, source, now)):
+                    self._udp.send([(asking, source)])
+                address = line.canonical if line.is_dialler else source
+                self._guarded(line, self._receive, datagrams[start:stop], address, now)
             elif quic.is_about_path(datagrams[start]):
                 self._about_path(datagrams[start], source)
             else:
                 for data in datagrams[start:stop]:
                     self._begin(data, arrived, now)
             start = stop
+
+    def _receive(self, line: Line, datagrams: Sequence[bytes], address: Address, now: float) -> None:
+        line.carrier.receive(datagrams, address, now)
+
+    def _guarded(self, line: Line, work: Callable[..., None], *args: Any) -> None:
+        """Do something for a line; an error in it, or a panic in qh3, ends this line and no other."""
+        try:
+            work(line, *args)
+        except BaseException as error:  # a panic of qh3 is no Exception
+            logger.error("a QUIC connection with %s failed", plain_source(line.remote), exc_info=error)
+            line.carrier.fail(f"it failed: {error!r}")
+            self._drop(line)
 
     def _begin(self, data: bytes, arrived: Arrived, now: float) -> None:
         """Judge a datagram of no known connection: it may begin one."""
@@ -372,7 +368,7 @@ class QuicPump:
             self._udp.send(oldest.carrier.datagrams(now))
             self._drop(oldest)
         self._add(line)
-        carrier.receive([data], arrived.source, now)
+        self._guarded(line, self._receive, [data], arrived.source, now)
 
     def _present(self, line: Line) -> None:
         """Hand the socket of a connection whose handshake is over to its owner."""
@@ -396,25 +392,12 @@ class QuicPump:
 
         self._order(note)
 
-    # Paths
-
-    def _ask_at(self, line: Line, source: Address, now: float) -> None:
-        """Ask whether the other end has moved to the address from which a datagram of its connection came."""
-        if line.probing is not None and now < line.probing[2] + PROBE_SECONDS:
-            return
-        line.probing = secrets.token_bytes(quic.PATH_NONCE_BYTES), source, now
-        self._udp.send([(quic.path_probe(line.credentials.door_key, line.probing[0]), source)])
-
     def _about_path(self, data: bytes, source: Address) -> None:
-        for line in self._lines:
-            nonce, address, _ = line.probing or (b"", None, 0.0)
-            if address == source and data == quic.path_answer(line.credentials.door_key, nonce):
-                line.remote, line.probing = source, None
-                self.moved += 1
-                self._touched[line] = None
-                return
-        for key in self._gatekeeper.door_keys():
-            if answer := quic.answer_path_probe(key, data):
-                self._udp.send([(answer, source)])
-                return
-        self.refused += 1
+        line = answered(self._lines, data, source)
+        if line is not None:
+            self.moved += 1
+            self._touched[line] = None
+        elif answer := answer_to(data, self._gatekeeper.door_keys()):
+            self._udp.send([(answer, source)])
+        else:
+            self.refused += 1

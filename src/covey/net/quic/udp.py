@@ -28,9 +28,9 @@ _IP_PKTINFO: Final = struct.Struct("=I4s4s")
 _GRO: Final = struct.Struct("=i")
 _SEGMENT: Final = struct.Struct("=H")
 _NO_SEGMENTS: Final = frozenset({errno.EIO, errno.EINVAL, errno.ENOPROTOOPT, errno.EOPNOTSUPP})
-_ON_THE_WAY: Final = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN,
-                                errno.EPERM, errno.EMSGSIZE, errno.ECONNREFUSED, errno.ENOBUFS})  # fmt: skip
-"""Errors that are like a lost datagram: the network may come back."""
+_CLOSED: Final = frozenset({errno.EBADF, errno.ENOTSOCK})
+"""Errors of the socket itself. All others concern one datagram, which is lost, as on the way: the network may come
+back, and a source address may be one that nothing can be sent to."""
 
 
 class Arrived(NamedTuple):
@@ -89,7 +89,9 @@ class UdpSocket:
                 data, ancillary, _, source = self.sock.recvmsg(_RECEIVE_BYTES, 128)
             except BlockingIOError:
                 return None
-            except ConnectionError:  # a report about something that was sent
+            except OSError as error:  # a report about something that was sent
+                if error.errno in _CLOSED:
+                    raise
                 continue
             break
         size, local = 0, ""
@@ -108,7 +110,7 @@ class UdpSocket:
     def send(self, datagrams: Sequence[tuple[bytes, Address]]) -> int:
         """Send datagrams, and return how many: fewer than given if the kernel has no room for more now.
 
-        One that cannot be sent because the network is down counts as sent: it is lost, as on the way.
+        One that cannot be sent, because of the network or of its address, counts as sent: it is lost, as on the way.
         """
         at = 0
         while at < len(datagrams):
@@ -121,7 +123,7 @@ class UdpSocket:
                 if count > 1 and error.errno in _NO_SEGMENTS:
                     self._segments = False  # the device or the kernel cannot cut
                     continue
-                if error.errno not in _ON_THE_WAY:
+                if error.errno in _CLOSED:
                     raise
             at += count
         return at
