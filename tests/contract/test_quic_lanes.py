@@ -60,7 +60,8 @@ def test_without_the_extra_joining_says_what_to_install(monkeypatch: pytest.Monk
 def test_links_tell_the_kind_of_lane() -> None:
     def body(group: covey.Group) -> list[str]:
         group.all_reduce(values(group.rank, 10))
-        group.barrier()
-        return [link.lane for link in group.node.links()]
+        kinds = [link.lane for link in group.node.links()]
+        group.barrier()  # no rank leaves before the other has looked
+        return kinds
 
     assert run_threads(2, body, lanes="quic", timeout=PATIENCE) == [["quic"]] * 2
