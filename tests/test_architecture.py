@@ -55,7 +55,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "relaying",
         },
     },
-    "net": {"lanes": set(), "discovery": set(), "keys": set()},
+    "net": {"lanes": set(), "discovery": set(), "keys": set(), "quic": set()},
     "torch": {"backend": set(), "training": {"backend"}},
 }
 """The rooms of a layer, and which others each may import, for types too. All may import the layer's own modules."""
@@ -77,8 +77,8 @@ THIRD_PARTY = {
     "plan": set(),
     "compress": {"numpy", "ml_dtypes"},
     "proto": {"numpy"},
-    "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
-    "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry"},
+    "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr", "qh3"},
+    "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3"},
     "metrics": {"prometheus_client"},
     "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
     "agent": {"msgspec"},

@@ -118,7 +118,7 @@ def test_ranks_come_in_any_order_with_pauses_between_them(job: Job) -> None:
     assert job.left_behind() == []
 
 
-@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp", "secure"])
+@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp", "secure", "quic"])
 def test_lanes_can_be_forced_by_the_environment(job: Job, lanes: str) -> None:
     ended = finish_all(job.ranks(JOB, 3, COVEY_LANES=lanes, MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE=1))
     for report in reports_of(ended):

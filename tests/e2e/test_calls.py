@@ -67,7 +67,7 @@ def test_ranks_of_torchrun_call_each_other() -> None:
     check_program([json.loads(line) for line in ended.out.splitlines()], 2)
 
 
-@pytest.mark.parametrize("lanes", ["auto", "secure"])
+@pytest.mark.parametrize("lanes", ["auto", "secure", "quic"])
 def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
     with new_job() as job:
         settings = {"COVEY_SECRET": secrets.token_hex(32), "COVEY_INTERFACES": "lo", "COVEY_LANES": lanes}
@@ -76,8 +76,8 @@ def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
         reports = [each.report for each in finish_all([job.start(code, **settings) for _ in range(3)])]
     check_program(reports, 3)
     assert all(report["names"] == [True] * 6 for report in reports), "by name and by id"
-    if lanes == "secure":
-        assert all(report["lanes"] == ["secure"] for report in reports)
+    if lanes != "auto":
+        assert all(report["lanes"] == [lanes] for report in reports)
 
 
 def call_a_victim(victim: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, attempt
 
 import covey
 
@@ -106,3 +106,15 @@ def test_a_limit_that_is_none_is_refused_before_anything_starts(wrong: str) -> N
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ})
     assert ended.returncode != 0
     assert f"--limit={wrong!r}" in ended.stderr.replace("\n", " ")
+
+
+def join_once() -> dict[str, Any]:
+    return attempt(lambda: covey.join().close())
+
+
+def test_a_limit_that_quic_would_not_keep_is_refused() -> None:
+    pytest.importorskip("qh3")
+    with Ranks(2, join_once, lanes="quic", env={"COVEY_LIMIT": LIMIT}) as ranks:
+        for report in ranks.results():
+            assert report["error"] == "ConfigError"
+            assert "not with lanes='quic'" in report["text"]

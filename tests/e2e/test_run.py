@@ -479,7 +479,8 @@ def test_a_rank_that_is_done_before_the_others_is_no_loss(covey_run, script) -> 
     assert covey_run("-n", "2", job).finish() == (0, "", "")
 
 
-def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, script, runtime) -> None:
+@pytest.mark.parametrize("lanes", ["auto", "quic"])
+def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, script, runtime, lanes) -> None:
     job = script("""
         import covey, numpy as np
         with covey.join() as group:
@@ -492,7 +493,7 @@ def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, scr
                 print("lost", error.rank)
                 raise
     """)
-    code, out, err = covey_run("-n", "3", job).finish()
+    code, out, err = covey_run("-n", "3", job, env={"COVEY_LANES": lanes}).finish()
     assert code == 128 + signal.SIGKILL
     assert sorted(out.splitlines()) == ["[0] lost 1", "[2] lost 1"]
     assert any(line.startswith("covey: rank 1 was killed by SIGKILL") for line in err.splitlines())

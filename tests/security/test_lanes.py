@@ -246,7 +246,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         with claim(address, offer.lane, 0, claims[0]) as sock:  # before the offer
             assert is_hung_up(sock)
         expected: list[bytes] = []
-        call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: expected.append(lane))
+        call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane, _udp_port: expected.append(lane))
         control.soon(node.send, peer.seat, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()

@@ -404,7 +404,7 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
         group.barrier()
         if peer.is_dialled:
             marks: list[bytes] = []
-            call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: marks.append(lane))
+            call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane, _udp_port: marks.append(lane))
             monkeypatch.setattr(node.lanes.dialler, "_connect", jam)
             group.barrier()
             until(lambda: marks)

@@ -29,7 +29,7 @@ from covey.base.setting_kinds import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LANES: Final = ("auto", "shm", "unix", "tcp", "secure")
+LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "quic")
 KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
@@ -164,7 +164,7 @@ _ROWS: Final = (
     _of_group(
         _NETWORK, "lanes", OneOf(LANES, hidden=("memory",)), "auto",
         "`auto` uses the fastest safe lane for each pair of ranks; the others force one kind. `shm`, `unix` and `tcp` "
-        "are for one host.",
+        "are for one host. `quic` needs the extra of this name, and goes on when the address of a machine changes.",
         is_shared=True,
     ),
     _of_group(

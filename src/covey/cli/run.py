@@ -37,6 +37,7 @@ class Lanes(enum.StrEnum):
     UNIX = "unix"
     TCP = "tcp"
     SECURE = "secure"
+    QUIC = "quic"
 
 
 class OnLoss(enum.StrEnum):

@@ -99,6 +99,9 @@ def is_stuck(sock: Connection, *, has_moved: bool = False) -> bool:
     `has_moved` says that the other machine was found to be reached over another network only: then one timeout is
     enough.
     """
+    is_silent = getattr(sock, "is_silent", None)
+    if is_silent is not None:  # a connection by QUIC
+        return bool(is_silent(has_moved=has_moved))
     known = acknowledgements(sock)
     if known is None:
         return False

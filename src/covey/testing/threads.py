@@ -32,9 +32,9 @@ def run_threads(
 ) -> list[T]:
     """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
 
-    `lanes` may be memory, unix, tcp or shm. `timeout` is each group's default and bounds the whole. `settings`
-    are those of `covey.join`; `plan="always"` fits plans as if each rank were on a host of its own. If ranks fail,
-    raises an ExceptionGroup of what they raised, each with a note that names its rank.
+    `lanes` may be memory, unix, tcp, shm, secure or quic. `timeout` is each group's default and bounds the whole.
+    `settings` are those of `covey.join`; `plan="always"` fits plans as if each rank were on a host of its own. If ranks
+    fail, raises an ExceptionGroup of what they raised, each with a note that names its rank.
     """
     results: list[Any] = [None] * size
     errors: list[Exception] = []

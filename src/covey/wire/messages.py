@@ -297,6 +297,8 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Answer to Offer: the lane is accepted."""
 
     lane: Bytes
+    udp_port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    """Where the sender accepts QUIC connections, if the lane is of that kind."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=14):

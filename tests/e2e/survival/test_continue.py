@@ -65,10 +65,10 @@ def add_up(victim: int, count: int) -> Any:
     }
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: str) -> None:
+@pytest.mark.parametrize(("lanes", "count"), [*((lanes, 16 << 20) for lanes in LANES), ("quic", 1 << 20)])
+def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: str, count: int) -> None:
     victim, others = 1, (0, 2)
-    with Members(3, add_up, victim, 16 << 20, lanes=lanes) as ranks:
+    with Members(3, add_up, victim, count, lanes=lanes) as ranks:
         [visible] = ranks.hear("visible", [victim])
         killed_at = kill_in_the_middle(ranks.pid(victim), visible["descriptor"])
         reports = ranks.results(others)

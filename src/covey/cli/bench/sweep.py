@@ -13,10 +13,10 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-LANES: Final = ("shm", "unix", "tcp", "secure")
+LANES: Final = ("shm", "unix", "tcp", "secure", "quic")
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
-COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure")}
+COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure", "quic")}
 """The covey lanes that each opponent is compared with: those of the same kind; for gloo, which has only TCP, all."""
 
 DTYPES: Final = {

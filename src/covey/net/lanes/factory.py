@@ -53,14 +53,16 @@ class LaneFactory:
             return NativeStreamLane(sock, kind)
         return StreamLane(sock, kind)
 
-    def sealed(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> SocketLane:
+    def sealed(
+        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+    ) -> SocketLane:
         """Make one end of a sealed lane."""
         self._slow_down(socks)
         if self.is_native:
-            return NativeSealedLane(socks, secret, lane, dialler=dialler)
+            return NativeSealedLane(socks, secret, lane, dialler=dialler, kind=kind)
         from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
-        return SealedLane(socks, secret, lane, dialler=dialler)
+        return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
 
     def _slow_down(self, socks: Sequence[socket.socket]) -> None:
         """Let the kernel space out what these sockets send together."""

@@ -129,13 +129,14 @@ class LongCipher:
 class NativeSealedLane(SocketLane):
     """A lane over connected stream sockets, sealed by libcrypto; see `sealed.SealedLane`."""
 
-    kind = "secure"
-
-    def __init__(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> None:
+    def __init__(
+        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+    ) -> None:
         from covey.wire.seal import ACCEPTOR, DIALLER, lane_keys, scope
 
         if not socks:
             raise ConfigError("a lane needs at least one stream")
+        self.kind = kind
         mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
         streams = []
         for stream, sock in enumerate(socks):

@@ -31,16 +31,19 @@ _NOTHING: Final = memoryview(b"")
 class SealedLane(SocketLane):
     """A lane over connected stream sockets, any of which an attacker may control. Takes ownership of the sockets."""
 
-    kind = "secure"
-
-    def __init__(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> None:
+    def __init__(
+        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+    ) -> None:
         """Both ends pass the same `secret`, random and used for this lane only, and the same `lane` id.
+
+        `kind` says what carries the streams: TCP (`secure`) or `quic`.
 
         Raises:
             ConfigError: there are no sockets, or more than one where this system cannot poll several as one.
         """
         if not socks:
             raise ConfigError("a lane needs at least one stream")
+        self.kind = kind
         self._readiness = _Readiness() if len(socks) > 1 else None
         self._pipes = [SealedPipe(sock, secret, lane, stream, dialler=dialler) for stream, sock in enumerate(socks)]
         self._out: Outgoing | None = None

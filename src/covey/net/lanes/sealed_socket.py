@@ -29,6 +29,8 @@ class SealedSocket(MessageSocket):
         """See SealedLane. The secret is not used for any other lane or socket."""
         self._pipe = SealedPipe(sock, secret, lane, 0, dialler=dialler)
         self.family = sock.family
+        self.is_silent = getattr(sock, "is_silent", None)
+        """Tells whether the other end of a connection by QUIC is silent (`tcp.is_stuck`)."""
         self._claimed = 0
         """How many of the caller's bytes are sealed while the kernel has not taken all of them."""
         self._plain = memoryview(bytearray(RECORD_LIMIT))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.descriptors import is_scarce, track
 from covey.net.discovery.host_rendezvous import check_peer
+from covey.net.quic.line import QuicSocket
 from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
 from covey.runtime.links.sockets import RelayedSocket, accepted
@@ -103,12 +104,15 @@ class Acceptor:
             sock.setblocking(False)
             self._admit(track(sock), arrival)
 
-    def take(self, sock: RelayedSocket) -> None:
-        """Take a connection that came through a relay, as if it had been accepted; owns it. On the control loop."""
+    def take(self, sock: RelayedSocket | QuicSocket, on_proved: Callable[[], None] = lambda: None) -> None:
+        """Take a connection that came through a relay or by QUIC, as if it had been accepted; owns it.
+
+        `on_proved` is called when it has passed the door. On the control loop.
+        """
         if self._is_closing:
             sock.close()
         else:
-            self._admit(sock, Arrival(()))  # the registration at the relay has its own limits
+            self._admit(sock, Arrival((), on_proved))  # the relay's registration and the pump have their own limits
 
     def _admit(self, sock: socket.socket, arrival: Arrival) -> None:
         self._strangers[sock] = self._tasks.spawn(self._at_the_door(sock, arrival))
@@ -172,8 +176,14 @@ class Acceptor:
         finally:
             self._guests.pop(sock, None)
 
+    def allows(self, local_ip: str) -> bool:
+        """Tell whether connections to a local address are accepted."""
+        return self._allows(local_ip)
+
     async def _hear(self, sock: socket.socket) -> tuple[bytes, door.Purpose]:
-        if sock.family == socket.AF_UNIX:
+        if isinstance(sock, QuicSocket):
+            pass  # the pump has asked for the interface
+        elif sock.family == socket.AF_UNIX:
             check_peer(sock)
         elif not self._allows(sock.getsockname()[0]):
             raise ConnectError("it came over an interface that is excluded")
@@ -233,6 +243,8 @@ class Acceptor:
 
 def remote_ip(sock: socket.socket) -> str:
     """Return the address that a connection comes from; "" for a unix socket, or if it is broken."""
+    if isinstance(sock, QuicSocket):
+        return sock.remote_ip
     with contextlib.suppress(OSError, IndexError, TypeError):
         return plain_ip(sock.getpeername()[0])
     return ""

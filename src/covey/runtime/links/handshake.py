@@ -18,7 +18,7 @@ from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.net.descriptors import explain, is_exhausted, track
 from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
-from covey.runtime.links.sockets import RelayedWay, address_of, keep_packets_short
+from covey.runtime.links.sockets import QuicWay, RelayedWay, address_of, keep_packets_short
 from covey.runtime.links.sockets import Where as Where
 from covey.runtime.links.sockets import new_socket as new_socket
 from covey.runtime.links.sockets import no_delay as no_delay
@@ -137,11 +137,15 @@ async def connect(
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
     try:
-        sock = track(new_socket(where, spares=spares))
+        if isinstance(where, QuicWay):
+            sock = where.pump.dial(where, credentials.door_key)
+        else:
+            sock = track(new_socket(where, spares=spares))
         if is_short:
             keep_packets_short(sock)
         async with asyncio.timeout(within):
-            await loop.sock_connect(sock, address_of(where))
+            if not isinstance(where, QuicWay):  # a QUIC connection is made while its socket is waited for
+                await loop.sock_connect(sock, address_of(where))
             no_delay(sock)
             if isinstance(where, RelayedWay):
                 from covey.runtime.links.relayed import be_joined  # slow to load, and used by few pairs
@@ -158,7 +162,7 @@ async def connect(
             sock.close()
         if isinstance(error, OSError) and not isinstance(error, ConnectError):  # TimeoutError, too
             kind = ScarceError if is_exhausted(error) else ConnectError
-            raise kind(f"{spell(where)}: {explain(error) or SILENCE}") from error
+            raise kind(f"{spell(where)}: {getattr(sock, 'problem', '') or explain(error) or SILENCE}") from error
         raise
 
 

@@ -15,10 +15,11 @@ from covey.net.descriptors import is_scarce
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from covey.net.quic.pump import QuicPump
     from covey.wire.relay import RelayKey
 
 Where = str | tuple[Any, ...]
-"""The path of a unix socket, a TCP address as `socket` takes it, or a `RelayedWay`."""
+"""The path of a unix socket, a TCP address as `socket` takes it, a `RelayedWay`, or a `QuicWay`."""
 SCARCE_SECONDS: Final = 0.1
 """The pause before connections are accepted again when the process has no more descriptors."""
 SHORT_PACKET_BYTES: Final = 1200
@@ -34,6 +35,19 @@ class RelayedWay(NamedTuple):
     key: RelayKey
     token: bytes
     """Which node: the one that has registered this token."""
+
+
+class QuicWay(NamedTuple):
+    """A way to a node by QUIC."""
+
+    ip: str
+    port: int
+    """Of UDP."""
+    flow: int
+    scope: int
+    """Of an IPv6 address that is valid on one interface only; else 0."""
+    pump: QuicPump
+    """Of this process."""
 
 
 class RelayedSocket(socket.socket):
@@ -69,7 +83,8 @@ def spell(where: Where) -> str:
     if isinstance(where, str):
         return printable(where)
     text = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
-    return f"relay {text}" if isinstance(where, RelayedWay) else text
+    prefix = "relay " if isinstance(where, RelayedWay) else "QUIC " if isinstance(where, QuicWay) else ""
+    return prefix + text
 
 
 def new_socket(where: Where, *, spares: bool) -> socket.socket:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.pace import Bucket, Buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SOURCE_RATE: Final = 64.0
 SOURCE_BURST: Final = 256.0
@@ -49,16 +52,18 @@ class SourceLimits:
 class Arrival:
     """A connection that was counted."""
 
-    __slots__ = ("_taken",)
+    __slots__ = ("_on_proved", "_taken")
 
-    def __init__(self, taken: tuple[Bucket, ...]) -> None:
-        self._taken = taken
+    def __init__(self, taken: tuple[Bucket, ...], on_proved: Callable[[], None] = lambda: None) -> None:
+        """`on_proved` is called when the connection has proved the key."""
+        self._taken, self._on_proved = taken, on_proved
 
     def proved_key(self) -> None:
         """Uncount the connection: it has proved the key."""
         for bucket in self._taken:
             bucket.give_back()
         self._taken = ()
+        self._on_proved()
 
 
 @functools.lru_cache(maxsize=1024)

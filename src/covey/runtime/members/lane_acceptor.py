@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ConnectError
+from covey.base.errors import ConfigError, ConnectError
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
@@ -19,6 +19,7 @@ from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.members.lane_dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
 from covey.runtime.members.lane_kinds import (
+    SEALED_KINDS,
     acceptable_capacities,
     acceptable_kinds,
     is_refused_ring,
@@ -58,10 +59,15 @@ class LaneAcceptor:
         if reason := self._objection(seat, offer):
             self._node.send(seat, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
+        try:
+            udp_port = self._node.lanes.quic.port() if offer.kind == "quic" else 0
+        except (ConfigError, OSError) as error:
+            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, str(error), offer.attempt))
+            return
         self._expected[offer.lane] = _Expected(seat, offer)
         self._table.offer_accepted(lane_key(offer.group, seat, offer.purpose, offer.attempt), offer.attempt)
         asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
-        self._node.send(seat, messages.Expect(offer.lane))
+        self._node.send(seat, messages.Expect(offer.lane, udp_port))
 
     def _objection(self, seat: Seat, offer: messages.Offer) -> str:
         """Return why an offer is refused, or an empty string."""
@@ -71,7 +77,7 @@ class LaneAcceptor:
             return f"there are no lanes for {offer.purpose!r}"
         if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
             return "the lane's id or key is not usable"
-        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
+        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
         if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"

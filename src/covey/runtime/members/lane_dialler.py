@@ -22,6 +22,7 @@ from covey.runtime.links.handshake import RefusedError, ScarceError, receive_exa
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.lane_kinds import (
+    SEALED_KINDS,
     is_ring,
     lane_of_memory,
     lane_of_sockets,
@@ -63,8 +64,8 @@ class LaneDialler:
     def __init__(self, node: Node, table: LaneTable) -> None:
         self._node, self._table = node, table
         self._dialling: set[LaneKey] = set()
-        self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[None]]] = {}
-        """Offers to peers: the id of the lane, and the answer."""
+        self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
+        """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
         self._log = LimitedLog(SCARCE_SECONDS)
 
     def open(self, key: LaneKey) -> None:
@@ -153,7 +154,7 @@ class LaneDialler:
                 name = self._node.generation_table.name_of(peer.seat)
                 logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
                 kind, capacity = "unix", 0
-        if kind == "secure":
+        if kind in SEALED_KINDS:
             await _measured(peer)
         streams = stream_count(self._node, peer, kind, purpose)
         offer = messages.Offer(
@@ -168,9 +169,9 @@ class LaneDialler:
         )
         socks: list[socket.socket] = []
         try:
-            await self._make_offer(peer, offer)
+            udp_port = await self._make_offer(peer, offer)
             for stream in range(streams):
-                socks.append(await self._open_stream(peer, offer, stream))
+                socks.append(await self._open_stream(peer, offer, stream, udp_port))
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
@@ -189,26 +190,27 @@ class LaneDialler:
 
     # Offers
 
-    async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
-        """Offer a lane, and return when the peer expects it; RefusedError if it refuses."""
+    async def _make_offer(self, peer: Peer, offer: messages.Offer) -> int:
+        """Offer a lane; return the peer's UDP port when it expects the lane. RefusedError if it refuses."""
         if peer.link is None:
             raise ConnectError("there is no link")
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         key = lane_key(offer.group, peer.seat, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer
         try:
             self._node.send(peer.seat, offer)
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                await answer
+                udp_port = await answer
         finally:
             del self._offers[key]
         self._table.offer_accepted(key, offer.attempt)
+        return udp_port
 
-    def accepted(self, seat: Seat, lane: bytes) -> None:
-        """Note that a peer expects an offered lane."""
+    def accepted(self, seat: Seat, lane: bytes, udp_port: int) -> None:
+        """Note that a peer expects an offered lane, by QUIC at `udp_port`."""
         for key, (offered, answer) in self._offers.items():
             if key.peer == seat and offered == lane and not answer.done():
-                answer.set_result(None)
+                answer.set_result(udp_port)
 
     def refused(self, key: LaneKey, reason: str) -> None:
         """Note that a peer refuses an offered lane, or refuses to dial one that it was asked for."""
@@ -228,7 +230,7 @@ class LaneDialler:
 
     # Connections
 
-    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
+    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int, udp_port: int) -> socket.socket:
         """Connect to the first address that works; both ends prove that they know the key of the offered lane.
 
         A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
@@ -236,13 +238,15 @@ class LaneDialler:
         *others, last = self._node.credentials.good()
         for credentials in others:
             with contextlib.suppress(ConnectError):
-                return await self._connect_stream(peer, offer, stream, credentials)
-        return await self._connect_stream(peer, offer, stream, last)
+                return await self._connect_stream(peer, offer, stream, udp_port, credentials)
+        return await self._connect_stream(peer, offer, stream, udp_port, last)
 
     async def _connect_stream(
-        self, peer: Peer, offer: messages.Offer, stream: int, credentials: LinkCredentials
+        self, peer: Peer, offer: messages.Offer, stream: int, udp_port: int, credentials: LinkCredentials
     ) -> socket.socket:
         ways, name = self._node.ways_to(peer, offer.kind), self._node.generation_table.name_of(peer.seat)
+        if offer.kind == "quic":
+            ways = self._node.lanes.quic.ways(ways, udp_port)
         if not ways:
             raise ConfigError(f"{name} has no address that can be dialled from here")
         sock = await connect_any(ways, credentials, door.Purpose.LANE, is_short=peer.has_short_packets)
@@ -257,7 +261,8 @@ class LaneDialler:
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError) and not isinstance(error, ConnectError):
-                raise ConnectError(f"{name} hung up on the lane: {error}") from error
+                reason = getattr(sock, "problem", "") or error
+                raise ConnectError(f"{name} hung up on the lane: {reason}") from error
             raise
 
 

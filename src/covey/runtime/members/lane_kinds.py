@@ -33,6 +33,8 @@ HELPED_STREAMS: Final = 2
 """Connections of a near lane whose ranks have HELPED_CORES each: a thread of the lane seals while the other one opens.
 It can go on with one connection while the kernel is busy with the other."""
 HELPED_CORES: Final = 2
+SEALED_KINDS: Final = ("secure", "quic")
+"""Kinds whose bytes are encrypted by the lane itself, whatever carries them."""
 
 
 def kind_to(node: Node, peer: Seat) -> str:
@@ -45,7 +47,7 @@ def kind_to(node: Node, peer: Seat) -> str:
     contact = node.peers[peer].contact
     here = contact is not None and contact.host == node.host
     in_clear = here or node.credentials.tls is None  # without TLS between hosts, the user has allowed it
-    if forced in ("memory", "secure") or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
+    if forced in ("memory", *SEALED_KINDS) or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
         return forced
     name = node.generation_table.name_of(peer)
     if forced in ("shm", "unix"):
@@ -105,7 +107,7 @@ def _ring_sizes(node: Node) -> tuple[int, int]:
 
 def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
     """Return how many connections a lane gets."""
-    if purpose == "messages" or kind != "secure":
+    if purpose == "messages" or kind not in SEALED_KINDS:
         return 1
     wanted = node.config.streams
     if wanted != "auto":
@@ -140,10 +142,10 @@ def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offe
     node.lanes.limit.watch(socks, offer.group)
     node.lanes.losses.watch(socks)
     if offer.purpose != "messages":
-        if offer.kind == "secure":
-            return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)
+        if offer.kind in SEALED_KINDS:
+            return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, kind=offer.kind)
         return factory.stream(socks[0], offer.kind)
-    if offer.kind != "secure":
+    if offer.kind not in SEALED_KINDS:
         return socks[0]
     from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REPLACEMENT: Final = "replacement"
 """The purpose of a lane that is to replace one for collectives (`members.lane_moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
-TOLD_KINDS: Final = ("tcp", "secure")
+TOLD_KINDS: Final = ("tcp", "secure", "quic")
 """Lanes over a network, of whose opening an event tells."""
 CLOSED_GROUPS_REMEMBERED: Final = 10_000
 

@@ -15,10 +15,11 @@ from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.members.lane_acceptor import LaneAcceptor
 from covey.runtime.members.lane_dialler import LaneDialler
-from covey.runtime.members.lane_kinds import kind_to, offered_kind
+from covey.runtime.members.lane_kinds import SEALED_KINDS, kind_to, offered_kind
 from covey.runtime.members.lane_moves import LaneMoves
 from covey.runtime.members.lane_table import LaneKey, LaneTable
 from covey.runtime.members.packet_losses import PacketLosses
+from covey.runtime.members.quic_paths import QuicPaths
 from covey.runtime.members.sending_limit import SendingLimit
 
 if TYPE_CHECKING:
@@ -37,13 +38,15 @@ class Lanes:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        may_seal = node.credentials.tls is not None or node.config.lanes == "secure"
+        may_seal = node.credentials.tls is not None or node.config.lanes in SEALED_KINDS
         self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.limit = SendingLimit(node)
         """Spaces out what the lanes send, if there is a limit."""
         self.losses = PacketLosses(node)
         """Changes how lanes send on which packets get lost."""
+        self.quic = QuicPaths(node)
+        """Carries the lanes that go by QUIC."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)
         self.acceptor = LaneAcceptor(node, self.table)

@@ -264,8 +264,8 @@ class Node:
                 self.lanes.dialler.asked(seat, message)
             case messages.Offer():
                 self.lanes.acceptor.offered(seat, message)
-            case messages.Expect(lane):
-                self.lanes.dialler.accepted(seat, lane)
+            case messages.Expect(lane, udp_port):
+                self.lanes.dialler.accepted(seat, lane, udp_port)
             case messages.NoLane(group, purpose, reason, attempt):
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
             case messages.MoveLane():
@@ -367,6 +367,7 @@ class Node:
             control.finish(leave(self, self._tasks, self._closes), 2 * CLOSE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
+            self.lanes.quic.close()
             self.events.close()
             self.audit.flush()
             _nodes.discard(self)

@@ -42,7 +42,7 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     listeners = [rendezvous.sock]
     addresses: tuple[Address, ...] = ()
     try:
-        if config.lanes in ("tcp", "secure"):
+        if config.lanes in ("tcp", "secure", "quic"):
             tcp = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             tcp.setblocking(False)
             listeners.append(tcp)

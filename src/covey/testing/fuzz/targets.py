@@ -44,6 +44,7 @@ from covey.wire import (
     owner,
     port_mapping,
     proofs,
+    quic,
     seal,
     secret,
 )
@@ -116,6 +117,61 @@ def _message_target(read: Callable[[bytes], Any]) -> Target:
         seeds=seeds,
         prefix=0,
     )
+
+
+# QUIC.
+
+
+def _read_datagram(data: bytes) -> quic.FirstPacket:
+    """Look at a datagram in all ways that covey does: only the last may refuse it."""
+    cid = quic.destination_of(data)
+    assert cid == b"" or cid in data
+    if quic.is_about_path(data) and (answer := quic.answer_path_probe(KEY, data)):
+        assert len(answer) == len(data), "an answer is as long as the question"
+    first = quic.read_first(data)
+    assert quic.is_proof(KEY, first.source) == (first.source == _cid())
+    return first
+
+
+def _cid() -> bytes:
+    return quic.proving_cid(KEY, bytes(quic.NONCE_BYTES))
+
+
+def _write_datagram(first: quic.FirstPacket) -> bytes:
+    sizes = bytes((len(first.destination),)), bytes((len(first.source),))
+    head = b"\xc0\0\0\0\1" + sizes[0] + first.destination + sizes[1] + first.source
+    return (head + (0x4000 | len(first.token)).to_bytes(2, "big") + first.token).ljust(1400, b"\0")
+
+
+def _datagram_seeds() -> list[bytes]:
+    whole = _write_datagram(quic.FirstPacket(bytes(20), _cid(), bytes(80)))
+    short = b"\x40" + bytes(40)
+    probe = quic.path_probe(KEY, bytes(16))
+    other = _write_datagram(quic.FirstPacket(b"\1" * 8, b"\2" * 20, b""))
+    longer = _write_datagram(quic.FirstPacket(bytes(20), bytes(21), b""))
+    lengths = [
+        longer,
+        whole[:5] + b"\xff" + whole[6:],
+        whole[:47] + b"\xff" * 8 + whole[55:],
+        b"\xc0\0\0\0\2" + whole[5:],
+    ]
+    return [whole, other, short, short[:9], probe, probe[:1] + bytes(32), b"\xc0\0\0", b"\xc0" + bytes(5), *lengths]
+
+
+def _read_token(data: bytes) -> bytes:
+    return quic.read_token(KEY, b"address", data, bytes(20), 1000)
+
+
+def _token_seeds() -> list[bytes]:
+    made = [quic.address_token(KEY, b"address", b"original", bytes(20), now) for now in (1000, 900)]
+    return [*made, quic.address_token(KEY, b"address", b"", b"\1" * 20, 1000), made[0][:-1], b""]
+
+
+def _read_limits(data: bytes) -> int:
+    reader = quic.LimitReader()
+    for at in range(0, len(data), 5):
+        reader.feed(data[at : at + 5])
+    return reader.limit
 
 
 # Frames and headers.
@@ -585,6 +641,21 @@ BY_HAND: Final = (
         promised=(RemoteProtocolError,),
         write=lambda frames: b"".join(map(frame.frame, frames)),
         seeds=_frame_seeds,
+    ),
+    Target(
+        name="quic_datagram",
+        read=_read_datagram,
+        promised=(RemoteProtocolError,),
+        write=_write_datagram,
+        seeds=_datagram_seeds,
+    ),
+    Target(name="quic_token", read=_read_token, promised=(RemoteProtocolError,), write=None, seeds=_token_seeds),
+    Target(
+        name="quic_limits",
+        read=_read_limits,
+        promised=(RemoteProtocolError,),
+        write=quic.limit_bytes,
+        seeds=lambda: [b"", *map(quic.limit_bytes, (0, 1, 1 << 63)), quic.limit_bytes(5) + quic.limit_bytes(4)],
     ),
     Target(
         name="header",
