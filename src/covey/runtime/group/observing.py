@@ -20,6 +20,7 @@ from covey.runtime.counters import process
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.net.discovery.interfaces import Interface
+    from covey.net.lanes.lane import LanePath
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.members.peers import Peer
     from covey.wire.messages import Hardware
@@ -77,6 +78,8 @@ class PeerLink:
     """How fast the lane has sent while it had something to send; None if it has sent nothing, or shares memory."""
     relay: str = ""
     """The address of the relay that the link goes through; empty if it goes through none."""
+    paths: tuple[LanePath, ...] = ()
+    """The networks that the lane goes over, if it goes over several."""
 
 
 def members(engine: Engine) -> tuple[Member, ...]:
@@ -164,4 +167,6 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         rate = sum(speeds) if speeds else None
     round_trip = next((taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0), None)
     relay = "" if link is None else link.relay
-    return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay)
+    return PeerLink(
+        rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay, engine.attempt.paths_of(rank)
+    )

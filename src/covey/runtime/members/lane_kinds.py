@@ -139,6 +139,10 @@ def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offe
     factory = node.lanes.factory
     node.lanes.limit.watch(socks, offer.group)
     if offer.purpose != "messages":
+        if offer.is_striped:
+            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler)
+            node.stripes.watch(lane)
+            return lane
         if offer.kind == "secure":
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)
         return factory.stream(socks[0], offer.kind)

@@ -139,6 +139,7 @@ class PathMonitor:
         except _PASSING:
             return
         if len(ways) < 2:
+            await self._node.stripes.look(peer, {})
             return
         found = await asyncio.gather(*(sound(way, self._node.credentials, self._limits) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
@@ -150,7 +151,11 @@ class PathMonitor:
         better = choice.look(peer.way, seen, time.monotonic())
         if choice.is_undecided:
             self._due[peer.seat] = 0.0
-        if better is None or not self._is_watched(peer):
+        if not self._is_watched(peer):
+            return
+        if better is None:
+            if not choice.is_undecided:
+                await self._node.stripes.look(peer, seen)
             return
         way, reason = better
         if reason.needs_trial and not await self._is_faster(peer, way, reason):
