@@ -345,7 +345,7 @@ static enum outcome send_more(struct striped_lane *lane, struct outgoing *out)
         is_any_left |= !lane->stripes[index].cannot_send;
     }
     if (!is_any_left)
-        return ENDED;
+        return *lane->out_trouble ? ENDED : cannot_send(lane, "all streams have broken");
     if (lane->has_begun && lane->assigned == out->nbytes && !is_on_its_way && first_to_repeat(lane) == NULL) {
         out->sent = out->nbytes;
         lane->has_begun = false;
@@ -706,15 +706,27 @@ static PyObject *striped_streams(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct striped_lane *lane = (struct striped_lane *)self;
+    struct { int64_t written; double speed; bool is_used; } seen[MOST_STREAMS];
+    bool is_settled;
+    Py_BEGIN_ALLOW_THREADS /* the executor may need the interpreter's lock before it lets go of the other one */
+    pthread_mutex_lock(&lane->lock);
+    is_settled = lane->oldest == lane->next;
+    for (int32_t index = 0; index < lane->count; index++) {
+        const struct stripe *stripe = &lane->stripes[index];
+        seen[index].written = stripe->written;
+        seen[index].speed = stripe->speed;
+        seen[index].is_used = is_usable(stripe);
+    }
+    pthread_mutex_unlock(&lane->lock);
+    Py_END_ALLOW_THREADS
     PyObject *told = PyTuple_New(lane->count);
     for (int32_t index = 0; told != NULL && index < lane->count; index++) {
-        const struct stripe *stripe = &lane->stripes[index];
-        PyObject *each = Py_BuildValue("LdO", (long long)stripe->written, 1e6 * stripe->speed,
-                                       is_usable(stripe) ? Py_True : Py_False);
+        PyObject *each = Py_BuildValue("LdO", (long long)seen[index].written, 1e6 * seen[index].speed,
+                                       seen[index].is_used ? Py_True : Py_False);
         if (each == NULL || PyTuple_SetItem(told, index, each) < 0)
             Py_CLEAR(told);
     }
-    return told == NULL ? NULL : Py_BuildValue("ON", lane->oldest == lane->next ? Py_True : Py_False, told);
+    return told == NULL ? NULL : Py_BuildValue("ON", is_settled ? Py_True : Py_False, told);
 }
 
 static PyMethodDef striped_methods[] = {
