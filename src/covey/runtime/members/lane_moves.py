@@ -179,7 +179,7 @@ class LaneMoves:
 
         One over several networks sends again what one of them has lost, before it ends its direction.
         """
-        while is_striped(old) and not old.is_settled:
+        while is_striped(old) and not old.is_settled and old.sockets()[0].fileno() >= 0:
             old.tend()
             await asyncio.sleep(RETIRE_LOOK_SECONDS)
         with contextlib.suppress(OSError):  # it has ended already
