@@ -28,7 +28,7 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
-    *("Member", "MemberHealth", "PeerLink", "Checkpoint"),
+    *("Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
     *("PlanAlternative", "PlanReport", "Topology", "TopologyHost", "TopologyLink", "TopologyNode"),
     *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from covey.compress.quantisers import FP8, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.coordinator.worker import WorkerNode, WorkerNodeConfig
+    from covey.net.lanes.lane import LanePath
     from covey.proto.checkpointing import Checkpoint
     from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
@@ -96,6 +97,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "HttpServer",
     "Int4",
     "Int8",
+    "LanePath",
     "Member",
     "MemberHealth",
     "MessageInfo",
@@ -157,6 +159,7 @@ _HOMES = {
     "HttpServer": "covey.runtime.http_server",
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
+    "LanePath": "covey.net.lanes.lane",
     "Member": "covey.runtime.group.observing",
     "MemberHealth": "covey.runtime.group.observing",
     "Node": "covey.runtime.group.node",

@@ -18,6 +18,7 @@ from covey.net.lanes.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, O
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
+from covey.net.lanes.striped import StripedLane
 from covey.wire.header import HEADER_BYTES, Header
 from covey.wire.seal import RECORD_LIMIT
 
@@ -80,20 +81,24 @@ def tcp() -> Pair:
     return StreamLane(one, "tcp"), StreamLane(other, "tcp")
 
 
-def _secure(streams: int) -> Callable[[], Pair]:
+def _secure(streams: int, lane: type[SealedLane | StripedLane] = SealedLane) -> Callable[[], Pair]:
     def make() -> Pair:
         dialled, accepted = zip(*(_connected() for _ in range(streams)), strict=True)
         secret = random.randbytes(32)
-        return (
-            SealedLane(dialled, secret, b"lane 7", dialler=True),
-            SealedLane(accepted, secret, b"lane 7", dialler=False),
-        )
+        return lane(dialled, secret, b"lane 7", dialler=True), lane(accepted, secret, b"lane 7", dialler=False)
 
-    make.__name__ = f"secure_{streams}"
+    make.__name__ = f"{'secure' if lane is SealedLane else 'striped'}_{streams}"
     return make
 
 
-MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp, *map(_secure, (1, 2, 3, 8))]
+MAKERS: list[Callable[[], Pair]] = [
+    small_memory,
+    large_memory,
+    unix,
+    tcp,
+    *map(_secure, (1, 2, 3, 8)),
+    _secure(2, StripedLane),
+]
 if not shm.obstacle_here(is_native=False):
     MAKERS.append(shared_memory)
 every_lane = pytest.mark.parametrize("pair", MAKERS, ids=lambda make: make.__name__, indirect=True)

@@ -23,6 +23,7 @@ from covey.net.lanes.lane import SMALL_BYTES, LaneClosedError
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
+from covey.net.lanes.striped import StripedLane
 from covey.net.native import native_crypto
 from covey.wire.header import HEADER_BYTES, flagged
 from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, REKEY_SECONDS, Sealer, lane_keys
@@ -108,6 +109,24 @@ def seals(pairs: Callable[..., Any], count: int, *, is_helped: bool, is_slow: bo
     return make
 
 
+def stripes(pairs: Callable[..., Any], count: int, *, is_slow: bool) -> Callable[..., Pair]:
+    """As `seals`, for lanes over several networks."""
+
+    def make(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
+        from covey.net.lanes.native import NativeStripedLane
+
+        made = []
+        for index, socks in enumerate(pairs(stack, count)):
+            with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=is_slow):
+                maker: Any = NativeStripedLane if is_native[index] else StripedLane
+                made.append(maker(socks, sealed.SECRET, sealed.LANE, dialler=index == 0))
+            stack.callback(made[-1].close)
+        return made[0], made[1]
+
+    make.__name__ = f"striped_{'slow_' if is_slow else ''}{count}_{pairs.__name__}"
+    return make
+
+
 def sealed_end(
     stack: contextlib.ExitStack, socks: Any, *, is_native: bool, dialler: bool, is_slow: bool | None = None
 ) -> Any:
@@ -128,6 +147,7 @@ def sealed_end(
 NARROW = [
     streams(sealed.narrow_pairs, "tcp"),
     *(seals(sealed.narrow_pairs, n, is_helped=n == 1, is_slow=n == 3) for n in (1, 3)),
+    stripes(sealed.narrow_pairs, 2, is_slow=False),
 ]
 WIDE = [
     streams(sealed.unix_pairs, "unix"),
@@ -135,6 +155,7 @@ WIDE = [
         seals(sealed.unix_pairs, count, is_helped=helped, is_slow=slow)
         for count, helped, slow in ((1, False, False), (1, True, False), (1, True, True), (3, True, False))
     ),
+    stripes(sealed.unix_pairs, 3, is_slow=True),
 ]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
 RINGS = [

@@ -81,6 +81,7 @@ class GroupConfig:
     tls_cert: str = _default("tls_cert")
     tls_key: str = _default("tls_key")
     streams: str = _default("streams")
+    stripe: str = _default("stripe")
     limit: int = _default("limit")
     on_loss: str = _default("on_loss")
     patience: float = _default("patience")

@@ -34,6 +34,7 @@ KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
 PLANS: Final = ("auto", "plain")
+STRIPE: Final = ("auto", "off")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
@@ -170,6 +171,11 @@ _ROWS: Final = (
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
         "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
+    ),
+    _of_group(
+        _NETWORK, "stripe", OneOf(STRIPE), "auto",
+        "Whether a secure lane uses several networks at once, such as two cables, or Wi-Fi and a cable: `auto` does if "
+        "that is measured to be faster. Linux only.",
     ),
     _of_group(
         _NETWORK, "limit", Rate(100_000, 10**12), 0,

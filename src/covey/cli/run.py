@@ -40,6 +40,11 @@ class Lanes(enum.StrEnum):
     QUIC = "quic"
 
 
+class Stripe(enum.StrEnum):
+    AUTO = "auto"
+    OFF = "off"
+
+
 class OnLoss(enum.StrEnum):
     RAISE = "raise"
     CONTINUE = "continue"
@@ -119,6 +124,9 @@ def run(
     ] = None,
     lanes: Annotated[
         Lanes | None, typer.Option(help="Use this kind of lane for all ranks, instead of the best for each pair.")
+    ] = None,
+    stripe: Annotated[
+        Stripe | None, typer.Option(help="Use several networks between two machines at once, if that is faster.")
     ] = None,
     limit: Annotated[
         str | None,
@@ -235,6 +243,7 @@ def run(
         limits = {"--size": size, "--min": min_size, "--max": max_size}
         of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
         of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
+        of_all |= {"--stripe": stripe}
         of_all |= {"--limit": None if limit is None else check_limit(limit)}
         of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
@@ -263,6 +272,8 @@ def run(
         settings["COVEY_PATIENCE"] = str(check_timeout(patience, "--patience"))
     if quorum is not None:
         settings["COVEY_QUORUM"] = quorum.value
+    if stripe is not None:
+        settings["COVEY_STRIPE"] = stripe.value
     if limit is not None:
         settings["COVEY_LIMIT"] = check_limit(limit)
     if compress is not None:

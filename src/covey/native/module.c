@@ -2,8 +2,8 @@
 #include "native.h"
 
 static struct kind *const kinds[] = {
-    &ring_kind, &stream_kind, &sealed_kind, &plan_kind, &reduction_kind, &undo_kind, &recorder_kind, &runner_kind, &shortcut_kind,
-    &message_end_kind,
+    &ring_kind, &stream_kind, &sealed_kind, &striped_kind, &plan_kind, &reduction_kind, &undo_kind, &recorder_kind, &runner_kind,
+    &shortcut_kind, &message_end_kind,
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 

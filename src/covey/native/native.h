@@ -31,7 +31,7 @@ enum {
     SMALL_BYTES = 2048,   /* a payload up to this travels together with its header */
     LINE_BYTES = 64,
     TROUBLE_BYTES = 160,
-    MOST_STREAMS = 64,    /* of one sealed lane */
+    MOST_STREAMS = 64,    /* of one sealed or striped lane */
 };
 
 /* A type of objects for Python, in the file that knows them; module.c makes the types. */
@@ -44,8 +44,8 @@ struct kind {
     PyMemberDef *members;
     PyObject *type;
 };
-extern struct kind ring_kind, stream_kind, sealed_kind, plan_kind, reduction_kind, undo_kind, recorder_kind, runner_kind,
-    shortcut_kind, message_end_kind;
+extern struct kind ring_kind, stream_kind, sealed_kind, striped_kind, plan_kind, reduction_kind, undo_kind, recorder_kind,
+    runner_kind, shortcut_kind, message_end_kind;
 static inline bool is_of(PyObject *object, const struct kind *kind) { return (PyObject *)Py_TYPE(object) == kind->type; }
 
 /* What became of an attempt to move a transfer. */
@@ -125,6 +125,8 @@ void helper_cancel(struct helper *helper);
 void helper_end(struct helper *helper);
 
 void lane_release(PyObject *self);
+PyObject *lane_peek(PyObject *self, PyObject *unused);
+PyObject *lane_close(PyObject *self, PyObject *unused);
 extern PyMethodDef lane_methods[];
 extern PyMemberDef lane_members[];
 enum outcome lane_ended(struct lane *lane, const char *what);

@@ -35,7 +35,7 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 enum outcome could_not(struct lane *lane, int error) { return would_block(error) ? IDLE : lane_failed(lane, error); }
 
-static PyObject *lane_peek(PyObject *self, PyObject *unused)
+PyObject *lane_peek(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct lane *lane = (struct lane *)self;
@@ -48,7 +48,7 @@ static PyObject *lane_peek(PyObject *self, PyObject *unused)
 
 /* Forgets the descriptors, which the owner closes next. False if a thread is using them: that thread is told to leave, and
  * the descriptors are the lane's now, which closes them when it is freed. */
-static PyObject *lane_close(PyObject *self, PyObject *unused)
+PyObject *lane_close(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct lane *lane = (struct lane *)self;

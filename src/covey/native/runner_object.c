@@ -97,7 +97,8 @@ static PyObject *runner_set_lane(PyObject *self, PyObject *args)
     PyObject *lane;
     if (!PyArg_ParseTuple(args, "iOip", &slot, &lane, &wake_fd, &has_idle_core))
         return NULL;
-    bool is_lane = is_of(lane, &ring_kind) || is_of(lane, &stream_kind) || is_of(lane, &sealed_kind);
+    bool is_lane = is_of(lane, &ring_kind) || is_of(lane, &stream_kind) || is_of(lane, &sealed_kind) ||
+                   is_of(lane, &striped_kind);
     if (slot < 0 || slot >= runner->size || !is_lane)
         return PyErr_Format(PyExc_ValueError, "no lane to a slot of this attempt");
     Py_INCREF(lane);

@@ -8,9 +8,8 @@
  * scratch memory for the tag; bytes that are stored go to their place at once, and a forged record ends the lane and
  * with it the operation.
  */
-#include "native.h"
+#include "keyed.h"
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,194 +17,13 @@
 #include <unistd.h>
 
 enum {
-    KEY_BYTES = 16,
-    NONCE_BYTES = 12,
-    LENGTH_BYTES = 4,
-    TAG_BYTES = 16,
-    OVERHEAD_BYTES = LENGTH_BYTES + TAG_BYTES,
-    SCOPE_ROOM = 128,
     RECORD_LIMIT = 1 << 21,
-    FIRST_BYTES = HEADER_BYTES + SMALL_BYTES, /* the most plaintext in the first record of a transfer */
     CHUNK_BYTES = 1 << 17,
     CHUNKED_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
     READ_BYTES = 1 << 18,
-    LONG_BYTES = 1 << 14, /* records from this on are sealed as a whole if there is a cipher for it */
     SPIN_BYTES = 1 << 17,
     HELPED_BYTES = 1 << 20, /* transfers of this size are worth the hand-over to another thread */
-    REKEY_RECORDS = 1 << 24,
-    GET_TAG = 0x10, /* of EVP_CIPHER_CTX_ctrl */
-    SET_TAG = 0x11,
 };
-static const uint32_t NEXT_KEY = 1u << 31; /* in a record's length: it is the first under the next key */
-static const int64_t REKEY_NS = 900ll * 1000 * 1000 * 1000;
-static const char NEXT_LABEL[] = "covey/1/lane/next";
-
-/* libcrypto */
-
-static struct {
-    void *(*ctx_new)(void);
-    void (*ctx_free)(void *ctx);
-    int (*ctx_ctrl)(void *ctx, int type, int arg, void *ptr);
-    const void *(*aes_128_gcm)(void);
-    int (*encrypt_init)(void *ctx, const void *cipher, void *engine, const uint8_t *key, const uint8_t *iv);
-    int (*encrypt_update)(void *ctx, uint8_t *out, int *out_length, const uint8_t *in, int in_length);
-    int (*encrypt_final)(void *ctx, uint8_t *out, int *out_length);
-    int (*decrypt_init)(void *ctx, const void *cipher, void *engine, const uint8_t *key, const uint8_t *iv);
-    int (*decrypt_update)(void *ctx, uint8_t *out, int *out_length, const uint8_t *in, int in_length);
-    int (*decrypt_final)(void *ctx, uint8_t *out, int *out_length);
-    const void *(*sha256)(void);
-    uint8_t *(*hmac)(const void *digest, const void *key, int key_length, const uint8_t *data, size_t length,
-                     uint8_t *out, unsigned *out_length);
-    void (*clear_error)(void);
-} crypto;
-
-static bool is_loaded;
-
-bool crypto_is_loaded(void) { return is_loaded; }
-
-/* `library` is the file of Python's _ssl module: the search in it covers the libraries that it was linked with. It is ""
- * where that module is part of the interpreter. */
-bool crypto_load(const char *library, char *trouble, size_t room)
-{
-    static const char *const names[] = {
-        "EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_CIPHER_CTX_ctrl", "EVP_aes_128_gcm",     "EVP_EncryptInit_ex",
-        "EVP_EncryptUpdate",  "EVP_EncryptFinal_ex", "EVP_DecryptInit_ex",  "EVP_DecryptUpdate",   "EVP_DecryptFinal_ex",
-        "EVP_sha256",         "HMAC",                "ERR_clear_error",
-    };
-    void **slots = (void **)&crypto;
-    void *handle = dlopen(*library ? library : NULL, RTLD_NOW | RTLD_LOCAL);
-    if (handle == NULL) {
-        snprintf(trouble, room, "%s", dlerror());
-        return false;
-    }
-    for (size_t index = 0; index < sizeof names / sizeof *names; index++) {
-        slots[index] = dlsym(handle, names[index]);
-        if (slots[index] == NULL) {
-            snprintf(trouble, room, "%s has no %s", library, names[index]);
-            return false;
-        }
-    }
-    is_loaded = true;
-    return true;
-}
-
-/* Encrypts `nbytes` zeros twice, and returns the nanoseconds that the second time took; -1 if that failed. */
-int64_t crypto_time(int64_t nbytes)
-{
-    uint8_t key[KEY_BYTES] = {0}, nonce[NONCE_BYTES] = {0};
-    uint8_t *plain = calloc(1, (size_t)nbytes), *out = malloc((size_t)nbytes);
-    void *ctx = crypto.ctx_new();
-    int64_t took = -1;
-    int written;
-    bool is_ready = plain != NULL && out != NULL && ctx != NULL;
-    for (int round = 0; is_ready && round < 2; round++) {
-        int64_t begin = monotonic_ns();
-        is_ready = crypto.encrypt_init(ctx, crypto.aes_128_gcm(), NULL, key, nonce) == 1 &&
-                   crypto.encrypt_update(ctx, out, &written, plain, (int)nbytes) == 1;
-        took = is_ready ? monotonic_ns() - begin : -1;
-    }
-    if (ctx != NULL)
-        crypto.ctx_free(ctx);
-    free(plain);
-    free(out);
-    return took;
-}
-
-/* One direction of one stream: its key, the count of its records, and when the key has to change. */
-struct keyed {
-    void *ctx;
-    PyObject *cipher; /* a Python object that seals or opens long records, or NULL */
-    uint8_t key[KEY_BYTES];
-    uint8_t scope[SCOPE_ROOM];
-    size_t scope_bytes;
-    uint64_t count, rekey_at;
-};
-
-static bool set_key(struct keyed *keyed, bool seals)
-{
-    int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *) =
-        seals ? crypto.encrypt_init : crypto.decrypt_init;
-    return init(keyed->ctx, crypto.aes_128_gcm(), NULL, keyed->key, NULL) == 1;
-}
-
-/* Long records. These take the interpreter's lock, and release it while the cipher works. */
-
-/* Whether a call returned True. What a signal handler raised in it stays set for the operation, which raises it; on the
- * helper's thread, whose state in the interpreter ends with the call, there are no signal handlers. */
-static bool succeeded(PyObject *result, bool is_helper)
-{
-    bool is_true = result == Py_True;
-    if (result == NULL && is_helper)
-        PyErr_Clear();
-    Py_XDECREF(result);
-    return is_true;
-}
-
-static bool set_cipher_key(struct keyed *keyed)
-{
-    if (keyed->cipher == NULL)
-        return true;
-    bool is_helper = PyGILState_GetThisThreadState() == NULL;
-    PyGILState_STATE state = PyGILState_Ensure();
-    bool is_set =
-        succeeded(PyObject_CallMethod(keyed->cipher, "set_key", "y#", keyed->key, (Py_ssize_t)KEY_BYTES), is_helper);
-    PyGILState_Release(state);
-    return is_set;
-}
-
-/* Calls cipher.seal or cipher.open(count, length, from, into), and counts the record. */
-static bool work_whole(struct keyed *keyed, const char *method, const uint8_t *length, const uint8_t *from,
-                       int64_t from_bytes, uint8_t *into, int64_t into_bytes)
-{
-    uint64_t count = keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
-    bool is_helper = PyGILState_GetThisThreadState() == NULL;
-    PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *source = PyMemoryView_FromMemory((char *)from, (Py_ssize_t)from_bytes, PyBUF_READ);
-    PyObject *target = PyMemoryView_FromMemory((char *)into, (Py_ssize_t)into_bytes, PyBUF_WRITE);
-    PyObject *result = NULL;
-    if (source != NULL && target != NULL)
-        result = PyObject_CallMethod(keyed->cipher, method, "Ky#OO", (unsigned long long)count, length,
-                                     (Py_ssize_t)LENGTH_BYTES, source, target);
-    bool is_done = succeeded(result, is_helper);
-    Py_XDECREF(source);
-    Py_XDECREF(target);
-    PyGILState_Release(state);
-    return is_done;
-}
-
-/* Replaces the key by one from which the last one cannot be computed: HKDF-Expand with SHA-256. */
-static bool next_key(struct keyed *keyed, bool seals)
-{
-    uint8_t info[sizeof NEXT_LABEL], digest[64];
-    unsigned length = 0;
-    memcpy(info, NEXT_LABEL, sizeof NEXT_LABEL - 1);
-    info[sizeof NEXT_LABEL - 1] = 1;
-    if (crypto.hmac(crypto.sha256(), keyed->key, KEY_BYTES, info, sizeof info, digest, &length) == NULL)
-        return false;
-    memcpy(keyed->key, digest, KEY_BYTES);
-    memset(digest, 0, sizeof digest);
-    keyed->rekey_at = keyed->count + REKEY_RECORDS;
-    return set_key(keyed, seals) && set_cipher_key(keyed);
-}
-
-/* Starts the next record: nonce and what the tag covers beside the text. */
-static bool start_record(struct keyed *keyed, const uint8_t length[LENGTH_BYTES], bool seals)
-{
-    uint8_t covered[SCOPE_ROOM + NONCE_BYTES + LENGTH_BYTES], nonce[NONCE_BYTES] = {0};
-    int written;
-    for (int index = 0; index < 8; index++)
-        nonce[NONCE_BYTES - 1 - index] = (uint8_t)(keyed->count >> (8 * index));
-    keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
-    memcpy(covered, keyed->scope, keyed->scope_bytes);
-    memcpy(covered + keyed->scope_bytes, nonce, NONCE_BYTES);
-    memcpy(covered + keyed->scope_bytes + NONCE_BYTES, length, LENGTH_BYTES);
-    int covered_bytes = (int)(keyed->scope_bytes + NONCE_BYTES + LENGTH_BYTES);
-    if (seals)
-        return crypto.encrypt_init(keyed->ctx, NULL, NULL, NULL, nonce) == 1 &&
-               crypto.encrypt_update(keyed->ctx, NULL, &written, covered, covered_bytes) == 1;
-    return crypto.decrypt_init(keyed->ctx, NULL, NULL, NULL, nonce) == 1 &&
-           crypto.decrypt_update(keyed->ctx, NULL, &written, covered, covered_bytes) == 1;
-}
 
 /* One socket, with the record that is being sealed into it and the one that is being opened. */
 struct pipe {
@@ -235,8 +53,6 @@ struct sealed_lane {
     bool is_helped;              /* the helper has the current transfer */
     char out_trouble[TROUBLE_BYTES];
 };
-
-static bool is_long(const struct keyed *keyed, int64_t nbytes) { return keyed->cipher != NULL && nbytes >= LONG_BYTES; }
 
 static enum outcome forged(struct sealed_lane *sealed, struct pipe *pipe)
 {
@@ -629,12 +445,8 @@ static void sealed_release(struct lane *lane)
         struct pipe *pipe = &sealed->pipes[index];
         if (lane->owns_descriptors)
             close(pipe->fd);
-        if (pipe->sealer.ctx != NULL)
-            crypto.ctx_free(pipe->sealer.ctx);
-        if (pipe->opener.ctx != NULL)
-            crypto.ctx_free(pipe->opener.ctx);
-        Py_XDECREF(pipe->sealer.cipher);
-        Py_XDECREF(pipe->opener.cipher);
+        keyed_release(&pipe->sealer);
+        keyed_release(&pipe->opener);
         free(pipe->out);
         free(pipe->in);
     }
@@ -647,16 +459,6 @@ static void sealed_release(struct lane *lane)
 static const struct lane_functions sealed_functions = {
     sealed_transmit, sealed_receive, sealed_park, sealed_unpark, sealed_peek, sealed_cancel, sealed_close, sealed_release,
 };
-
-static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *scope, Py_ssize_t scope_bytes, bool seals)
-{
-    memcpy(keyed->key, key, KEY_BYTES);
-    memcpy(keyed->scope, scope, (size_t)scope_bytes);
-    keyed->scope_bytes = (size_t)scope_bytes;
-    keyed->rekey_at = REKEY_RECORDS;
-    keyed->ctx = crypto.ctx_new();
-    return keyed->ctx != NULL && set_key(keyed, seals);
-}
 
 /* Sealed(streams), each stream (fd, key out, scope out, cipher out, key in, scope in, cipher in); ciphers may be None */
 static int sealed_fill(PyObject *self, PyObject *args)
@@ -683,36 +485,16 @@ static int sealed_fill(PyObject *self, PyObject *args)
     sealed->pipe_count = (int32_t)count;
     for (Py_ssize_t index = 0; index < count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
-        const char *key_out, *scope_out, *key_in, *scope_in;
-        PyObject *cipher_out, *cipher_in;
-        Py_ssize_t key_out_bytes, scope_out_bytes, key_in_bytes, scope_in_bytes;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(streams, index), "iy#y#Oy#y#O", &pipe->fd, &key_out, &key_out_bytes,
-                              &scope_out, &scope_out_bytes, &cipher_out, &key_in, &key_in_bytes, &scope_in, &scope_in_bytes,
-                              &cipher_in))
+        if (!keyed_take(PyTuple_GetItem(streams, index), &pipe->fd, &pipe->sealer, &pipe->opener))
             return -1;
-        if (key_out_bytes != KEY_BYTES || key_in_bytes != KEY_BYTES || scope_out_bytes > SCOPE_ROOM ||
-            scope_in_bytes > SCOPE_ROOM) {
-            PyErr_SetString(PyExc_ValueError, "a key has 16 bytes, and a scope at most 128");
-            return -1;
-        }
-        if (cipher_out != Py_None && cipher_in != Py_None) {
-            Py_INCREF(cipher_out);
-            Py_INCREF(cipher_in);
-            pipe->sealer.cipher = cipher_out;
-            pipe->opener.cipher = cipher_in;
+        if (pipe->sealer.cipher != NULL)
             lane->python_bytes = LONG_BYTES;
-        }
         bool is_whole = pipe->sealer.cipher != NULL;
         pipe->in_room = is_whole ? RECORD_LIMIT + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;
         pipe->out = malloc(is_whole ? RECORD_LIMIT + CHUNKED_BYTES : CHUNKED_BYTES);
         pipe->in = malloc((size_t)pipe->in_room);
         if (pipe->out == NULL || pipe->in == NULL) {
             PyErr_NoMemory();
-            return -1;
-        }
-        if (!key_init(&pipe->sealer, (const uint8_t *)key_out, (const uint8_t *)scope_out, scope_out_bytes, true) ||
-            !key_init(&pipe->opener, (const uint8_t *)key_in, (const uint8_t *)scope_in, scope_in_bytes, false)) {
-            PyErr_SetString(PyExc_RuntimeError, "libcrypto has no AES-128-GCM");
             return -1;
         }
         pipe->renew_at = monotonic_ns() + REKEY_NS;

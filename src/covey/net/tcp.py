@@ -18,16 +18,24 @@ SLOW_TIMEOUTS: Final = 2
 """So many are enough if they alone took STUCK_SECONDS. Where round trips were long before, the kernel begins with a
 long timeout, and the third one would end after seven times that."""
 
+SUSPECT_TIMEOUTS: Final = 2
+"""Retransmission timeouts in a row after which a lane with other streams uses those: on a local network 0.6 s. Nothing
+is lost if the path was not dead."""
+LEAST_BUSY_US: Final = 50_000
+LEAST_BUSY_BYTES: Final = 1 << 18
+"""Microseconds of sending, and bytes that were sent, after which a lane takes a speed from them."""
+
 PATH_CHECK_SECONDS: Final = 0.5
 """How often an operation that makes no progress checks whether the path is dead."""
 
 _INFO_BYTES: Final = 104
 _TIMEOUTS: Final = struct.Struct("=2xB")
+_TIMEOUTS_AND_PROBES: Final = struct.Struct("=2xBB")
 _NEXT_TIMEOUT: Final = struct.Struct("=8xI")
 _UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK: Final = struct.Struct("=56xI")
-"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_rto (microseconds), tcpi_unacked, tcpi_last_ack_recv
-(milliseconds)."""
+"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_probes, tcpi_rto (microseconds), tcpi_unacked,
+tcpi_last_ack_recv (milliseconds)."""
 
 
 _LONG_INFO_BYTES: Final = 176
@@ -127,6 +135,33 @@ class SendingProgress(NamedTuple):
     """Bytes that the other machine has, since the connection was made."""
     is_sending: bool
     """Whether there is something that it does not have."""
+
+
+class PathFacts(NamedTuple):
+    """What the kernel knows of the path of a connection."""
+
+    acknowledged: int
+    """Bytes that the other machine has."""
+    busy: int
+    """Microseconds in which something was being sent."""
+    is_suspect: bool
+    """Whether the path may be dead: see SUSPECT_TIMEOUTS."""
+
+
+def path_facts(sock: Connection) -> PathFacts | None:
+    """Return what the kernel knows of a path; None if that is nothing, or if the socket is closed."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
+        acked, busy = _ACKED_AND_BUSY.unpack_from(info)
+        unacked, _, unsent = _ACKED_AND_UNSENT.unpack_from(info)
+        timeouts, probes = _TIMEOUTS_AND_PROBES.unpack_from(info)
+    except (OSError, struct.error):
+        return None
+    # Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew.
+    is_silent = (unacked > 0 and timeouts >= SUSPECT_TIMEOUTS) or (unsent > 0 and probes >= SUSPECT_TIMEOUTS)
+    return PathFacts(acked, busy, is_silent)
 
 
 def progress(sock: Connection) -> SendingProgress | None:

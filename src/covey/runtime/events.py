@@ -45,6 +45,7 @@ KINDS: Final = (
     "leader",
     "lane",
     "moved",
+    "striped",
     CODEC,
     PLAN,
     CHECKPOINT,
@@ -63,9 +64,9 @@ class Event:
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
     again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
-    another member leads; `lane`: a lane was opened; `moved`: a lane goes over another path now; `codec`:
-    `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint
-    has begun or is over."""
+    another member leads; `lane`: a lane was opened; `moved`: a lane goes over another path now; `striped`: it goes
+    over several networks now; `codec`: `compress="auto"` chose another codec; `plan`: another plan was chosen for large
+    sums; `checkpoint`: a checkpoint has begun or is over."""
     time: float
     """Seconds since 1970."""
     generation: int

@@ -288,6 +288,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The number of its connections."""
     attempt: int = 0
     """The number of the view whose attempts use it: each view has its own lanes for collectives."""
+    is_striped: bool = False
+    """Whether its connections go over different networks; only a replacement is."""
 
     def __repr__(self) -> str:  # keys must not appear in logs
         return f"Offer({self.kind} for {self.purpose} of group {self.group:#x})"

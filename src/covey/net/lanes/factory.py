@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.native import native
 from covey.net import tcp
 from covey.net.lanes import shm
-from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
+from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane, NativeStripedLane
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
@@ -63,6 +63,16 @@ class LaneFactory:
         from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
         return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
+
+    def striped(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> SocketLane:
+        """Make one end of a lane over several networks."""
+        from covey.net.lanes.striped import StripedLane, prepare
+
+        self._slow_down(socks)
+        if not self.is_native:
+            return StripedLane(socks, secret, lane, dialler=dialler)
+        prepare(socks)
+        return NativeStripedLane(socks, secret, lane, dialler=dialler)
 
     def _slow_down(self, socks: Sequence[socket.socket]) -> None:
         """Let the kernel space out what these sockets send together."""

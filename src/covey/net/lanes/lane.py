@@ -7,7 +7,7 @@ polls their descriptors, and calls `unpark`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from covey.wire.header import HEADER_BYTES
 
@@ -22,6 +22,20 @@ SMALL_BYTES = 2048
 """A payload up to this size is sent together with its header, as one bytes object: copying costs less than a call."""
 PIECE_BYTES = 1 << 20
 """The largest piece that is moved at once, so that it is still in the cache when it is reduced or copied."""
+
+
+class LanePath(NamedTuple):
+    """One of the networks that a lane goes over."""
+
+    local: str
+    remote: str
+    """The addresses of its connection; empty if it has broken."""
+    share: float
+    """Of the bytes that the lane has sent, from 0.0 to 1.0."""
+    bytes_per_second: float
+    """While it was sending; 0.0 if that is not known."""
+    is_used: bool
+    """Whether it works."""
 
 
 class LaneClosedError(Exception):
@@ -113,6 +127,9 @@ class Lane(Protocol):
 
     def peek(self) -> bytes:
         """Return the next 64 bytes that have arrived, or fewer. `receive` may not be called afterwards."""
+
+    def paths(self) -> tuple[LanePath, ...]:
+        """Return the networks that the lane goes over, if it goes over several; on any thread."""
 
     def shutdown(self, how: int) -> None:
         """End the connection, as `socket.shutdown` does; what has arrived can still be received. On any thread."""

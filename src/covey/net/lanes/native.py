@@ -23,6 +23,8 @@ from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from covey.net.lanes.lane import LanePath
+
 
 TOKEN_BYTES: Final = 32
 """That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
@@ -126,32 +128,42 @@ class LongCipher:
         return True
 
 
+def _with_keys(
+    socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool
+) -> tuple[tuple[Any, ...], ...]:
+    """Prepare connected sockets; return for each what the extension needs to seal and open its records."""
+    from covey.wire.seal import ACCEPTOR, DIALLER, lane_keys, scope
+
+    if not socks:
+        raise ConfigError("a lane needs at least one stream")
+    mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
+    streams = []
+    for stream, sock in enumerate(socks):
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keys = lane_keys(secret, lane, stream)
+        scopes = scope(lane, stream, mine), scope(lane, stream, theirs)
+        ciphers = [
+            LongCipher(*pair) if has_slow_libcrypto() else None
+            for pair in zip((keys[mine], keys[theirs]), scopes, strict=True)
+        ]
+        streams.append((sock.fileno(), keys[mine], scopes[0], ciphers[0], keys[theirs], scopes[1], ciphers[1]))
+    return tuple(streams)
+
+
 class NativeSealedLane(SocketLane):
     """A lane over connected stream sockets, sealed by libcrypto; see `sealed.SealedLane`."""
 
     def __init__(
         self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
     ) -> None:
-        from covey.wire.seal import ACCEPTOR, DIALLER, lane_keys, scope
-
-        if not socks:
-            raise ConfigError("a lane needs at least one stream")
         self.kind = kind
-        mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
-        streams = []
-        for stream, sock in enumerate(socks):
-            sock.setblocking(False)
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keys = lane_keys(secret, lane, stream)
-            scopes = scope(lane, stream, mine), scope(lane, stream, theirs)
-            ciphers = [
-                LongCipher(*pair) if has_slow_libcrypto() else None
-                for pair in zip((keys[mine], keys[theirs]), scopes, strict=True)
-            ]
-            streams.append((sock.fileno(), keys[mine], scopes[0], ciphers[0], keys[theirs], scopes[1], ciphers[1]))
-        self.native = native().module.Sealed(tuple(streams))
+        self.native = self._make(_with_keys(socks, secret, lane, dialler=dialler))
         self._socks = [track(sock) for sock in socks]
+
+    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
+        return native().module.Sealed(streams)
 
     def sockets(self) -> Sequence[socket.socket]:
         return self._socks
@@ -170,3 +182,41 @@ class NativeSealedLane(SocketLane):
         unread = bytearray(1 << 16)
         for sock in self._socks:
             close_without_reset(sock, unread)
+
+
+class NativeStripedLane(NativeSealedLane):
+    """A lane over connected stream sockets on different networks; see `striped.StripedLane`."""
+
+    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
+        return native().module.Striped(streams)
+
+    def tend(self) -> None:
+        """See `striped.StripedLane.tend`."""
+        self.native.tend()
+
+    @property
+    def sent_again(self) -> int:
+        """Records that were sent again."""
+        return int(self.native.sent_again)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the other machine had all that was sent, when the lane was last tended."""
+        return bool(self.native.streams()[0])
+
+    def paths(self) -> tuple[LanePath, ...]:
+        """Return the networks that the lane goes over."""
+        from covey.net.lanes.striped import lane_paths
+
+        return lane_paths(self._socks, self.native.streams()[1])
+
+    def is_stuck(self, *, has_moved: bool = False) -> bool:
+        from covey.net.lanes.striped import is_stuck
+
+        self.tend()
+        return is_stuck(self._socks, self.native.streams()[1], has_moved=has_moved)
+
+    def shutdown(self, how: int) -> None:
+        for sock in self._socks:
+            with contextlib.suppress(OSError):  # it has broken
+                sock.shutdown(how)

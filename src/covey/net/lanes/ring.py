@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.net.descriptors import track
-from covey.net.lanes.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, Outgoing
+from covey.net.lanes.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -190,6 +190,9 @@ class RingLane:
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
         return False  # memory has no network path
+
+    def paths(self) -> tuple[LanePath, ...]:
+        return ()
 
     def unpark(self) -> None:
         sending, receiving = self._parked_for

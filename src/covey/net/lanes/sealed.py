@@ -44,7 +44,7 @@ class SealedLane(SocketLane):
         if not socks:
             raise ConfigError("a lane needs at least one stream")
         self.kind = kind
-        self._readiness = _Readiness() if len(socks) > 1 else None
+        self._readiness = Readiness() if len(socks) > 1 else None
         self._pipes = [SealedPipe(sock, secret, lane, stream, dialler=dialler) for stream, sock in enumerate(socks)]
         self._out: Outgoing | None = None
         self._payload = _NOTHING
@@ -202,7 +202,7 @@ def _expect(length: int, expected: int) -> None:
         raise ForgedError(f"the bytes were altered on the way: {length} bytes of payload instead of {expected}")
 
 
-class _Readiness:
+class Readiness:
     """A descriptor that is readable when one of several sockets is ready for what was last asked."""
 
     def __init__(self) -> None:

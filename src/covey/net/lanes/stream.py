@@ -11,7 +11,7 @@ import numpy as np
 
 from covey.net import tcp
 from covey.net.descriptors import track
-from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, Outgoing
+from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class SocketLane:
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
         return any(tcp.is_stuck(sock, has_moved=has_moved) for sock in self.sockets())
+
+    def paths(self) -> tuple[LanePath, ...]:
+        return ()
 
     def sockets(self) -> Sequence[socket.socket]:
         raise NotImplementedError

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.base.arithmetic import Reduction
     from covey.base.errors import MismatchError
     from covey.base.numbers import Rank
-    from covey.net.lanes.lane import Lane
+    from covey.net.lanes.lane import Lane, LanePath
     from covey.plan.moves import Plan
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.call_log import Call
@@ -278,6 +278,11 @@ class Attempt(EnginePart):
         """Return the open lane to a rank, if there is one."""
         slot = self._slots.get(rank)
         return None if slot is None else self._lanes[slot]
+
+    def paths_of(self, rank: Rank) -> tuple[LanePath, ...]:
+        """Return the networks that the lane to a rank goes over, if it goes over several."""
+        lane = self.open_lane(rank)
+        return lane.paths() if lane is not None else ()
 
     def open_kinds(self) -> dict[Rank, str]:
         """Return the kinds of the open lanes, by rank."""

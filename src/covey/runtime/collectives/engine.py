@@ -208,6 +208,7 @@ class Engine:
         others = (rank for rank in self.attempt.ranks if rank != self.rank)
         kinds = LaneKinds({rank: opened.get(rank) or self.roster.lane_kind(rank) for rank in others})
         kinds.executor = "compiled" if self.is_native else "Python"
+        kinds.paths = {rank: self.attempt.paths_of(rank) for rank in self.attempt.ranks if rank in kinds}
         return kinds
 
     # Operations

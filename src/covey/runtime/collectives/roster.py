@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import types
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
 from covey.net.cores import usable_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from covey.base.numbers import Seat
+    from covey.net.lanes.lane import LanePath
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
     from covey.wire import messages
@@ -22,6 +24,8 @@ class LaneKinds(dict[int, str]):
 
     executor = "Python"
     """What moves the data: "compiled", or "Python". `covey --version` says why."""
+    paths: Mapping[int, tuple[LanePath, ...]] = types.MappingProxyType({})
+    """By rank: the networks of a lane that goes over several, with the share of each; empty for other lanes."""
 
 
 class GroupRoster:

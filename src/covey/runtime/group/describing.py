@@ -71,7 +71,8 @@ class Description(Issuer):
     def lanes(self) -> LaneKinds:
         """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory.
 
-        The attribute `executor` of the result is "compiled" or "Python": what moves the data.
+        The attribute `executor` of the result is "compiled" or "Python": what moves the data. `paths` has, by rank, the
+        networks of a lane that goes over several of them (`covey.LanePath`).
         """
         return self._engine.lane_kinds()
 

@@ -21,6 +21,7 @@ from covey.runtime.links.sockets import relay_of
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.net.discovery.interfaces import Interface
+    from covey.net.lanes.lane import LanePath
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.members.peers import Peer
     from covey.wire.messages import Hardware
@@ -78,6 +79,8 @@ class PeerLink:
     """How fast the lane has sent while it had something to send; None if it has sent nothing, or shares memory."""
     relay: str = ""
     """The address of the relay that the lane goes through, or the link before there is a lane; empty if none."""
+    paths: tuple[LanePath, ...] = ()
+    """The networks that the lane goes over, if it goes over several."""
 
 
 def members(engine: Engine) -> tuple[Member, ...]:
@@ -167,4 +170,6 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
     relay = "" if link is None else link.relay
     if isinstance(lane, SocketLane):
         relay = relay_of(lane.sockets()[0])
-    return PeerLink(rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay)
+    return PeerLink(
+        rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay, engine.attempt.paths_of(rank)
+    )

@@ -58,6 +58,7 @@ def join(
     interfaces: str | None = None,
     lanes: str | None = None,
     streams: int | str | None = None,
+    stripe: str | None = None,
     limit: int | str | None = None,
     op_timeout: float | None = None,
     insecure: bool | None = None,
@@ -94,6 +95,8 @@ def join(
         interfaces: network interfaces to use, like `eth*,!docker*,10.0.0.0/8` (COVEY_INTERFACES); default: all.
         lanes: `auto`, or force `shm`, `unix`, `tcp` or `secure` (COVEY_LANES).
         streams: connections per secure lane, or `auto` (COVEY_STREAMS).
+        stripe: `auto`: a secure lane uses several networks at once if that is measured to be faster; `off`: one
+            (COVEY_STRIPE). Linux only.
         limit: how much the processes of the run on this machine send to other machines together: `20M` or a number is
             bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux only.
         op_timeout: seconds that an operation may take, unless its own `timeout` is given (COVEY_TIMEOUT; default 30
@@ -142,6 +145,7 @@ def join(
             interfaces=interfaces,
             lanes=lanes,
             streams=streams,
+            stripe=stripe,
             limit=limit,
             op_timeout=op_timeout,
             insecure=insecure,

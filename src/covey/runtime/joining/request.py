@@ -38,6 +38,7 @@ class JoinRequest:
     interfaces: str | None = None
     lanes: str | None = None
     streams: int | str | None = None
+    stripe: str | None = None
     limit: int | str | None = None
     op_timeout: float | None = None
     insecure: bool | None = None
@@ -77,6 +78,7 @@ class JoinRequest:
             insecure=self.insecure,
             interfaces=self.interfaces,
             streams=self.streams,
+            stripe=self.stripe,
             limit=self.limit,
             on_loss=self.on_loss,
             patience=self.patience,

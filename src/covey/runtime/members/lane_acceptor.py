@@ -27,7 +27,7 @@ from covey.runtime.members.lane_kinds import (
     lane_of_memory,
     lane_of_sockets,
 )
-from covey.runtime.members.lane_table import PURPOSES, lane_key
+from covey.runtime.members.lane_table import PURPOSES, REPLACEMENT, lane_key
 from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):
+            return f"a lane of kind {offer.kind!r} for {offer.purpose!r} is not over several networks"
+        if offer.is_striped and not self._node.stripes.is_allowed:
+            return "lanes over several networks are switched off here"
         if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
         name = self._node.generation_table.name_of(seat)

@@ -35,7 +35,7 @@ from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
-    from covey.runtime.links.handshake import LinkCredentials
+    from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
@@ -66,6 +66,8 @@ class LaneDialler:
         self._dialling: set[LaneKey] = set()
         self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
         """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
+        self._striped: dict[LaneKey, list[Where]] = {}
+        """Replacements over several networks: the address for each of their connections."""
         self._log = LimitedLog(SCARCE_SECONDS)
 
     def open(self, key: LaneKey) -> None:
@@ -73,6 +75,12 @@ class LaneDialler:
         future = self._table.get(key)
         if future is not None and not future.done():  # else it is open, or not wanted any more
             self._open(key, again=False)
+
+    def open_striped(self, key: LaneKey, ways: list[Where]) -> None:
+        """Dial a replacement with one connection over each of these addresses. It is tried once."""
+        if key not in self._dialling:
+            self._striped[key] = ways
+            self.open(key)
 
     def replace(self, key: LaneKey) -> None:
         """Dial a lane for messages, or ask the other end to dial it, even if it is open."""
@@ -122,7 +130,7 @@ class LaneDialler:
                     self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
-                    if peer.is_gone or self._node.is_closing or self._table.is_over(key):
+                    if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._striped:
                         raise
                     if isinstance(error, ScarceError):
                         self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
@@ -138,6 +146,7 @@ class LaneDialler:
             self._table.failed(key, ConnectError(f"{name}: {error}"))
         finally:
             self._dialling.discard(key)
+            self._striped.pop(key, None)
 
     async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
@@ -156,7 +165,8 @@ class LaneDialler:
                 kind, capacity = "unix", 0
         if kind in SEALED_KINDS:
             await _measured(peer)
-        streams = stream_count(self._node, peer, kind, purpose)
+        striped = self._striped.get(key, [])
+        streams = len(striped) or stream_count(self._node, peer, kind, purpose)
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES),
             secrets.token_bytes(SECRET_BYTES),
@@ -166,12 +176,16 @@ class LaneDialler:
             capacity,
             streams,
             attempt,
+            bool(striped),
         )
         socks: list[socket.socket] = []
         try:
             udp_port = await self._make_offer(peer, offer)
             for stream in range(streams):
-                socks.append(await self._open_stream(peer, offer, stream, udp_port))
+                ways = striped[stream : stream + 1] or self._node.ways_to(peer, offer.kind)
+                if offer.kind == "quic":
+                    ways = self._node.lanes.quic.ways(ways, udp_port)
+                socks.append(await self._open_stream(peer, offer, stream, ways))
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
@@ -230,7 +244,7 @@ class LaneDialler:
 
     # Connections
 
-    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int, udp_port: int) -> socket.socket:
+    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int, ways: list[Where]) -> socket.socket:
         """Connect to the first address that works; both ends prove that they know the key of the offered lane.
 
         A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
@@ -238,15 +252,13 @@ class LaneDialler:
         *others, last = self._node.credentials.good()
         for credentials in others:
             with contextlib.suppress(ConnectError):
-                return await self._connect_stream(peer, offer, stream, udp_port, credentials)
-        return await self._connect_stream(peer, offer, stream, udp_port, last)
+                return await self._connect_stream(peer, offer, stream, ways, credentials)
+        return await self._connect_stream(peer, offer, stream, ways, last)
 
     async def _connect_stream(
-        self, peer: Peer, offer: messages.Offer, stream: int, udp_port: int, credentials: LinkCredentials
+        self, peer: Peer, offer: messages.Offer, stream: int, ways: list[Where], credentials: LinkCredentials
     ) -> socket.socket:
-        ways, name = self._node.ways_to(peer, offer.kind), self._node.generation_table.name_of(peer.seat)
-        if offer.kind == "quic":
-            ways = self._node.lanes.quic.ways(ways, udp_port)
+        name = self._node.generation_table.name_of(peer.seat)
         if not ways:
             raise ConfigError(f"{name} has no address that can be dialled from here")
         sock = await connect_any(ways, credentials, door.Purpose.LANE, is_short=peer.has_short_packets)

@@ -142,6 +142,10 @@ def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offe
     node.lanes.limit.watch(socks, offer.group)
     node.lanes.losses.watch(socks)
     if offer.purpose != "messages":
+        if offer.is_striped:
+            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler)
+            node.stripes.watch(lane)
+            return lane
         if offer.kind in SEALED_KINDS:
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, kind=offer.kind)
         return factory.stream(socks[0], offer.kind)

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.runtime import loop as control
 from covey.runtime.links.sockets import relay_of
 from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
+from covey.runtime.members.stripes import is_striped
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from covey.base.numbers import Seat
+    from covey.runtime.links.handshake import Where
     from covey.runtime.members.lane_dialler import LaneDialler
     from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
@@ -51,6 +53,21 @@ class LaneMoves:
         self._answered: dict[LaneKey, tuple[int, messages.MoveLane | None]] = {}
         """By replacement: the operation that was proposed to this end last, and the answer."""
 
+    def stripe(self, peer: Seat, ways: list[Where]) -> None:
+        """Replace the sealed lanes for collectives with a peer by lanes over all these addresses."""
+        for key, future in self._table.of_peer(peer):
+            replacement = key._replace(purpose=REPLACEMENT)
+            is_open = key.purpose == "collectives" and future.done() and future.exception() is None
+            if not is_open or future.result().kind != "secure" or is_striped(future.result()):
+                continue
+            if self._table.get(replacement) is None:
+                self._want(replacement)
+                self._dialler.open_striped(replacement, ways)
+
+    def _want(self, replacement: LaneKey) -> None:
+        wanted = self._table.want(replacement)
+        wanted.add_done_callback(functools.partial(control.soon, self._opened, replacement))
+
     def move(self, peer: Seat) -> None:
         """Open all lanes with a peer anew, over its best address. This end must be the one that dials."""
         self._proposed = {key: each for key, each in self._proposed.items() if not self._table.is_over(key)}
@@ -63,8 +80,7 @@ class LaneMoves:
             elif (
                 key.purpose == "collectives" and future.result().kind in TOLD_KINDS and not self._table.get(replacement)
             ):
-                wanted = self._table.want(replacement)
-                wanted.add_done_callback(functools.partial(control.soon, self._opened, replacement))
+                self._want(replacement)
                 self._dialler.open(replacement)
 
     def _opened(self, key: LaneKey, done: Future[Any]) -> None:
@@ -152,14 +168,23 @@ class LaneMoves:
 
     def _retire(self, key: LaneKey, old: Any, new: Any) -> None:
         peer = self._node.peers[key.peer]
-        text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
-        self._node.generation_table.tell_of_peer("moved", peer, text)
-        with contextlib.suppress(OSError):  # it has ended already
-            old.shutdown(socket.SHUT_WR)
+        if is_striped(new):
+            text = f"{new.kind} lane spread over {_addresses(new)}"
+        else:
+            text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
+        self._node.generation_table.tell_of_peer("striped" if is_striped(new) else "moved", peer, text)
         self._node.spawn(self._close_when_ended(old))
 
     async def _close_when_ended(self, old: Any) -> None:
-        """Close a lane once the other end does not use it any more; its group closes it, if it ends before that."""
+        """Close a lane once the other end does not use it any more; its group closes it, if it ends before that.
+
+        One over several networks sends again what one of them has lost, before it ends its direction.
+        """
+        while is_striped(old) and not old.is_settled and old.sockets()[0].fileno() >= 0:
+            old.tend()
+            await asyncio.sleep(RETIRE_LOOK_SECONDS)
+        with contextlib.suppress(OSError):  # it has ended already
+            old.shutdown(socket.SHUT_WR)
         while not all(_has_ended(sock) for sock in old.sockets()):  # noqa: ASYNC110  (a reader would need its owner)
             await asyncio.sleep(RETIRE_LOOK_SECONDS)
         self._table.close_retired(old)
@@ -178,9 +203,9 @@ def _has_ended(sock: socket.socket) -> bool:
 
 def _addresses(lane: Any) -> str:
     """Return the addresses of both ends of a lane, for events."""
-    with contextlib.suppress(OSError, IndexError):
-        sock = lane.sockets()[0]
-        if relay := relay_of(sock):
-            return f"relay {relay}"
-        return f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"
-    return "a path that is gone"
+    told = []
+    for sock in lane.sockets() if is_striped(lane) else lane.sockets()[:1]:
+        with contextlib.suppress(OSError):
+            relay = relay_of(sock)
+            told.append(f"relay {relay}" if relay else f"{sock.getsockname()[0]} - {sock.getpeername()[0]}")
+    return " and ".join(told) or "a path that is gone"

@@ -37,6 +37,7 @@ from covey.runtime.members.path_monitor import PathMonitor
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
+from covey.runtime.members.stripes import Stripes
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
@@ -121,6 +122,7 @@ class Node:
         self.checkpoints = Checkpoints(self)
         self.losses = Losses(self)
         self.paths = PathMonitor(self)
+        self.stripes = Stripes(self)
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()

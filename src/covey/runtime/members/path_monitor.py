@@ -140,6 +140,7 @@ class PathMonitor:
         except _PASSING:
             return
         if len(ways) < 2:
+            await self._node.stripes.look(peer, {})
             return
         trips = {way: trip for way in ways if (trip := self._node.relayed_trip(way)) is not None}
         ways, used = [way for way in ways if way not in trips], self._used(peer, ways)
@@ -154,7 +155,11 @@ class PathMonitor:
         better = choice.look(used, seen, time.monotonic())
         if choice.is_undecided:
             self._due[peer.seat] = 0.0
-        if better is None or not self._is_watched(peer):
+        if not self._is_watched(peer):
+            return
+        if better is None:
+            if not choice.is_undecided:
+                await self._node.stripes.look(peer, seen)
             return
         way, reason = better
         if reason.needs_trial and not await self._is_faster(peer, way, reason):

@@ -1,0 +1,751 @@
+/* Striped lanes: one sealed stream on each of several networks, as covey/net/lanes/striped.py describes them, with the
+ * invariants.
+ *
+ * Records are numbered, and whichever stream has room takes the next one. What was sent is kept until the kernel of the
+ * peer has acknowledged it. If a stream dies, or times out again and again, what it had is sent once more on the others. The
+ * receiver delivers in the order of the numbers, keeps what comes too early, and drops what it has already.
+ *
+ * The executor's thread and the control loop (`tend`) take turns under the lock. `tend` holds the interpreter's lock, never
+ * releases it and never waits for the other one, so that an executor may wait for either.
+ */
+#include "keyed.h"
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+enum {
+    NUMBER_BYTES = 8,
+    STRIPE_BYTES = 1 << 18, /* the most payload in a record */
+    PLAIN_BYTES = NUMBER_BYTES + STRIPE_BYTES,
+    SEALED_BYTES = PLAIN_BYTES + OVERHEAD_BYTES,
+    WINDOW = 64,            /* records that may be on their way; as many may wait at the receiver for an earlier one */
+    READ_AHEAD_BYTES = SEALED_BYTES + (1 << 14),
+    SPIN_BYTES = 1 << 17,
+    AHEAD_BYTES = 1 << 22,  /* a stream may lag behind the fastest one by the time that one takes for so much */
+    SUSPECT_TIMEOUTS = 2,   /* retransmission timeouts in a row after which a stream gets nothing more */
+    LEAST_BUSY_US = 50000,  /* of sending, and */
+    LEAST_BUSY_BYTES = 1 << 18, /* bytes that were sent, before a speed is taken from them */
+    SLEEP_MS = 2,           /* between looks for acknowledgements, for which there is nothing to poll */
+};
+static const int64_t TEND_NS = 100 * 1000 * 1000;
+static const int64_t FORGET_NS = 10ll * 1000 * 1000 * 1000; /* after which a stream that was too slow is tried again */
+static const int32_t NO_STREAM = -1; /* of a record that is to be sent again */
+
+struct stripe {
+    int fd;
+    struct keyed sealer, opener;
+    int64_t renew_at;
+    uint8_t *out; /* out[out_start:out_end]: the rest of a record that is still to be sent */
+    int64_t out_start, out_end;
+    int64_t sealed, written, acked; /* bytes of all records; given to the kernel; acknowledged by the peer's */
+    uint8_t *in; /* in[in_start:in_end] has arrived and is still sealed */
+    int64_t in_start, in_end;
+    uint8_t *held; /* a record that is too far ahead, or NULL */
+    uint64_t held_number;
+    int64_t held_bytes;
+    bool cannot_send, has_ended, is_suspect;
+    double speed; /* bytes per microsecond while it was sending; 0 if that is not known */
+    uint64_t acked_before, busy_before;
+    int64_t measured_at;
+};
+
+/* A record that waits: to be acknowledged, or to be delivered. The plaintext is at the end of the first line of `memory`. */
+struct waiting {
+    uint8_t *memory; /* NULL: none */
+    uint64_t number;
+    int64_t nbytes;  /* of the payload */
+    int32_t stream;  /* that it was sent on, and the end of it there */
+    int64_t end;
+};
+
+struct striped_lane {
+    struct lane base;
+    pthread_mutex_t lock;
+    bool has_lock;
+    int32_t count;
+    struct stripe *stripes;
+    struct waiting sent[WINDOW]; /* by number: not acknowledged yet */
+    uint64_t oldest, next;       /* the oldest record that is not acknowledged, and the next new one */
+    struct waiting early[WINDOW];
+    uint64_t expected;           /* the next record to deliver */
+    bool has_begun;              /* whether the first record of the current transfer was made */
+    int64_t assigned;            /* payload bytes of it that are in records */
+    int64_t tended_at;
+    int64_t sent_again;          /* records */
+    uint8_t **spare;
+    int32_t spare_count;
+    char out_trouble[TROUBLE_BYTES];
+};
+
+/* Memory of records: reused, so that only as much is allocated as was ever on its way. */
+
+static uint8_t *take_memory(struct striped_lane *lane)
+{
+    if (lane->spare_count)
+        return lane->spare[--lane->spare_count];
+    return aligned_alloc(LINE_BYTES, LINE_BYTES + STRIPE_BYTES);
+}
+
+static void give_memory(struct striped_lane *lane, uint8_t *memory) { lane->spare[lane->spare_count++] = memory; }
+
+static uint8_t *plain_of(uint8_t *memory) { return memory + LINE_BYTES - NUMBER_BYTES; }
+
+/* Sending */
+
+static bool is_usable(const struct stripe *stripe) { return !stripe->cannot_send && !stripe->is_suspect; }
+
+/* Learns what the peer's kernel has, or that the stream has broken, which then tells nothing that could be relied on. */
+static void look_at_acknowledgements(struct stripe *stripe)
+{
+    int unacked = 0;
+    struct pollfd look = {.fd = stripe->fd, .events = 0};
+    if (stripe->cannot_send || ioctl(stripe->fd, TIOCOUTQ, &unacked) < 0)
+        return;
+    if (poll(&look, 1, 0) > 0) { /* an error, or both directions have ended */
+        stripe->cannot_send = true;
+        return;
+    }
+    if (unacked >= 0 && stripe->written - unacked > stripe->acked)
+        stripe->acked = stripe->written - unacked;
+}
+
+/* Forgets what is acknowledged. */
+static void reclaim(struct striped_lane *lane)
+{
+    for (int32_t index = 0; index < lane->count; index++)
+        look_at_acknowledgements(&lane->stripes[index]);
+    for (uint64_t number = lane->oldest; number < lane->next; number++) {
+        struct waiting *record = &lane->sent[number % WINDOW];
+        if (record->memory != NULL && record->stream != NO_STREAM && record->end <= lane->stripes[record->stream].acked) {
+            give_memory(lane, record->memory);
+            record->memory = NULL;
+        }
+    }
+    while (lane->oldest < lane->next && lane->sent[lane->oldest % WINDOW].memory == NULL)
+        lane->oldest++;
+}
+
+static bool flush(struct striped_lane *lane, struct stripe *stripe)
+{
+    if (!stripe->out_end || stripe->cannot_send)
+        return false;
+    ssize_t taken = send(stripe->fd, stripe->out + stripe->out_start, (size_t)(stripe->out_end - stripe->out_start),
+                         MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (taken < 0 && !would_block(errno)) {
+        PyOS_snprintf(lane->out_trouble, TROUBLE_BYTES, "%s", strerror(errno));
+        stripe->cannot_send = true;
+    }
+    if (taken <= 0)
+        return false;
+    stripe->written += taken;
+    stripe->out_start += taken;
+    if (stripe->out_start == stripe->out_end)
+        stripe->out_start = stripe->out_end = 0;
+    return true;
+}
+
+/* Lets records be sent again whose stream cannot be used. */
+static void take_back(struct striped_lane *lane)
+{
+    bool has_other = false;
+    for (int32_t index = 0; index < lane->count; index++)
+        has_other |= is_usable(&lane->stripes[index]);
+    for (uint64_t number = lane->oldest; has_other && number < lane->next; number++) {
+        struct waiting *record = &lane->sent[number % WINDOW];
+        if (record->memory != NULL && record->stream != NO_STREAM && !is_usable(&lane->stripes[record->stream]))
+            record->stream = NO_STREAM;
+    }
+}
+
+static struct waiting *first_to_repeat(struct striped_lane *lane)
+{
+    for (uint64_t number = lane->oldest; number < lane->next; number++) {
+        struct waiting *record = &lane->sent[number % WINDOW];
+        if (record->memory != NULL && record->stream == NO_STREAM)
+            return record;
+    }
+    return NULL;
+}
+
+/* The stream for a record of a transfer of `nbytes`, or NULL. The fastest one if it has room. Another one if its part would
+ * arrive before the fastest one could have carried the whole transfer: so a slow stream never makes a transfer slower. */
+static int32_t choose(struct striped_lane *lane, int64_t length, int64_t nbytes)
+{
+    int32_t best = NO_STREAM;
+    for (int32_t index = 0; index < lane->count; index++)
+        if (is_usable(&lane->stripes[index]) &&
+            (best == NO_STREAM || lane->stripes[index].speed > lane->stripes[best].speed))
+            best = index;
+    if (best == NO_STREAM || !lane->stripes[best].out_end)
+        return best;
+    double top = lane->stripes[best].speed;
+    for (int32_t index = 0; index < lane->count; index++) {
+        struct stripe *stripe = &lane->stripes[index];
+        if (index == best || !is_usable(stripe) || stripe->out_end)
+            continue;
+        double share = top > 0 && stripe->speed > 0 ? stripe->speed / top : 1;
+        double queued = (double)(stripe->written - stripe->acked + length);
+        if (queued < share * (double)smaller(nbytes, AHEAD_BYTES))
+            return index;
+    }
+    return NO_STREAM;
+}
+
+/* Seals a record for a stream that has room. */
+static bool give(struct striped_lane *lane, struct waiting *record, int32_t index, bool is_plain)
+{
+    struct stripe *stripe = &lane->stripes[index];
+    int64_t plain_bytes = NUMBER_BYTES + record->nbytes, now = monotonic_ns();
+    bool is_due = !is_plain && now >= stripe->renew_at;
+    if (is_due)
+        stripe->renew_at = now + REKEY_NS;
+    if (!seal_record(&stripe->sealer, plain_of(record->memory), plain_bytes, stripe->out, is_due, is_plain)) {
+        stripe->cannot_send = true; /* a nonce is used up */
+        return false;
+    }
+    stripe->out_end = plain_bytes + OVERHEAD_BYTES;
+    stripe->sealed += stripe->out_end;
+    record->stream = index;
+    record->end = stripe->sealed;
+    return true;
+}
+
+/* Sends again what was on streams that cannot be used; `is_plain` if Python must not be called. */
+static bool repeat(struct striped_lane *lane, bool is_plain, bool *moved)
+{
+    struct waiting *record;
+    while ((record = first_to_repeat(lane)) != NULL) {
+        int32_t index = choose(lane, record->nbytes, AHEAD_BYTES);
+        if (index == NO_STREAM || (is_plain && lane->stripes[index].sealer.count == lane->stripes[index].sealer.rekey_at))
+            return true;
+        if (!give(lane, record, index, is_plain))
+            return false;
+        lane->sent_again++;
+        *moved |= flush(lane, &lane->stripes[index]);
+        take_back(lane);
+    }
+    return true;
+}
+
+/* What Linux knows of a stream: how fast it was, and whether its path seems dead. */
+static void look_at_path(struct stripe *stripe, int64_t now)
+{
+#if defined(__linux__)
+    uint8_t info[176];
+    socklen_t length = sizeof info;
+    uint32_t unacked, unsent;
+    uint64_t acked, busy;
+    if (getsockopt(stripe->fd, IPPROTO_TCP, TCP_INFO, info, &length) < 0 || length < sizeof info)
+        return;
+    memcpy(&unacked, info + 24, sizeof unacked);
+    memcpy(&acked, info + 120, sizeof acked);
+    memcpy(&unsent, info + 144, sizeof unsent);
+    memcpy(&busy, info + 168, sizeof busy);
+    /* Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew. */
+    stripe->is_suspect = (unacked && info[2] >= SUSPECT_TIMEOUTS) || (unsent && info[3] >= SUSPECT_TIMEOUTS);
+    if (busy >= stripe->busy_before + LEAST_BUSY_US && acked >= stripe->acked_before + LEAST_BUSY_BYTES) {
+        double speed = (double)(acked - stripe->acked_before) / (double)(busy - stripe->busy_before);
+        stripe->speed = stripe->speed > 0 ? (stripe->speed + speed) / 2 : speed;
+        stripe->acked_before = acked;
+        stripe->busy_before = busy;
+        stripe->measured_at = now;
+    } else if (now >= stripe->measured_at + FORGET_NS) {
+        stripe->speed = 0;
+        stripe->acked_before = acked;
+        stripe->busy_before = busy;
+        stripe->measured_at = now;
+    }
+#else
+    (void)stripe, (void)now;
+#endif
+}
+
+/* Looks at the paths from time to time, and sends again what is needed. */
+static bool tend(struct striped_lane *lane, bool is_plain, bool *moved)
+{
+    int64_t now = monotonic_ns();
+    if (now < lane->tended_at + TEND_NS)
+        return true;
+    lane->tended_at = now;
+    for (int32_t index = 0; index < lane->count; index++)
+        look_at_path(&lane->stripes[index], now);
+    reclaim(lane);
+    take_back(lane);
+    for (int32_t index = 0; index < lane->count; index++)
+        *moved |= flush(lane, &lane->stripes[index]);
+    return repeat(lane, is_plain, moved);
+}
+
+/* Makes the next record of a transfer; false if there is no memory. */
+static bool make_record(struct striped_lane *lane, const struct outgoing *out, struct waiting *record)
+{
+    record->memory = take_memory(lane);
+    if (record->memory == NULL)
+        return false;
+    record->number = lane->next++;
+    record->stream = NO_STREAM;
+    put_word(plain_of(record->memory), record->number);
+    uint8_t *payload = record->memory + LINE_BYTES;
+    if (lane->has_begun) {
+        record->nbytes = smaller(out->nbytes - lane->assigned, STRIPE_BYTES);
+        memcpy(payload, out->data + lane->assigned, (size_t)record->nbytes);
+        lane->assigned += record->nbytes;
+        return true;
+    }
+    bool is_small = out->nbytes <= SMALL_BYTES;
+    memcpy(payload, out->header, HEADER_BYTES);
+    if (is_small && out->nbytes)
+        memcpy(payload + HEADER_BYTES, out->data, (size_t)out->nbytes);
+    lane->has_begun = true;
+    lane->assigned = is_small ? out->nbytes : 0;
+    record->nbytes = HEADER_BYTES + lane->assigned;
+    return true;
+}
+
+static enum outcome cannot_send(struct striped_lane *lane, const char *what)
+{
+    PyOS_snprintf(lane->out_trouble, TROUBLE_BYTES, "%s", what);
+    return ENDED;
+}
+
+static enum outcome send_more(struct striped_lane *lane, struct outgoing *out)
+{
+    bool moved = false, is_on_its_way = false, is_any_left = false;
+    if (!tend(lane, false, &moved))
+        return cannot_send(lane, "libcrypto could not seal a record");
+    for (int32_t index = 0; index < lane->count; index++)
+        moved |= flush(lane, &lane->stripes[index]);
+    for (int32_t turn = 0; turn < lane->count && (!lane->has_begun || lane->assigned < out->nbytes); turn++) {
+        int64_t length = lane->has_begun ? smaller(out->nbytes - lane->assigned, STRIPE_BYTES) : HEADER_BYTES;
+        reclaim(lane);
+        if (lane->next >= lane->oldest + WINDOW)
+            break;
+        int32_t index = choose(lane, length, out->nbytes);
+        if (index == NO_STREAM)
+            break;
+        struct waiting *record = &lane->sent[lane->next % WINDOW];
+        if (!make_record(lane, out, record))
+            return cannot_send(lane, "there is no memory for a record");
+        if (!give(lane, record, index, false))
+            return cannot_send(lane, "libcrypto could not seal a record");
+        moved |= flush(lane, &lane->stripes[index]);
+    }
+    take_back(lane);
+    if (!repeat(lane, false, &moved))
+        return cannot_send(lane, "libcrypto could not seal a record");
+    for (int32_t index = 0; index < lane->count; index++) {
+        is_on_its_way |= is_usable(&lane->stripes[index]) && lane->stripes[index].out_end;
+        is_any_left |= !lane->stripes[index].cannot_send;
+    }
+    if (!is_any_left)
+        return *lane->out_trouble ? ENDED : cannot_send(lane, "all streams have broken");
+    if (lane->has_begun && lane->assigned == out->nbytes && !is_on_its_way && first_to_repeat(lane) == NULL) {
+        out->sent = out->nbytes;
+        lane->has_begun = false;
+        return MOVED;
+    }
+    return moved ? MOVED : IDLE;
+}
+
+static enum outcome striped_transmit(struct lane *base, struct outgoing *out)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    pthread_mutex_lock(&lane->lock);
+    enum outcome outcome = send_more(lane, out);
+    pthread_mutex_unlock(&lane->lock);
+    return outcome == ENDED ? lane_ended(base, lane->out_trouble) : outcome;
+}
+
+/* Receiving */
+
+/* Puts an opened record where it waits for its turn; a second copy is dropped. False if it is too far ahead. */
+static bool place(struct striped_lane *lane, uint8_t *memory, uint64_t number, int64_t nbytes)
+{
+    struct waiting *record = &lane->early[number % WINDOW];
+    if (number >= lane->expected && number - lane->expected >= WINDOW)
+        return false;
+    if (number < lane->expected || record->memory != NULL)
+        give_memory(lane, memory);
+    else
+        *record = (struct waiting){.memory = memory, .number = number, .nbytes = nbytes};
+    return true;
+}
+
+static enum outcome altered(struct striped_lane *lane, const struct stripe *stripe)
+{
+    snprintf(lane->base.trouble, TROUBLE_BYTES,
+             "the bytes were altered on the way: record %llu of stream %d is not as it was sent",
+             (unsigned long long)stripe->opener.count, (int)(stripe - lane->stripes));
+    return ENDED;
+}
+
+/* Opens the records that have arrived whole. MOVED if there was one. */
+static enum outcome open_arrived(struct striped_lane *lane, struct stripe *stripe)
+{
+    enum outcome outcome = IDLE;
+    if (stripe->held != NULL) {
+        if (!place(lane, stripe->held, stripe->held_number, stripe->held_bytes))
+            return IDLE;
+        stripe->held = NULL;
+        outcome = MOVED;
+    }
+    while (stripe->held == NULL && stripe->in_end - stripe->in_start >= LENGTH_BYTES) {
+        const uint8_t *head = stripe->in + stripe->in_start;
+        int64_t length = record_length(head);
+        if (length <= NUMBER_BYTES || length > PLAIN_BYTES) {
+            snprintf(lane->base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %lld bytes",
+                     (long long)length);
+            return ENDED;
+        }
+        if (stripe->in_end - stripe->in_start < length + OVERHEAD_BYTES)
+            break;
+        uint8_t *memory = take_memory(lane);
+        if (memory == NULL)
+            return lane_ended(&lane->base, "there is no memory for a record");
+        if (!open_record(&stripe->opener, head, length, plain_of(memory))) {
+            give_memory(lane, memory);
+            return altered(lane, stripe);
+        }
+        stripe->in_start += length + OVERHEAD_BYTES;
+        outcome = MOVED;
+        uint64_t number = get_word(plain_of(memory));
+        if (!place(lane, memory, number, length - NUMBER_BYTES)) {
+            stripe->held = memory;
+            stripe->held_number = number;
+            stripe->held_bytes = length - NUMBER_BYTES;
+        }
+    }
+    return outcome;
+}
+
+/* Takes what a stream has. A stream that breaks only ends: what it had is sent again on another one. */
+static enum outcome read_more(struct striped_lane *lane, struct stripe *stripe)
+{
+    enum outcome outcome = open_arrived(lane, stripe);
+    if (outcome == ENDED || stripe->held != NULL || stripe->has_ended)
+        return outcome;
+    int64_t unopened = stripe->in_end - stripe->in_start;
+    if (stripe->in_start && unopened)
+        memmove(stripe->in, stripe->in + stripe->in_start, (size_t)unopened);
+    stripe->in_start = 0;
+    stripe->in_end = unopened;
+    ssize_t taken = recv(stripe->fd, stripe->in + unopened, (size_t)(READ_AHEAD_BYTES - unopened), MSG_DONTWAIT);
+    if (taken < 0 && would_block(errno))
+        return outcome;
+    if (taken <= 0) {
+        if (taken < 0) {
+            lane_failed(&lane->base, errno);
+            stripe->cannot_send = true;
+        } else
+            lane_ended(&lane->base, unopened ? "the stream ended in the middle of a record" : "end of stream");
+        stripe->has_ended = true;
+        return outcome;
+    }
+    stripe->in_end += taken;
+    return open_arrived(lane, stripe) == ENDED ? ENDED : MOVED;
+}
+
+static enum outcome read_all(struct striped_lane *lane)
+{
+    enum outcome outcome = IDLE;
+    bool is_any_left = false;
+    for (int32_t index = 0; index < lane->count; index++) {
+        struct stripe *stripe = &lane->stripes[index];
+        enum outcome each = read_more(lane, stripe);
+        if (each == ENDED)
+            return ENDED;
+        if (each == MOVED)
+            outcome = MOVED;
+        is_any_left |= !stripe->has_ended && stripe->held == NULL;
+    }
+    if (outcome != MOVED && !is_any_left && lane->early[lane->expected % WINDOW].memory == NULL) {
+        for (int32_t index = 0; index < lane->count; index++)
+            if (lane->stripes[index].held != NULL)
+                return lane_ended(&lane->base, "a record is missing, and those that follow it have arrived");
+        return ENDED;
+    }
+    return outcome;
+}
+
+/* Takes the next record from those that wait, or returns false. */
+static bool take_next(struct striped_lane *lane, struct waiting *record)
+{
+    struct waiting *next = &lane->early[lane->expected % WINDOW];
+    if (next->memory == NULL)
+        return false;
+    *record = *next;
+    next->memory = NULL;
+    lane->expected++;
+    return true;
+}
+
+static enum outcome unexpected(struct striped_lane *lane, int64_t length, int64_t expected)
+{
+    snprintf(lane->base.trouble, TROUBLE_BYTES,
+             "the bytes were altered on the way: %lld bytes of payload instead of %lld", (long long)length,
+             (long long)expected);
+    return ENDED;
+}
+
+static enum outcome deliver(struct striped_lane *lane, struct incoming *in, const struct waiting *record)
+{
+    uint8_t *payload = record->memory + LINE_BYTES;
+    int64_t length = record->nbytes, expected, at = in->got;
+    if (in->got < 0) {
+        if (length < HEADER_BYTES || length > FIRST_BYTES) {
+            snprintf(lane->base.trouble, TROUBLE_BYTES,
+                     "the bytes were altered on the way: no transfer starts with a record of %lld bytes", (long long)length);
+            return ENDED;
+        }
+        memcpy(in->header, payload, HEADER_BYTES);
+        if (!header_matches(in))
+            return OTHER_HEADER;
+        payload += HEADER_BYTES;
+        length -= HEADER_BYTES;
+        expected = in->nbytes <= SMALL_BYTES ? in->nbytes : 0;
+        at = 0;
+    } else
+        expected = smaller(in->nbytes - in->got, STRIPE_BYTES);
+    if (length != expected)
+        return unexpected(lane, length, expected);
+    in->got = at;
+    if (length && in->dest != NULL)
+        memcpy(in->dest + at, payload, (size_t)length);
+    else if (length)
+        in->absorb(in, at, payload, length);
+    in->got += length;
+    return MOVED;
+}
+
+static enum outcome receive_more(struct striped_lane *lane, struct incoming *in)
+{
+    bool moved = false, has_read = false;
+    struct waiting record;
+    tend(lane, false, &moved);
+    while (in->got < in->nbytes || in->got < 0) {
+        if (take_next(lane, &record)) {
+            enum outcome outcome = deliver(lane, in, &record);
+            give_memory(lane, record.memory);
+            if (outcome != MOVED)
+                return outcome;
+            moved = true;
+            continue;
+        }
+        if (has_read)
+            return moved ? MOVED : IDLE; /* let a send have its turn */
+        enum outcome outcome = read_all(lane);
+        if (outcome == ENDED)
+            return ENDED;
+        has_read = true;
+        moved |= outcome == MOVED;
+    }
+    return MOVED;
+}
+
+static enum outcome striped_receive(struct lane *base, struct incoming *in)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    pthread_mutex_lock(&lane->lock);
+    enum outcome outcome = receive_more(lane, in);
+    pthread_mutex_unlock(&lane->lock);
+    return outcome;
+}
+
+static bool striped_peek(struct lane *base, uint8_t header[HEADER_BYTES])
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    struct waiting *next;
+    pthread_mutex_lock(&lane->lock);
+    do
+        next = &lane->early[lane->expected % WINDOW];
+    while (next->memory == NULL && read_all(lane) == MOVED);
+    bool is_there = next->memory != NULL && next->nbytes >= HEADER_BYTES && next->nbytes <= FIRST_BYTES;
+    if (is_there)
+        memcpy(header, next->memory + LINE_BYTES, HEADER_BYTES);
+    pthread_mutex_unlock(&lane->lock);
+    return is_there;
+}
+
+static int striped_park(struct lane *base, struct pollfd *polls, bool sending, bool receiving)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    int count = 0;
+    bool is_full = sending;
+    pthread_mutex_lock(&lane->lock);
+    if (receiving && lane->early[lane->expected % WINDOW].memory != NULL) {
+        pthread_mutex_unlock(&lane->lock);
+        return -1;
+    }
+    for (int32_t index = 0; index < lane->count; index++) {
+        const struct stripe *stripe = &lane->stripes[index];
+        short events = receiving && !stripe->has_ended && stripe->held == NULL ? POLLIN : 0;
+        if (sending && is_usable(stripe) && stripe->out_end) {
+            events |= POLLOUT;
+            is_full = false;
+        }
+        if (events)
+            polls[count++] = (struct pollfd){.fd = stripe->fd, .events = events};
+    }
+    pthread_mutex_unlock(&lane->lock);
+    if (!is_full && count)
+        return count;
+    poll(polls, (nfds_t)count, SLEEP_MS); /* until something is acknowledged, which no descriptor tells */
+    return -1;
+}
+
+/* What the lane has in common with others */
+
+static void striped_unpark(struct lane *lane) { (void)lane; }
+
+static void striped_cancel(struct lane *lane) { (void)lane; }
+
+static void striped_close(struct lane *base)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    for (int32_t index = 0; index < lane->count; index++) {
+        lane->stripes[index].fd = -1;
+        lane->stripes[index].cannot_send = true;
+    }
+}
+
+static void striped_release(struct lane *base)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    for (int32_t index = 0; index < lane->count; index++) {
+        struct stripe *stripe = &lane->stripes[index];
+        if (base->owns_descriptors)
+            close(stripe->fd);
+        keyed_release(&stripe->sealer);
+        keyed_release(&stripe->opener);
+        free(stripe->out);
+        free(stripe->in);
+        free(stripe->held);
+    }
+    for (int index = 0; index < WINDOW; index++) {
+        free(lane->sent[index].memory);
+        free(lane->early[index].memory);
+    }
+    while (lane->spare_count)
+        free(lane->spare[--lane->spare_count]);
+    free(lane->spare);
+    if (lane->stripes != NULL)
+        memset(lane->stripes, 0, (size_t)lane->count * sizeof *lane->stripes); /* the keys */
+    free(lane->stripes);
+    if (lane->has_lock)
+        pthread_mutex_destroy(&lane->lock);
+}
+
+static const struct lane_functions striped_functions = {
+    striped_transmit, striped_receive, striped_park, striped_unpark, striped_peek, striped_cancel, striped_close,
+    striped_release,
+};
+
+/* Striped(streams), each as for Sealed */
+static int striped_fill(PyObject *self, PyObject *args)
+{
+    struct striped_lane *lane = (struct striped_lane *)self;
+    PyObject *streams;
+    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &streams))
+        return -1;
+    Py_ssize_t count = PyTuple_Size(streams);
+    if (count < 1 || count > MOST_STREAMS || !crypto_is_loaded()) {
+        PyErr_SetString(PyExc_ValueError, "a striped lane has 1 to 64 streams, and libcrypto is loaded before");
+        return -1;
+    }
+    lane->base.functions = &striped_functions;
+    lane->base.spin_bytes = SPIN_BYTES;
+    lane->base.python_bytes = INT64_MAX;
+    lane->has_lock = pthread_mutex_init(&lane->lock, NULL) == 0;
+    lane->stripes = calloc((size_t)count, sizeof *lane->stripes);
+    lane->spare = calloc((size_t)(2 * WINDOW + 1 + count), sizeof *lane->spare);
+    if (!lane->has_lock || lane->stripes == NULL || lane->spare == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    lane->count = (int32_t)count;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        struct stripe *stripe = &lane->stripes[index];
+        if (!keyed_take(PyTuple_GetItem(streams, index), &stripe->fd, &stripe->sealer, &stripe->opener))
+            return -1;
+        if (stripe->sealer.cipher != NULL)
+            lane->base.python_bytes = LONG_BYTES;
+        stripe->out = malloc(SEALED_BYTES);
+        stripe->in = malloc(READ_AHEAD_BYTES);
+        if (stripe->out == NULL || stripe->in == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        stripe->renew_at = monotonic_ns() + REKEY_NS;
+    }
+    return 0;
+}
+
+/* tend(): send again what streams had that cannot be used, unless the executor is at it. */
+static PyObject *striped_tend(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct striped_lane *lane = (struct striped_lane *)self;
+    bool moved = false;
+    if (pthread_mutex_trylock(&lane->lock) == 0) {
+        tend(lane, true, &moved);
+        pthread_mutex_unlock(&lane->lock);
+    }
+    Py_RETURN_NONE;
+}
+
+/* streams(): whether all that was sent is acknowledged, then for each stream (bytes that the kernel took, bytes per second,
+ * whether it may be used). */
+static PyObject *striped_streams(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct striped_lane *lane = (struct striped_lane *)self;
+    struct { int64_t written; double speed; bool is_used; } seen[MOST_STREAMS];
+    bool is_settled;
+    Py_BEGIN_ALLOW_THREADS /* the executor may need the interpreter's lock before it lets go of the other one */
+    pthread_mutex_lock(&lane->lock);
+    is_settled = lane->oldest == lane->next;
+    for (int32_t index = 0; index < lane->count; index++) {
+        const struct stripe *stripe = &lane->stripes[index];
+        seen[index].written = stripe->written;
+        seen[index].speed = stripe->speed;
+        seen[index].is_used = is_usable(stripe);
+    }
+    pthread_mutex_unlock(&lane->lock);
+    Py_END_ALLOW_THREADS
+    PyObject *told = PyTuple_New(lane->count);
+    for (int32_t index = 0; told != NULL && index < lane->count; index++) {
+        PyObject *each = Py_BuildValue("LdO", (long long)seen[index].written, 1e6 * seen[index].speed,
+                                       seen[index].is_used ? Py_True : Py_False);
+        if (each == NULL || PyTuple_SetItem(told, index, each) < 0)
+            Py_CLEAR(told);
+    }
+    return told == NULL ? NULL : Py_BuildValue("ON", is_settled ? Py_True : Py_False, told);
+}
+
+static PyMethodDef striped_methods[] = {
+    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
+    {"close", lane_close, METH_NOARGS, "Forget the descriptors, and tell whether the owner may close them."},
+    {"tend", striped_tend, METH_NOARGS, "Send again what is needed, unless a thread uses the lane."},
+    {"streams", striped_streams, METH_NOARGS, "Return what each stream has sent, its speed, and whether it is used."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef striped_members[] = {
+    {"sent_again", T_LONGLONG, offsetof(struct striped_lane, sent_again), READONLY, "Records that were sent again."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+struct kind striped_kind = {
+    .name = "covey._native.Striped",
+    .size = sizeof(struct striped_lane),
+    .fill = striped_fill,
+    .release = lane_release,
+    .methods = striped_methods,
+    .members = striped_members,
+};

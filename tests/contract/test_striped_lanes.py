@@ -1,0 +1,268 @@
+"""What lanes over several networks promise beyond sealed ones: a stream that dies costs no byte of a transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.contract.test_lanes import PATIENCE, End, carry_alone
+from tests.contract.test_native_lanes import moved
+from tests.contract.test_sealed_lanes import LANE, SECRET, narrow_pairs, unix_pairs
+from tests.support.native_ends import NativeEnd, in_parallel, transfers
+
+from covey.base.native import native
+from covey.net.lanes.lane import LaneClosedError
+from covey.net.lanes.striped import NUMBER, STRIPE_BYTES, WINDOW, StripedLane
+from covey.net.native import native_crypto
+from covey.wire.seal import DIALLER, LENGTH, OVERHEAD_BYTES, Opener, Sealer, lane_keys, record_length
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 1 << 20
+STANDSTILL_SECONDS = 0.3
+EXECUTORS = [(False, False)]
+if native().module is not None and not native_crypto():
+    EXECUTORS += [(True, False), (False, True), (True, True)]
+every_pair = pytest.mark.parametrize("is_native", EXECUTORS, ids=str)
+
+
+@pytest.fixture
+def ends() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def striped(stack: contextlib.ExitStack, socks: list[socket.socket], *, is_native: bool, dialler: bool) -> Any:
+    maker: Any = StripedLane
+    if is_native:
+        from covey.net.lanes.native import NativeStripedLane as maker  # noqa: N813
+    lane = maker(socks, SECRET, LANE, dialler=dialler)
+    stack.callback(lane.close)
+    return lane
+
+
+def kill(sock: socket.socket) -> None:
+    """Reset a connection: what this end has sent and the other end's kernel has not is lost."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with socket.socket() as unconnected:
+        os.dup2(unconnected.fileno(), sock.fileno())
+
+
+def tended(stack: contextlib.ExitStack, *lanes: Any) -> None:
+    """Tend lanes from another thread, as the control loop does."""
+    is_over = threading.Event()
+
+    def tend() -> None:
+        while not is_over.wait(0.05):
+            for lane in lanes:
+                lane.tend()
+
+    thread = threading.Thread(target=tend)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(is_over.set)
+
+
+@every_pair
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_that_die_at_any_moment_cost_no_byte(
+    ends: contextlib.ExitStack, is_native: tuple[bool, bool], seed: int
+) -> None:
+    """All streams but one die, some after the machine stood still, while both ends send and reduce."""
+    rng = random.Random(seed)
+    near, far = narrow_pairs(ends, 3) if seed % 2 else unix_pairs(ends, 3)
+    lanes = [
+        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
+    ]
+    tended(ends, *lanes)
+    dtype = rng.choice([None, np.dtype(np.uint32)])
+    sizes = [rng.choice([0, 4, 2048, 2052, STRIPE_BYTES - 4, STRIPE_BYTES, rng.randrange(MIB) & ~3]) for _ in range(12)]
+    sizes += [2 * MIB]
+    there, back = transfers(sizes, dtype, seed=1), transfers(sizes[::-1], dtype, seed=2)
+    victims = rng.sample([(near, index) for index in range(3)], 2)
+    times = sorted(rng.uniform(0.0, 0.15) for _ in victims)
+
+    def destroy() -> None:
+        began = time.monotonic()
+        for at, (socks, index) in zip(times, victims, strict=True):
+            time.sleep(max(0.0, began + at - time.monotonic()))
+            if rng.random() < 0.5:
+                time.sleep(STANDSTILL_SECONDS)
+            kill(socks[index])
+
+    in_parallel(moved(ends, lanes[0], there, back), moved(ends, lanes[1], back, there), destroy)
+
+
+@every_pair
+def test_what_a_stream_had_is_sent_again_though_its_sender_is_in_no_operation(
+    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
+) -> None:
+    near, far = unix_pairs(ends, 2)
+    lanes = [
+        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
+    ]
+    first, second = transfers([4, 1000, 2000, 2000, 2000]), transfers([STRIPE_BYTES])
+    moved(ends, lanes[0], first, [])()  # the kernel has it; the other end, which reads nothing, has not acknowledged it
+    kill(near[0])
+    tended(ends, lanes[0])
+    moved(ends, lanes[1], [], first)()
+    deadline = time.monotonic() + PATIENCE
+    while not lanes[0].sent_again:
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    in_parallel(moved(ends, lanes[0], second, []), moved(ends, lanes[1], [], second))
+    while not lanes[0].is_settled:
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("is_native", sorted({pair[0] for pair in EXECUTORS}), ids=str)
+def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_native: bool) -> None:
+    """Record 0 stays on a stream that is not read, and the other stream is read to its end."""
+    near, far = unix_pairs(ends, 2)
+    lane, seen = striped(ends, near, is_native=is_native, dialler=True), bytearray()
+    numbers = [Opener(lane_keys(SECRET, LANE, stream)[DIALLER], LANE, stream, DIALLER) for stream in range(2)]
+    (sent,) = transfers([(WINDOW + 20) * STRIPE_BYTES])
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(BlockingIOError):
+                seen.extend(far[1].recv(MIB))
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        if is_native:
+            end = NativeEnd(lane, [sent], [])
+            ends.callback(end.close)
+            assert not end.advance(0.5)
+        else:
+            sender, until = End(lane, [sent], []), time.monotonic() + 1.0
+            while time.monotonic() < until:
+                sender.send()
+        time.sleep(0.05)
+    finally:
+        is_over.set()
+        reader.join()
+    found, at = [], 0
+    while at + LENGTH.size <= len(seen) and at + record_length(seen, at) + OVERHEAD_BYTES <= len(seen):
+        length = record_length(seen, at)
+        plain = bytearray(length)
+        numbers[1].open(memoryview(seen)[at : at + length + OVERHEAD_BYTES], plain)
+        found.append(NUMBER.unpack_from(plain)[0])
+        at += length + OVERHEAD_BYTES
+    assert found
+    assert min(found) > 0
+    assert max(found) < WINDOW
+
+
+@every_pair
+def test_a_lane_whose_streams_have_all_died_ends(ends: contextlib.ExitStack, is_native: tuple[bool, bool]) -> None:
+    near, far = narrow_pairs(ends, 2)
+    lanes = [
+        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
+    ]
+    for sock in near:
+        kill(sock)
+    sent = transfers([2 * MIB])
+    for lane, what in ((lanes[0], (sent, [])), (lanes[1], ([], sent))):
+        with pytest.raises(LaneClosedError):
+            moved(ends, lane, *what)()
+
+
+def sealers() -> list[Sealer]:
+    return [Sealer(lane_keys(SECRET, LANE, stream)[DIALLER], LANE, stream, DIALLER) for stream in range(2)]
+
+
+def record(sealer: Sealer, number: int, payload: bytes) -> bytes:
+    into = bytearray(NUMBER.size + len(payload) + OVERHEAD_BYTES)
+    sealer.seal(NUMBER.pack(number) + payload, memoryview(into))
+    return bytes(into)
+
+
+def receiving(stack: contextlib.ExitStack, *, is_native: bool) -> tuple[list[socket.socket], Any]:
+    near, far = unix_pairs(stack, 2)
+    return near, striped(stack, far, is_native=is_native, dialler=False)
+
+
+@pytest.mark.parametrize(
+    "is_native", sorted({pair[0] for pair in EXECUTORS}), ids=["python", "compiled"][: len(EXECUTORS)]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_records_are_delivered_once_and_in_order_however_they_come(
+    ends: contextlib.ExitStack, is_native: bool, seed: int
+) -> None:
+    """Each record may come twice, on either stream, and up to WINDOW - 1 too early."""
+    rng = random.Random(seed)
+    (near, lane), seals = receiving(ends, is_native=is_native), sealers()
+    expected = transfers([rng.randrange(2000) for _ in range(2 * WINDOW)])
+    payloads = [each.header + each.payload.tobytes() for each in expected]
+    wire = [bytearray(), bytearray()]
+    early: list[int] = list(range(WINDOW))
+    rng.shuffle(early)
+    order = [*early, *range(WINDOW, 2 * WINDOW)]
+    for number in order:
+        for stream in rng.sample((0, 1), rng.choice((1, 2))):
+            wire[stream] += record(seals[stream], number, payloads[number])
+
+    def send(stream: int) -> Callable[[], None]:
+        def run() -> None:
+            near[stream].setblocking(True)
+            near[stream].sendall(wire[stream])
+
+        return run
+
+    in_parallel(moved(ends, lane, [], expected), send(0), send(1))
+
+
+@pytest.mark.parametrize(
+    "is_native", sorted({pair[0] for pair in EXECUTORS}), ids=["python", "compiled"][: len(EXECUTORS)]
+)
+@pytest.mark.parametrize("what", ["missing", "long", "short", "altered", "no number"])
+def test_a_peer_that_breaks_the_rules_ends_the_lane_and_costs_no_memory(
+    ends: contextlib.ExitStack, is_native: bool, what: str
+) -> None:
+    (near, lane), (seal, other) = receiving(ends, is_native=is_native), sealers()
+    (expected,) = transfers([100])
+    payload = expected.header + expected.payload.tobytes()
+    if what == "missing":  # both streams go on beyond the window, without record 0
+        near[0].sendall(record(seal, WINDOW, payload))
+        near[1].sendall(record(other, 1 << 63, payload))
+    elif what == "long":
+        near[0].sendall(record(seal, 0, payload + bytes(1)))
+    elif what == "short":
+        near[0].sendall(record(seal, 0, payload[:10]))
+    elif what == "altered":
+        sealed = bytearray(record(seal, 0, payload))
+        sealed[20] ^= 1
+        near[0].sendall(sealed)
+    else:
+        into = bytearray(NUMBER.size + OVERHEAD_BYTES)
+        seal.seal(bytes(NUMBER.size), memoryview(into))
+        near[0].sendall(into)
+    with pytest.raises(LaneClosedError):
+        moved(ends, lane, [], [expected])()
+
+
+def test_a_slow_executor_does_not_lose_what_comes_while_it_looks_away(ends: contextlib.ExitStack) -> None:
+    near, far = narrow_pairs(ends, 2)
+    one, other = (striped(ends, socks, is_native=False, dialler=index == 0) for index, socks in enumerate((near, far)))
+    sent = transfers([STRIPE_BYTES * 3])
+    sender, receiver = End(one, sent, []), End(other, [], sent)
+
+    def receive() -> None:
+        time.sleep(STANDSTILL_SECONDS)
+        carry_alone(receiver)
+
+    in_parallel(lambda: carry_alone(sender), receive)

@@ -1,0 +1,120 @@
+"""Machines with two networks between them use both at once, and survive the loss of either in an operation."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from covey.testing.netns import Host
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "covey-stripes"
+DEADLINE = 60.0
+PROGRAM = """
+import json, sys, time
+import numpy as np
+import covey
+options = json.loads(sys.argv[1])
+count, dies, least, most = (options.pop(name) for name in ("count", "dies", "least", "most"))
+places = (np.arange(count) % 251).astype(np.float32)
+times, end = [], time.monotonic() + most
+with covey.join("stripes", **options) as group:
+    step, told, has_lost, is_over = 0, False, False, False
+    while not is_over:
+        paths = group.lanes().paths[1 - group.rank]
+        is_striped = len(paths) > 1
+        has_lost |= any(not path.is_used for path in paths)
+        if dies and is_striped and not told:
+            print("striped", flush=True)
+            told = True
+        x = places * 4**group.rank + step
+        group.barrier()
+        began = time.perf_counter()
+        group.all_reduce(x)
+        if is_striped:
+            times.append(time.perf_counter() - began)
+        assert np.array_equal(x, places * 5 + 2 * step), "the sum is wrong"
+        step += 1
+        is_done = has_lost if dies else len(times) >= least
+        is_over = group.all_reduce(float(is_done or time.monotonic() > end), "min") > 0
+    paths = group.lanes().paths[1 - group.rank]
+    events = [[event.kind, event.text] for event in group.events()]
+    assert has_lost or not dies, "no network was lost"
+print(json.dumps({"times": times, "events": events, "contributors": len(group.contributors),
+                  "paths": [[path.local, path.share, path.is_used] for path in paths]}))
+"""
+
+
+def shape(host: Host, device: str, rate: str) -> None:
+    host.run(f"tc qdisc add dev {device} root tbf rate {rate} burst 256kb latency 20ms".split())
+
+
+def run(
+    lan: Lan, rates: tuple[str, str], *, native: tuple[str, str] = ("1", "1"), dies: str = "", **options: Any
+) -> list[dict[str, Any]]:
+    """Add arrays up on two hosts, with networks of these rates; return what each rank says at the end."""
+    for host in lan.hosts:
+        for number, rate in enumerate(rates):
+            shape(host, f"eth{number}", rate)
+    given = {"secret": "0" * 64, "size": 2, "timeout": 30, "seeds": [f"{lan.hosts[0].ip4}:47700"], "most": 40}
+    given |= {"count": 1 << 20, "least": 0, "dies": bool(dies), **options}
+    processes = [
+        host.popen([sys.executable, "-c", PROGRAM, json.dumps(given)], env={"COVEY_NATIVE": native[index]})
+        for index, host in enumerate(lan.hosts)
+    ]
+    if dies:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "striped\n", process.communicate()[1]
+        time.sleep(0.1)
+        lan.hosts[1].run(["ip", "link", "set", dies, "down"])
+    said = []
+    for process in processes:
+        out, err = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, err
+        said.append(json.loads(out))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("native", "on_loss", "dies"),
+    [(("1", "1"), "raise", "eth0"), (("0", "1"), "continue", "eth1")],
+    ids=["compiled", "mixed"],
+)
+def test_an_operation_survives_the_loss_of_one_of_its_networks(
+    native: tuple[str, str], on_loss: str, dies: str
+) -> None:
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        said = run(lan, ("80mbit", "60mbit"), native=native, on_loss=on_loss, dies=dies)
+    for each in said:
+        kinds = [kind for kind, _ in each["events"]]
+        assert kinds.count("striped") == 1, each["events"]
+        assert not {"lost", "view"} & set(kinds), each["events"]
+        assert each["contributors"] == 2
+
+
+@pytest.mark.alone
+def test_two_networks_together_are_faster_than_the_better_one_could_be() -> None:
+    count, alone_seconds = 4 << 20, 16 * (1 << 20) * 8 / 200e6
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        said = run(lan, ("200mbit", "100mbit"), count=count, least=4)
+    for each in said:
+        assert min(each["times"]) * 1.3 <= alone_seconds, said
+        assert len(each["paths"]) == 2
+        assert sum(share for _, share, _ in each["paths"]) == pytest.approx(1.0)
+        assert all(is_used for *_, is_used in each["paths"])
+
+
+def test_a_network_that_is_much_slower_is_not_used() -> None:
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        said = run(lan, ("200mbit", "10mbit"), least=1, most=9)
+    for each in said:
+        assert "striped" not in [kind for kind, _ in each["events"]]
