@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from tests.sim.test_formation import perform
+from tests.sim.test_membership import perform as perform_views
 from tests.support.seeds import seeds
 
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
 from covey.proto.formation import Formation, announcer, deciding
 from covey.proto.founders import rank_order
-from covey.proto.membership import Membership
+from covey.proto.membership import Membership, answerer
 from covey.testing.world import Node, World
 from covey.wire.formation import Member, Propose, Standing, Terms
 from covey.wire.membership import MemberKey, Pulse, Record, State, View
@@ -79,6 +80,17 @@ def test_formations_in_which_one_member_tells_all_keep_the_invariants(
     plays = [perform(seed, hard=seed % 2 == 1) for seed in range(40 * batch, 40 * batch + 40)]
     assert sum(len(play.returned) for play in plays) > 80
     assert any(play.dead for play in plays)
+
+
+@pytest.mark.parametrize("batch", seeds(1))
+def test_views_in_which_changes_are_told_together_keep_the_invariants(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules for hundreds of members, played with a few, all faults, and operations in several groups."""
+    monkeypatch.setattr(answerer, "CROWD", 1)
+    totals = sum((perform_views(seed).count() for seed in range(60 * batch, 60 * batch + 60)), Counter[str]())
+    assert totals["views"] > 20, totals
+    assert totals["operations that returned"] > 300, totals
 
 
 class ViewMember:
