@@ -115,10 +115,10 @@ def without_time_to_answer_the_keeper() -> list[tuple[Any, str, Any]]:
 def without_time_for_members_to_hear_each_other() -> list[tuple[Any, str, Any]]:
     settled_at = Proposer._settled_at
 
-    def impatient(self: Proposer, proposal: Any) -> float:
+    def impatient(self: Proposer, proposal: Any, now: float) -> float:
         left_out, proposal.left_out = proposal.left_out, lambda: ()
         try:
-            return settled_at(self, proposal)
+            return settled_at(self, proposal, now)
         finally:
             proposal.left_out = left_out
 

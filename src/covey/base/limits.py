@@ -7,5 +7,5 @@ from typing import Final
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""
-MAX_MEMBERS: Final = 128
+MAX_MEMBERS: Final = 1024
 """Members of a view. This many fit into one control frame, whatever their names and contacts."""

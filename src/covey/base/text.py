@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 TEXT_LIMIT: Final = 1000
 """The default limit, in characters."""
 _CUT: Final = "..."
+FEW: Final = 16
+"""As many items are named one by one; a text is to be read, and goes to every rank."""
 
 
 def printable(text: str, most: int = TEXT_LIMIT) -> str:
@@ -30,6 +32,22 @@ def listed(items: Iterable[object]) -> str:
     """Return the items as an English list: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(item) for item in items]
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def listed_briefly(items: Iterable[object]) -> str:
+    """Return the items as an English list; of many only the first ones, and how many others there are."""
+    words = [str(item) for item in items]
+    return listed(words) if len(words) <= FEW else f"{', '.join(words[: FEW - 1])} and {len(words) - FEW + 1} others"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks, which ascend, as an English list: "0, 1 and 3"; of many the intervals: "0 to 4 and 6 to 127"."""
+    if len(ranks) <= FEW:
+        return listed(ranks)
+    first = [rank for rank, before in zip(ranks, (None, *ranks), strict=False) if before is None or rank != before + 1]
+    last = [rank for rank, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or rank != after - 1]
+    spans = zip(first, last, strict=True)
+    return listed_briefly(str(one) if one == other else f"{one} to {other}" for one, other in spans)
 
 
 def spell_rate(rate: float | None) -> str:

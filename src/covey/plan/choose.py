@@ -42,6 +42,9 @@ DEFAULT_SIZES: Final = PlanSizes()
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
+DIRECT_RANKS: Final = 64
+"""Up to this many ranks exchange directly through shared memory, which needs a lane for each pair. With more ranks the
+lanes cost more time, memory and descriptors than the plan saves: a ring needs two lanes for each rank."""
 PLANNED_BYTES: Final = 1 << 20
 """From this size on, the plan of a sum may be fitted to the links; smaller ones depend on round trips more than on
 speed."""
@@ -73,7 +76,11 @@ def all_reduce_algorithm(size: int, nbytes: int, lanes: str, sizes: PlanSizes) -
         return "exchange" if nbytes <= sizes.exchange_bytes else "direct"
     if nbytes <= sizes.doubling_bytes:
         return "doubling"
-    return "direct" if lanes == "ring" else "ring"
+    return _through_memory(size, lanes)
+
+
+def _through_memory(size: int, lanes: str) -> str:
+    return "direct" if lanes == "ring" and size <= DIRECT_RANKS else "ring"
 
 
 @lru_cache(maxsize=256)
@@ -103,7 +110,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm
 @lru_cache(maxsize=256)
 def all_gather(rank: int, lengths: tuple[int, ...], lanes: str, algorithm: str | None) -> Plan:
     """Return this rank's plan. Over streams, which may share a wire, blocks are passed on from rank to rank."""
-    match algorithm or ("direct" if lanes == "ring" else "ring"):
+    match algorithm or _through_memory(len(lengths), lanes):
         case "direct":
             return direct.all_gather(rank, lengths)
         case "ring":

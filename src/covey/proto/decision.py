@@ -58,7 +58,8 @@ class Decision:
         if len(standing.rows) != size or any(ended >= size for ended in standing.ended):
             raise RemoteProtocolError(f"a standing of {len(standing.rows)} members; the proposal has {size}")
         for index, row in enumerate(standing.rows):
-            if index != self.rank and _age(row) > _age(self.rows[index]):
+            known = self.rows[index]
+            if row != known and index != self.rank and _age(row) > _age(known):
                 self.rows[index] = row
         self._ended_for[rank] = frozenset(standing.ended)
         if self.outcome is Outcome.OPEN:
@@ -67,6 +68,10 @@ class Decision:
     def met_later_life(self, rank: int) -> None:
         """Note that the node of member `rank` was started anew: the life in the proposal is over."""
         self._ended |= {rank}
+
+    def hub(self) -> int:
+        """Return the member that needs to know most: the owner of the latest ballot, and member 0 for ballot 0."""
+        return self._owner(max(row.promised for row in self.rows))
 
     def start_ballot(self) -> bool:
         """Start a ballot of this member above all it knows, unless the latest is its own already."""

@@ -15,10 +15,26 @@ class RemoteJoiner:
 
     def __init__(self, id: bytes, life: bytes) -> None:
         self.id, self.life = id, life
-        self.here: Here | None = None
-        """Its last announcement."""
+        self._here: Here | None = None
+        self._heard: frozenset[bytes] | None = frozenset()
         self.objection = ""
         """How its terms differ from this node's, or ""."""
+
+    @property
+    def here(self) -> Here | None:
+        """Its last announcement."""
+        return self._here
+
+    @here.setter
+    def here(self, here: Here) -> None:
+        self._here, self._heard = here, None
+
+    @property
+    def heard(self) -> frozenset[bytes]:
+        """The lives that it says it has a link with."""
+        if self._heard is None:
+            self._heard = frozenset(() if self._here is None else self._here.hears)
+        return self._heard
 
     @property
     def name(self) -> str:
@@ -27,7 +43,7 @@ class RemoteJoiner:
 
     def hears(self, life: bytes) -> bool:
         """Tell whether it says that it has a link with this life."""
-        return self.here is not None and life in self.here.hears
+        return life in self.heard
 
     def is_in(self, phase: Phase) -> bool:
         """Tell whether it has the same terms and is in this phase."""
@@ -68,14 +84,24 @@ def going_on(peers: Mapping[bytes, RemoteJoiner], lineage: bytes) -> Here | None
     return min(formed, key=lambda peer: peer.id).here if formed and lineage else None
 
 
-def clique(me: Member, others: list[RemoteJoiner], most: int) -> list[Member]:
-    """Return `me` and those of `others` that all hear each other, `most` in all; other hosts before this one."""
+def clique(me: Member, others: list[RemoteJoiner], most: int, *, least: int = 1) -> list[Member]:
+    """Return `me` and those of `others` that all hear each other, `most` in all; other hosts before this one.
+
+    The search ends with fewer than `least` once there cannot be more.
+    """
     chosen: list[RemoteJoiner] = []
+    lives: set[bytes] = set()
+    common: frozenset[bytes] = frozenset()  # the lives that all of the chosen ones hear
+    spare = 1 + len(others) - least
     for peer in sorted(others, key=lambda peer: (peer.here is not None and peer.here.member.host == me.host, peer.id)):
         if len(chosen) + 1 == most:
             break
-        if all(hear_each_other(peer, other) for other in chosen):
+        if lives <= peer.heard and (not chosen or peer.life in common):
+            common = common & peer.heard if chosen else peer.heard
             chosen.append(peer)
+            lives.add(peer.life)
+        elif (spare := spare - 1) < 0:
+            break
     return [me, *(peer.here.member for peer in chosen if peer.here is not None)]
 
 

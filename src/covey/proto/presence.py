@@ -25,6 +25,8 @@ class Presence:
         self._changed_at = dict.fromkeys(range(len(members) + 1), now)
         self._vouched_at = dict.fromkeys(range(len(members) + 1), -math.inf)
         self._dead: set[int] = set()
+        self._well = {me}
+        """Ranks with a link in the life that the view contains, and not dead; this one among them."""
         self.parted: set[int] = set()
         """Ranks that went on as another lineage."""
         self.leaving: set[int] = set()
@@ -35,12 +37,14 @@ class Presence:
     def link_up(self, rank: int, life: bytes, now: float) -> None:
         """Note a link with a life of this rank's node: the member's, or a later one that only votes."""
         self._links[rank], self._changed_at[rank] = life, now
+        self._note(rank)
 
     def link_down(self, rank: int, now: float) -> bool:
         """Note that the link ended; return whether there was one."""
         was_up = self._links.pop(rank, None) is not None
         if was_up:
             self._changed_at[rank] = now
+            self._note(rank)
         return was_up
 
     def believe(self, rank: int, *, is_dead: bool) -> None:
@@ -49,6 +53,7 @@ class Presence:
             self._dead.add(rank)
         else:
             self._dead.discard(rank)
+        self._note(rank)
 
     def vouch(self, rank: int, now: float) -> None:
         """Note that a keeper says that the process of this rank is alive and not stopped."""
@@ -64,11 +69,7 @@ class Presence:
 
     def is_well(self, rank: int) -> bool:
         """Tell whether a member is heard, in the life that the view contains."""
-        if rank == self._me:
-            return True
-        if rank not in self._links or rank in self._dead or rank in self.parted:
-            return False
-        return rank == len(self._lives) or self._links[rank] == self._lives[rank]
+        return rank in self._well and (rank not in self.parted or rank == self._me)
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether the member of this rank has ended for sure: there is a link with a later life of its node."""
@@ -76,7 +77,9 @@ class Presence:
 
     def heard(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` that are well."""
-        return tuple(filter(self.is_well, ranks))
+        if self.parted:
+            return tuple(filter(self.is_well, ranks))
+        return tuple(filter(self._well.__contains__, ranks))
 
     def expected_until(
         self, rank: int, asked_at: float, *, answer_within: float, relink: float, relink_vouched: float
@@ -93,3 +96,12 @@ class Presence:
         if not is_away:
             return -math.inf
         return max(self._changed_at[rank] + relink, min(self.vouched_until(rank), since + relink_vouched))
+
+    def _note(self, rank: int) -> None:
+        """Find out anew whether a rank is well: with a thousand ranks, all cannot be asked after every change."""
+        life = self._links.get(rank)
+        is_member = life is not None and (rank == len(self._lives) or life == self._lives[rank])
+        if rank == self._me or (is_member and rank not in self._dead):
+            self._well.add(rank)
+        else:
+            self._well.discard(rank)

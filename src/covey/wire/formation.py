@@ -20,7 +20,7 @@ from covey.wire.messages import SharedSettings, Worded
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
-MAX_LINKS: Final = 1024
+MAX_LINKS: Final = 2048
 """Links in a Here, including those with joiners of other runs."""
 CONTACT_BYTES: Final = 1024
 

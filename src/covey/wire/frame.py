@@ -10,8 +10,8 @@ from covey.base.errors import RemoteProtocolError
 LENGTH: Final = struct.Struct("<I")
 HANDSHAKE_LIMIT: Final = 4096
 """Bytes accepted in a frame from an end that has not proved that it knows the token."""
-CONTROL_LIMIT: Final = 1 << 20
-"""Bytes accepted in a control frame from a member."""
+CONTROL_LIMIT: Final = 4 << 20
+"""Bytes accepted in a control frame from a member: one that describes all members of the largest view fits."""
 
 
 def frame(body: bytes) -> bytes:

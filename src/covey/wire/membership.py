@@ -16,7 +16,10 @@ from covey.wire.decoding import read_from_peer
 from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 
 MAX_GROUPS: Final = 1024
-"""Groups in one answer. This many fit into one control frame with all their ranks."""
+"""Groups in one answer."""
+MAX_STATE_RANKS: Final = 1 << 17
+"""Ranks of all groups in one answer together. This many fit into one control frame: 128 groups of all members of the
+largest view, or as many groups as there may be with 128 ranks each."""
 MAX_VERDICTS: Final = 2 * MAX_GROUPS
 """Groups of all members together. A promise carries an accepted view in addition to its own answer."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from covey.wire.decoding import read_from_peer
-from covey.wire.messages import MAX_MEMBERS, Bytes, Name, Seconds, Text, Worded
+from covey.wire.messages import Bytes, Name, Seconds, Text, Worded
 
 Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 """Bytes per second; 0 if it is not limited, or not known."""
-Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
+NETWORK_LIMIT: Final = 256
+"""Members of a network that is told: it has two figures for each pair of them, and fits into one control frame."""
+Number = Annotated[int, msgspec.Meta(ge=0, lt=NETWORK_LIMIT)]
 
 
 class NetworkMember(Worded, frozen=True, array_like=True):
@@ -27,20 +29,20 @@ class NetworkMember(Worded, frozen=True, array_like=True):
     up: Speed
     """What its machine can send to others in all."""
     down: Speed
-    rates: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    rates: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
     """What it sends to each member."""
-    round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
-    ages: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
+    ages: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=NETWORK_LIMIT)] = ()
     """How much older than the network, or younger, the figures of the link to each member are; empty if none is."""
 
 
 class MeasuredNetwork(Worded, frozen=True, array_like=True):
     """The figures that the members of one group have agreed on."""
 
-    members: Annotated[tuple[NetworkMember, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    members: Annotated[tuple[NetworkMember, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
     trunks: Annotated[
-        tuple[Annotated[tuple[Speed, ...], msgspec.Meta(max_length=MAX_MEMBERS)], ...],
-        msgspec.Meta(max_length=MAX_MEMBERS),
+        tuple[Annotated[tuple[Speed, ...], msgspec.Meta(max_length=NETWORK_LIMIT)], ...],
+        msgspec.Meta(max_length=NETWORK_LIMIT),
     ]
     """What all members of a site together send to another one."""
     age: Seconds

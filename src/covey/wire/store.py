@@ -11,7 +11,6 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.wire.decoding import read_from_peer
-from covey.wire.frame import CONTROL_LIMIT
 from covey.wire.messages import Text, Worded
 
 KEY_LIMIT: Final = 1000
@@ -20,7 +19,7 @@ KEYS_LIMIT: Final = 4096
 """Keys in one question."""
 VALUE_LIMIT: Final = 1 << 18
 """Bytes of a value."""
-BODY_LIMIT: Final = CONTROL_LIMIT - 256
+BODY_LIMIT: Final = (1 << 20) - 256
 """Bytes of a question or an answer: each travels in one frame."""
 
 Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.base.text import TEXT_LIMIT, printable
+from covey.base.text import TEXT_LIMIT, listed_briefly, listed_ranks, printable
 
 
 @given(st.text(), st.integers(10, 50))
@@ -38,3 +38,23 @@ def test_a_long_text_is_cut_and_shows_it() -> None:
     assert printable("x" * 900_000) == "x" * (TEXT_LIMIT - 3) + "..."
     assert printable("\n" * 900_000).startswith(r"\n\n")
     assert len(printable("\n" * 900_000)) == TEXT_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "3"),
+        ([0, 1, 3], "0, 1 and 3"),
+        (range(16), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 and 15"),
+        ([0, 1, 2, 3, 4, *range(6, 128)], "0 to 4 and 6 to 127"),
+        ([0, 2, *range(4, 1000), 1023], "0, 2, 4 to 999 and 1023"),
+        (range(0, 1024, 2), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28 and 497 others"),
+    ],
+)
+def test_many_ranks_are_told_as_intervals(ranks: list[int], text: str) -> None:
+    assert listed_ranks(ranks) == text
+
+
+def test_of_many_items_the_first_are_named_and_the_others_counted() -> None:
+    assert listed_briefly(range(16)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 and 15"
+    assert listed_briefly(f"n{i}" for i in range(17)) == ", ".join(f"n{i}" for i in range(15)) + " and 2 others"

@@ -66,6 +66,19 @@ def test_gathered_blocks_go_directly_through_memory_and_round_the_ring_on_a_wire
     assert choose.all_gather(1, lengths, "stream", "direct") == direct.all_gather(1, lengths)
 
 
+def test_hundreds_of_ranks_on_one_host_need_few_lanes() -> None:
+    """Each rank has a lane for every peer that its plans name: two in a ring, and one for each round of doubling."""
+    for size in (choose.DIRECT_RANKS, choose.DIRECT_RANKS + 1, 128, 1024):
+        rounds = (size - 1).bit_length()
+        large = choose.all_reduce(5, size, 1 << 18, 4, "ring", None, DEFAULT)
+        gathered = choose.all_gather(5, (3,) * size, "ring", None)
+        small = choose.all_reduce(5, size, 100, 4, "ring", None, DEFAULT)
+        moves: list[list[Any]] = [[*plan.sends, *plan.recvs] for plan in (large, gathered, small)]
+        peers = [len({move.peer for move in plan}) for plan in moves]
+        assert peers[:2] == [size - 1 if size <= choose.DIRECT_RANKS else 2] * 2
+        assert peers[2] <= rounds + 1
+
+
 @pytest.mark.parametrize("algorithm", choose.ALL_REDUCE)
 def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> None:
     for count in (0, 1, 1 << 20):

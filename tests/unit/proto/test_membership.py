@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
+from covey.proto import ballot
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.commit import Commit
@@ -937,14 +938,50 @@ def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_brea
     assert largest_clique(hears, 0) == tuple(range(50))
 
 
-def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() -> None:
-    """A keeper looks for it after every answer, while all members wait."""
-    all_ranks = range(MAX_MEMBERS)
+def test_the_company_of_a_hundred_ranks_is_found_at_once() -> None:
+    """A keeper may look for it after each of many answers, while all members wait."""
+    all_ranks = range(128)
     hears = {rank: tuple(other for other in all_ranks if other not in (rank, 5, 50)) for rank in all_ranks}
     began = time.process_time()
     for _ in all_ranks:
         largest_clique(hears, 0)
     assert time.process_time() - began < 2.0
+
+
+def test_the_answers_of_the_most_members_that_there_may_be_are_taken_in_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All members wait meanwhile. The company is looked for once all answers are there, not after each of them."""
+    searches = []
+
+    def search(hears: Any, tie_breaker: int) -> tuple[int, ...]:
+        searches.append(len(hears))
+        return largest_clique(hears, tie_breaker)
+
+    monkeypatch.setattr(ballot, "largest_clique", search)
+    all_ranks = tuple(range(MAX_MEMBERS))
+    keys = [MemberKey(rank.to_bytes(32, "big"), rank.to_bytes(16, "big")) for rank in all_ranks]
+    keeper = b"k" * 32
+    record = first_record(keys, LINEAGE, has_keeper=True)
+    core = Membership(record, keeper, b"k" * 16, random.Random(1), 0.0, keeper=keeper)
+    began = time.process_time()
+    for key in keys:
+        core.link_up(key.id, key.life, 0.0)
+    core.link_down(keys[5].id, 1.0)
+    core.tick(1.0)
+    prepare = next(one.message for one in core.effects() if isinstance(one, Send) and isinstance(one.message, Prepare))
+    for rank in all_ranks:
+        if rank != 5:
+            hears = tuple(other for other in all_ranks if other not in (rank, 5))
+            answer = Promise(LINEAGE, 1, prepare.ballot, hears, (State(7, all_ranks, 4),))
+            core.received(keys[rank].id, answer, 1.5)
+    core.tick(2.5)
+    sent = [one for one in core.effects() if isinstance(one, Send) and isinstance(one.message, Decided)]
+    told = {one.peer: one.message for one in sent}
+    expected = View(LINEAGE, 1, all_ranks[:5] + all_ranks[6:], 0, (Verdict(7, 5, Fate.REDO),))
+    assert told == {key.id: Decided(expected) for key in keys if key is not keys[5]}
+    assert time.process_time() - began < 4.0
+    assert len(searches) <= 4
 
 
 def test_the_tie_breaker_stays_as_long_as_it_can() -> None:

@@ -92,7 +92,7 @@ def test_differences_of_terms_are_said_in_words() -> None:
     )
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [(0, 2, None), (129, 2, None), (None, 0, None), (None, 3, 2)])
+@pytest.mark.parametrize(("size", "low", "high"), [(0, 2, None), (1025, 2, None), (None, 0, None), (None, 3, 2)])
 def test_sizes_that_contradict_themselves_are_a_config_error(size: int | None, low: int, high: int | None) -> None:
     with pytest.raises(ConfigError, match="cannot be"):
         Terms("a run", "train.py", size, low, high, "1", "auto")

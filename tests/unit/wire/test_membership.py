@@ -44,14 +44,21 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
 
 def test_the_largest_messages_fit_into_a_frame() -> None:
     all_ranks, large = tuple(range(MAX_MEMBERS)), (1 << 62) - 1
-    states = tuple(
-        State((1 << 63) + key, all_ranks, large, large, (1 << 32) - 1, True, 127, True, True)
-        for key in range(wire.MAX_GROUPS)
-    )
+    most = MAX_MEMBERS - 1
+    few = wire.MAX_STATE_RANKS // MAX_MEMBERS
+
+    def states(groups: int) -> tuple[State, ...]:
+        ranks = all_ranks[-(wire.MAX_STATE_RANKS // groups) :]
+        return tuple(
+            State((1 << 63) + key, ranks, large, large, (1 << 32) - 1, True, most, True, True) for key in range(groups)
+        )
+
     verdicts = tuple(Verdict((1 << 63) + key, large, Fate.REVOKE, True) for key in range(wire.MAX_VERDICTS))
-    seats = tuple(MemberKey(bytes([rank]) * 32, bytes([rank]) * 16) for rank in all_ranks)
-    view = View(RUN, (1 << 32) - 1, all_ranks, 127, verdicts, wire.Successor((1 << 31) - 1, RUN, seats, 127))
-    for message in (Promise(RUN, 1, large, all_ranks, states, large, view), wire.Accept(large, view)):
+    seats = tuple(MemberKey(bytes([rank % 256]) * 32, bytes([rank % 256]) * 16) for rank in all_ranks)
+    view = View(RUN, (1 << 32) - 1, all_ranks, most, verdicts, wire.Successor((1 << 31) - 1, RUN, seats, most))
+    promises = [Promise(RUN, 1, large, all_ranks, states(groups), large, view) for groups in (few, wire.MAX_GROUPS)]
+    largest: list[wire.Membership] = [*promises, wire.Accept(large, view)]
+    for message in largest:
         data = wire.encode_membership(message)
         assert len(data) <= CONTROL_LIMIT
         assert wire.decode_membership(data) == message

@@ -61,7 +61,7 @@ RAW: list[Any] = ["lost", 1.0, 0, 0, [1], ["rank 1"], {"detect": 0.0}, "text"]
 def test_a_peer_that_tells_too_much_or_something_else_is_refused() -> None:
     assert decode_past(msgspec.msgpack.encode([[RAW]])).events[0].ranks == (1,)
     for at, wrong in (
-        (0, "x" * 101), (1, float("inf")), (2, -1), (3, 1 << 40), (4, [1 << 20]), (4, [0] * 129), (5, ["n"] * 129),
+        (0, "x" * 101), (1, float("inf")), (2, -1), (3, 1 << 40), (4, [1 << 20]), (4, [0] * 1025), (5, ["n"] * 1025),
         (5, ["n" * 1001]), (6, {str(number): 0.0 for number in range(17)}), (6, {"detect": "now"}), (7, "x" * 1001),
     ):  # fmt: skip
         with pytest.raises(RemoteProtocolError):

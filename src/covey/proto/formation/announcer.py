@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 HERE_EVERY: Final = 0.5
 HERE_SOON: Final = 0.05
 """Changes within this time are announced together: links come up in dozens."""
+CROWD: Final = 128
+"""With more peers than this, both times grow with their number: every announcement names all links, and all peers send
+theirs, so what a node sends and receives in a second would grow with the square of their number."""
 
 
 class Announcer:
@@ -30,15 +33,15 @@ class Announcer:
 
     def soon(self, now: float) -> None:
         """Announce a change, with others that may come."""
-        self.at = min(self.at, now + HERE_SOON)
+        self.at = min(self.at, now + HERE_SOON * max(1.0, self._crowd()))
 
     def announced(self, now: float, *, is_formed: bool) -> None:
         """Note that all peers were sent a `Here`; a node in a run repeats it only after a change."""
-        self.at = math.inf if is_formed else now + HERE_EVERY
+        self.at = math.inf if is_formed else now + HERE_EVERY * max(1.0, self._crowd())
 
     def here(self, formed: Formed | None, *endings: Ending, is_locked: bool) -> Here:
         """Return the announcement; it names the latest endings of lineages, and before them `endings`."""
-        hears = tuple(sorted(peer.life for peer in self._links.peers.values()))[: wire.MAX_LINKS]
+        hears = tuple(self._links.lives[: wire.MAX_LINKS])
         endings = (*endings, *self._lineages.latest_endings())[: wire.MAX_ENDINGS]
         if formed is not None:
             names = tuple(member.name for member in formed.view)
@@ -47,3 +50,10 @@ class Announcer:
         lineage = self._lineages.current
         names = self._lineages.names(lineage)
         return Here(self._terms, self._me, hears, phase, names, lineage or None, endings=endings)
+
+    def pause(self) -> float:
+        """Return how long to wait for more announcements before acting on one: not at all if there are few peers."""
+        return HERE_SOON * self._crowd() if self._crowd() > 1.0 else 0.0
+
+    def _crowd(self) -> float:
+        return len(self._links.peers) / CROWD

@@ -228,7 +228,9 @@ class Formation:
         if here.terms.run == self._terms.run:
             self._heard_of_lineages(here, now)
         if self.formed is None:
-            if known != here:
+            if known != here and (pause := self._announcer.pause()) and not self.is_deciding:
+                self._founding.propose_at = min(self._founding.propose_at, now + pause)
+            elif known != here:
                 self._propose_if_due(now)
         elif here.phase is not Phase.FORMED:
             self._links.send(peer.id, self._here())

@@ -21,6 +21,11 @@ PATIENCE: Final = 2.0
 REPEAT_EVERY: Final = 0.3
 STAGGER: Final = 0.2
 """Share of `patience` between the ballots that members start for the same reason, by rank."""
+TELL_ALL: Final = 128
+"""In a view of up to this many members, all tell all what they know, so that none depends on another. In a larger one,
+where that would be a million messages about a thousand members each, all tell one member, which tells all."""
+MOST_HUB_REPEATS: Final = 5
+"""How often a member repeats to that one alone what it knows, before it tells all."""
 REMEMBERED: Final = 256
 """Proposals whose answer is kept, to repeat it on request; and proposals that wait for an answer."""
 
@@ -47,6 +52,8 @@ class Deciding:
         self._held: dict[bytes, float] = {}
         """Proposals that cannot be accepted yet, and when each came."""
         self._repeat_at = self._ballot_at = math.inf
+        self._repeats = 0
+        """How often the accepted proposal was repeated."""
 
     # Answers
 
@@ -54,12 +61,11 @@ class Deciding:
         """Accept a proposal; this node is locked on it until it has an outcome."""
         self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED)
         self._ballot_at = now + self._patience + self._stagger(lock)
-        self._repeat_at = now + REPEAT_EVERY
+        self._repeat_at, self._repeats = now + REPEAT_EVERY, 0
         lock.advance(all_here=True)
-        if is_mine:
-            self._repeat(lock, now)
-        else:  # the proposal itself is repeated only if it seems to be lost
-            self._tell(lock)
+        if is_mine:  # others repeat the proposal itself only if it seems to be lost
+            self._propose(lock)
+        self._tell(lock)
         self._settle(lock, now)
 
     def refuse(self, proposal: bytes, members: tuple[Member, ...], reason: str) -> None:
@@ -152,17 +158,30 @@ class Deciding:
 
     def _repeat(self, lock: Decision, now: float) -> None:
         self._repeat_at = now + REPEAT_EVERY
+        self._repeats += 1
+        if self._tells_all(lock):
+            self._propose(lock)
+        self._tell(lock)
+
+    def _propose(self, lock: Decision) -> None:
+        """Send the proposal to the members that have not answered it."""
         proposal = Propose(lock.proposal, lock.members)
         for member, row in zip(lock.members, lock.rows, strict=True):
             if row.answer is Answer.NONE and self._links.is_linked(member):
                 self._links.send(member.id, proposal)
-        self._tell(lock)
 
     def _tell(self, decision: Decision) -> None:
         standing = decision.standing()
-        for member in decision.members:
+        for member in decision.members if self._tells_all(decision) else [decision.members[decision.hub()]]:
             if member.id != self._me.id and self._links.is_linked(member):
                 self._links.send(member.id, standing)
+
+    def _tells_all(self, decision: Decision) -> bool:
+        """Tell whether all members have to be told: they are few, or one that would tell them is not there."""
+        if len(decision.members) <= TELL_ALL or self._repeats > MOST_HUB_REPEATS:
+            return True
+        hub = decision.members[decision.hub()]
+        return hub.id == self._me.id or not self._links.is_linked(hub)
 
     def describe(self, lock: Decision) -> str:
         """Describe what the accepted proposal waits for."""

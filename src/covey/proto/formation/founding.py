@@ -64,16 +64,18 @@ class Founding:
             self._enough_at = math.inf
             return None
         self._enough_at = min(self._enough_at, now)
-        view = clique(self._me, others, self._terms.largest)
-        smaller = sum(peer.id < self._me.id for peer in others)
-        if len(view) == self._terms.largest:
-            due = self._changed_at
-        else:
-            due = min(self._changed_at + self._settle, self._enough_at + MAX_SETTLES * self._settle)
-        due = max(due + smaller * self._patience, self._not_before)
-        if now < due:
+        smallest, largest = self._terms.smallest, self._terms.largest
+        settled_at = min(self._changed_at + self._settle, self._enough_at + MAX_SETTLES * self._settle)
+        turn = self._patience * sum(peer.id < self._me.id for peer in others)
+        # The clique is searched only when a view may be due: with a thousand nodes that takes a while.
+        full_at = min(self._changed_at, settled_at) if len(there) >= largest else settled_at
+        if now < (due := max(full_at + turn, self._not_before)):
             self.propose_at = due
-        elif len(view) >= self._terms.smallest and not self.has_too_few_hosts(view):
+            return None
+        view = clique(self._me, others, largest, least=smallest)
+        if len(view) < largest and now < (due := max(settled_at + turn, self._not_before)):
+            self.propose_at = due
+        elif len(view) >= smallest and not self.has_too_few_hosts(view):
             return rank_order(view)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING, Final
 
 from covey.proto.founders import RemoteJoiner
@@ -21,6 +22,8 @@ class JoinerLinks:
         self._me = me
         self.peers: dict[bytes, RemoteJoiner] = {}
         """By id."""
+        self.lives: list[bytes] = []
+        """Their lives, in order."""
         self.in_use: set[bytes] = set()
         """Ids of which two lives had links at once: a copied identity."""
         self._outgoing: list[tuple[bytes, Message]] = []
@@ -39,6 +42,7 @@ class JoinerLinks:
         self.in_use.discard(peer_id)
         if known is None:
             self.peers[peer_id] = RemoteJoiner(peer_id, peer_life)
+            bisect.insort(self.lives, peer_life)
         last = self._last_life.setdefault(peer_id, peer_life)
         if last != peer_life:
             self._past_lives[peer_id, last] = None
@@ -49,7 +53,10 @@ class JoinerLinks:
 
     def remove(self, peer_id: bytes) -> bool:
         """Note that a link ended; return whether there was one."""
-        return self.peers.pop(peer_id, None) is not None
+        if (peer := self.peers.pop(peer_id, None)) is None:
+            return False
+        del self.lives[bisect.bisect_left(self.lives, peer.life)]
+        return True
 
     def is_linked(self, member: Member) -> bool:
         """Tell whether there is a link with this life of a node, or it is this node."""

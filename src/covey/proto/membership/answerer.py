@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto import views
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from covey.wire.membership import Accept, State
 
 
+CROWD: Final = 128
+"""In a view of more members, a change of what is heard is not told to the proposer at once, but with those that follow:
+each answer names all members, and when many are lost, all others would send one for each of them."""
+REPEAT_SOON: Final = 0.05
+"""Seconds for which changes are collected, for each `CROWD` members."""
+
+
 class Answerer:
     """Answers ballots for the next view, of this node too."""
 
@@ -38,6 +46,8 @@ class Answerer:
         """Begin with no answer; `tell_proposer` takes answers to ballots of this node itself."""
         self._position, self._outbox, self._round, self._need = position, outbox, round, need
         self._leading, self._installer, self._tell_proposer = leading, installer, tell_proposer
+        self.repeat_at = math.inf
+        """When to answer again, because other ranks are heard than before."""
 
     def prepare(self, rank: int, ballot: int, now: float) -> None:
         """Take the ballot of a rank: freeze, then promise it; or refuse it."""
@@ -72,9 +82,23 @@ class Answerer:
         self._promise(now)
 
     def repeat(self, now: float) -> None:
-        """Answer the promised ballot again, because other ranks are heard than before."""
-        if self._round.answered >= 0 and self._round.answered == self._position.ballot:
+        """Answer the promised ballot again, because other ranks are heard than before; in a crowd, soon."""
+        if not self._may_repeat():
+            return
+        if (size := len(self._position.view.ranks)) <= CROWD:
             self._answer(now)
+        else:
+            self.repeat_at = min(self.repeat_at, now + REPEAT_SOON * size / CROWD)
+
+    def tick(self, now: float) -> None:
+        """Answer again, if it is time."""
+        if now >= self.repeat_at:
+            self.repeat_at = math.inf
+            if self._may_repeat():
+                self._answer(now)
+
+    def _may_repeat(self) -> bool:
+        return self._round.answered >= 0 and self._round.answered == self._position.ballot
 
     def accept(self, rank: int, message: Accept, now: float) -> None:
         """Take a proposal of a rank; RemoteProtocolError if no correct member makes it."""

@@ -108,7 +108,7 @@ class Membership:
 
     def next_deadline(self) -> float:
         """Return when to call `tick`; inf for never."""
-        return min(self._need.next_deadline(), self._leading.next_deadline())
+        return min(self._need.next_deadline(), self._leading.next_deadline(), self._answerer.repeat_at)
 
     def effects(self) -> list[Effect]:
         """Return the effects to perform, in order, and clear them."""
@@ -245,6 +245,7 @@ class Membership:
             self._proposer.repeat(now)
         need.warn(now)
         self._leading.tick(now)
+        self._answerer.tick(now)
 
     # Helpers
 

@@ -97,7 +97,7 @@ class Proposer:
         has_quorum = position.is_quorum(proposal.answers)
         found = proposal.found if has_quorum else None
         if found is None:
-            if now < (settled_at := self._settled_at(proposal)):
+            if now < (settled_at := self._settled_at(proposal, now)):
                 self._need.consider_at = settled_at
                 return
             clique = proposal.clique()
@@ -127,8 +127,11 @@ class Proposer:
                 if rank not in proposal.answers:
                     self._outbox.send(rank, Prepare(view.lineage, view.number + 1, proposal.ballot))
 
-    def _settled_at(self, proposal: Proposal) -> float:
-        """Return until when to wait for answers, and for links between members that answered."""
+    def _settled_at(self, proposal: Proposal, now: float) -> float:
+        """Return until when to wait for answers, and for links between members that answered; or an earlier time.
+
+        This is asked after every answer, of which there may be a thousand, so it ends with the first reason to wait.
+        """
         position, presence, need = self._position, self._position.presence, self._need
         answer_within = need.patience / 2
         if position.may_end:
@@ -137,16 +140,14 @@ class Proposer:
             return need.since + need.patience if may_live else -math.inf
         relink_vouched = answer_within if position.keeper is not None else min(answer_within, RELINK_VOUCHED)
         # A member that answered, but whose link has ended since, would not be in the view either.
-        awaited = [rank for rank in position.view.ranks if rank not in proposal.answers or not presence.is_well(rank)]
-        settled_at = max(
-            (
-                presence.expected_until(
+        settled_at = -math.inf
+        for rank in position.view.ranks:
+            if rank not in proposal.answers or not presence.is_well(rank):
+                expected_until = presence.expected_until(
                     rank, need.since, answer_within=answer_within, relink=need.relink, relink_vouched=relink_vouched
                 )
-                for rank in awaited
-            ),
-            default=-math.inf,
-        )
+                if (settled_at := max(settled_at, expected_until)) > now:
+                    return settled_at
         if proposal.awaits_wishes():  # the others are about to name the same generation
             settled_at = max(settled_at, proposal.changed_at + answer_within)
         if left_out := proposal.left_out():

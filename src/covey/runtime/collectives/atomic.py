@@ -72,6 +72,11 @@ class AtomicOperations(EnginePart):
         self.attempt = self._new_attempt(engine)
 
     @property
+    def size(self) -> int:
+        """The number of ranks in the group, including lost ones."""
+        return len(self._ranks_of)
+
+    @property
     def view_number(self) -> int:
         """The number of the view in which attempts run."""
         return self._commit.attempt

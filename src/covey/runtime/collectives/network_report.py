@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from covey.wire.network import MeasuredNetwork, NetworkMember
+from covey.wire.network import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def tell(attempt: Attempt, planner: Planner, plan: str) -> None:
-    """Let the node of this process tell a network that its ranks hold; the one of another group is replaced."""
+    """Let the node of this process tell a network that its ranks hold; the one of another group is replaced.
+
+    A network of more than NETWORK_LIMIT ranks is not told.
+    """
     engine, network = attempt.engine, planner.network
-    if engine.node is None or network is None:
+    if engine.node is None or network is None or len(attempt.ranks) > NETWORK_LIMIT:
         return
     times = planner.times()
     measured_at = oldest(times)

@@ -12,19 +12,20 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from covey.base.errors import BusyError, ClosedError
+from covey.base.errors import ClosedError
 from covey.base.numbers import Rank
-from covey.base.text import listed
+from covey.base.text import FEW, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
+from covey.runtime.members import group_limits
 from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.view_driver import ViewDriver, member_keys
-from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
+from covey.wire.membership import Bound, Seated, State, Successor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-DISMISSED: Final = 256
-"""Closed groups that this member reports in every view."""
-OPEN_GROUPS: Final = MAX_GROUPS - DISMISSED
-"""Groups that may be open at once: a member reports its state in each."""
-
 
 class Freezable(Protocol):
     """The operations of one group that survives losses, which views stop and resume."""
@@ -50,6 +46,10 @@ class Freezable(Protocol):
     @property
     def group(self) -> int:
         """The id of the group."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group, including lost ones."""
 
     @property
     def view_number(self) -> int:
@@ -144,8 +144,7 @@ class Generation:
     def enroll(self, operations: Freezable) -> None:
         """Stop and resume the operations of a group with every view from now on."""
         with self._lock:
-            if len(self._groups) >= OPEN_GROUPS:
-                raise BusyError(f"{OPEN_GROUPS} groups that survive losses are open; close some")
+            group_limits.check_room((each.size for each in self._groups.values()), operations.size)
             self._groups[operations.group] = operations
             if self._is_frozen:
                 operations.halt(-1)  # it has begun no operation, so its state need not be reported
@@ -170,8 +169,7 @@ class Generation:
 
     def _remember(self, state: State) -> None:
         self._dismissed[state.group] = state
-        while len(self._dismissed) > DISMISSED:
-            del self._dismissed[next(iter(self._dismissed))]
+        group_limits.forget_oldest(self._dismissed)
 
     def leave(self, within: float, *, is_finished: bool = False) -> bool:
         """Ask for a view without this node; return whether it came within so many seconds. Not on the control loop.
@@ -343,7 +341,8 @@ class Generation:
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members
-        return ", ".join(f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks)
+        names = [f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks]
+        return ", ".join(names) if len(names) <= FEW else listed_briefly(names)
 
     # Inputs
 
@@ -385,10 +384,10 @@ def text_of_loss(
     members = list(zip(names, failures, left, strict=True))
     lost = [name for name, failure, has_left in members if not failure and not has_left]
     parted = [name for name, failure, has_left in members if not failure and has_left]
-    gone = [f"{listed(lost)} {'are' if lost[1:] else 'is'} lost"] if lost else []
-    gone += [f"{listed(parted)} {'have' if parted[1:] else 'has'} left"] if parted else []
+    gone = [f"{listed_briefly(lost)} {'are' if lost[1:] else 'is'} lost"] if lost else []
+    gone += [f"{listed_briefly(parted)} {'have' if parted[1:] else 'has'} left"] if parted else []
     gone += [f"{name} failed with {failure}" for name, failure, _ in members if failure]
-    ranks = f"rank{'s' if rest[1:] else ''} {listed(rest)}"
+    ranks = f"rank{'s' if rest[1:] else ''} {listed_ranks(rest)}"
     if on_loss == "continue":
         return f"{', '.join(gone)}; {ranks} go{'' if rest[1:] else 'es'} on"
     if all(left) and not any(failures):

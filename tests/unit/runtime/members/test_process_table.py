@@ -78,7 +78,7 @@ def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) ->
     process_table = ProcessTable()
     for number in range(PROCESSES_LIMIT + 50):
         process_table.watch(card(number, gone), float(number))
-    for number in range(1000, 1000 + PROCESSES_LIMIT - 2):
+    for number in range(10_000, 10_000 + PROCESSES_LIMIT - 2):
         assert not process_table.is_full()
         process_table.watch(card(number), 5.0)
     told = process_table.vouch().processes
@@ -87,7 +87,7 @@ def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) ->
     assert told[-2:] == tuple(
         (card(number, gone).life, Vouch.EXITED) for number in (PROCESSES_LIMIT + 49, PROCESSES_LIMIT + 48)
     )
-    for number in range(2000, 2002):
+    for number in range(20_000, 20_002):
         process_table.watch(card(number), 6.0)
     assert process_table.is_full()
     assert process_table.get(card(0).life) is None  # of the dead, no more are remembered than could be told

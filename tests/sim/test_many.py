@@ -1,0 +1,188 @@
+"""Runs of hundreds of members: they form, lose several members at once, and go on, in few messages.
+
+A run of the suite has just more members than the size from which protocols save messages; `make simulate` has runs of
+256 members, and some of 1,024.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.sim.test_formation import perform
+from tests.sim.test_membership import perform as perform_views
+from tests.support.seeds import seeds
+
+from covey.proto.ballot import first_record
+from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
+from covey.proto.formation import Formation, announcer, deciding
+from covey.proto.founders import rank_order
+from covey.proto.membership import Membership, answerer
+from covey.testing.world import Node, World
+from covey.wire.formation import Member, Propose, Standing, Terms
+from covey.wire.membership import MemberKey, Pulse, Record, State, View
+
+GROUP = 7
+FORMED_WITHIN = 30.0
+VIEW_WITHIN = 25.0
+"""Virtual seconds from the last fault to the view of exactly the living: members have 15 s to answer a ballot."""
+
+
+def size_of(seed: int) -> int:
+    """Return the members of a run: few in the suite, 1,024 in one of twenty further runs."""
+    return 132 if seed == 0 else 1024 if seed % 20 == 19 else 256
+
+
+class CountedFormation(Formation):
+    """A real formation that counts what it sends."""
+
+    counted: Counter[type]
+
+    def outgoing(self) -> list[tuple[bytes, Any]]:
+        messages = super().outgoing()
+        self.counted.update(type(message) for _, message in messages)
+        return messages
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> None:
+    chance, size = random.Random(seed), size_of(seed)
+    world, counted = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01])), Counter[type]()
+    terms = Terms("a run", "train.py", size, 2, None, "1", "auto")
+    for number in range(size):
+        me = Member(chance.randbytes(32), chance.randbytes(16), f"n{number}", f"host {number % 9}", b"")
+        core = CountedFormation(me, terms, random.Random(chance.random()), 0.0)
+        core.counted = counted
+        world.nodes[me.id] = Node(me.id, me.life, core)
+    world.introduce()
+    cores: list[Any] = [node.core for node in world.nodes.values()]
+    while any(core.formed is None for core in cores):
+        assert world.now < FORMED_WITHIN, [core.report().waiting for core in cores if core.formed is None][:3]
+        world.run(world.now + 0.5)
+    views = {core.formed.view for core in cores}
+    (view,) = views
+    assert view == rank_order(view)
+    assert {member.id for member in view} == set(world.nodes)
+    # Two steps to one member and back, and what was lost is repeated; all to all would be the square.
+    assert counted[Propose] < 3 * size
+    assert counted[Standing] < 12 * size
+
+
+@pytest.mark.parametrize("batch", seeds(2))
+def test_formations_in_which_one_member_tells_all_keep_the_invariants(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules for hundreds of members, played with a few and all faults: that member is lost, cut off, or late."""
+    monkeypatch.setattr(deciding, "TELL_ALL", 2)
+    monkeypatch.setattr(announcer, "CROWD", 2)
+    plays = [perform(seed, hard=seed % 2 == 1) for seed in range(40 * batch, 40 * batch + 40)]
+    assert sum(len(play.returned) for play in plays) > 80
+    assert any(play.dead for play in plays)
+
+
+@pytest.mark.parametrize("batch", seeds(1))
+def test_views_in_which_changes_are_told_together_keep_the_invariants(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules for hundreds of members, played with a few, all faults, and operations in several groups."""
+    monkeypatch.setattr(answerer, "CROWD", 1)
+    totals = sum((perform_views(seed).count() for seed in range(60 * batch, 60 * batch + 60)), Counter[str]())
+    assert totals["views"] > 20, totals
+    assert totals["operations that returned"] > 300, totals
+
+
+class ViewMember:
+    """One member, or the keeper, of a run: its views, with operations that stop at once."""
+
+    def __init__(self, core: Membership, size: int, counted: Counter[type]) -> None:
+        self.core, self.counted = core, counted
+        self.state = State(GROUP, tuple(range(size)), 0)
+        self.now = 0.0
+        self.views: list[View] = []
+        self.end: Excluded | QuorumLost | None = None
+
+    def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
+        self.now = now
+        return self.core.link_up(peer_id, peer_life, now)
+
+    def link_down(self, peer_id: bytes, now: float) -> None:
+        self.now = now
+        self.core.link_down(peer_id, now)
+
+    def received(self, peer_id: bytes, message: Any, now: float) -> None:
+        self.now = now
+        self.core.received(peer_id, message, now)
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        self.core.tick(now)
+
+    def next_deadline(self) -> float:
+        return self.core.next_deadline()
+
+    def outgoing(self) -> list[tuple[bytes, Any]]:
+        sent: list[tuple[bytes, Any]] = []
+        while effects := self.core.effects():
+            for effect in effects:
+                match effect:
+                    case Send(peer, message):
+                        sent.append((peer, message))
+                    case Freeze(number):
+                        self.core.frozen(number, [self.state], self.now)
+                    case Installed(view):
+                        self.views.append(view)
+                    case Excluded() | QuorumLost():
+                        self.end = effect
+        self.counted.update(type(message) for _, message in sent)
+        return sent
+
+
+def start(seed: int, size: int, chance: random.Random, counted: Counter[type], *, has_keeper: bool) -> World:
+    """Return a world with the members of a run, all linked with each other, and last the keeper, if there is one."""
+    world = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01]), notice=0.3)
+    keys = [MemberKey(chance.randbytes(32), chance.randbytes(16)) for _ in range(size)]
+    record: Record = first_record(keys, chance.randbytes(16), anchor=chance.randrange(size), has_keeper=has_keeper)
+    keeper = MemberKey(chance.randbytes(32), chance.randbytes(16)) if has_keeper else None
+    for key in [*keys, *([keeper] if keeper else [])]:
+        seeded = random.Random(chance.random())
+        core = Membership(record, key.id, key.life, seeded, 0.0, keeper=keeper.id if keeper else None)
+        world.nodes[key.id] = Node(key.id, key.life, ViewMember(core, size, counted))
+        world._names[key.id] = key.id.hex()[:4]
+    world.introduce()
+    return world
+
+
+@pytest.mark.parametrize("has_keeper", [True, False])
+@pytest.mark.parametrize("seed", seeds(1))
+def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other(seed: int, has_keeper: bool) -> None:
+    """Members die in two waves, the second while the first is decided, and links between the others break."""
+    chance, size = random.Random(seed), size_of(seed)
+    counted = Counter[type]()
+    world = start(seed, size, chance, counted, has_keeper=has_keeper)
+    ids = list(world.nodes)[:size]
+    lost = chance.sample(range(size), chance.randint(2, size // 4))
+    second_at = 1.0 + chance.uniform(0.0, 1.5)
+    for number, rank in enumerate(lost):
+        world.at(
+            1.0 if number % 2 else second_at, lambda id: world.crash(id, silently=chance.random() < 0.5), ids[rank]
+        )
+    for _ in range(chance.randint(0, 20)):
+        world.at(1.0 + chance.uniform(0.0, 2.0), world.flap, *chance.sample(ids, 2))
+    living = tuple(rank for rank in range(size) if rank not in lost)
+    world.run(3.0)
+    members: list[Any] = [world.nodes[ids[rank]].core for rank in living]
+    while any(not member.views or member.views[-1].ranks != living for member in members):
+        late = [member.views[-1].ranks if member.views else () for member in members]
+        assert world.now < 3.0 + VIEW_WITHIN, [sorted(set(living) - set(ranks)) for ranks in late][:3]
+        world.run(world.now + 0.25)
+    views: dict[int, set[View]] = {}
+    for member in members:
+        assert member.end is None, "a living member is in no view"
+        for view in member.views:
+            views.setdefault(view.number, set()).add(view)
+    assert all(len(same) == 1 for same in views.values()), "members have different views of one number"
+    assert all(set(living) <= set(view.ranks) for (view,) in views.values()), "a view is without a living member"
+    # A ballot takes four messages for each member, and some start at the same time or have to be repeated.
+    assert sum(counted.values()) - counted[Pulse] < 60 * size * len(views)
