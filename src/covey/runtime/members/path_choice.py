@@ -52,6 +52,7 @@ class MoveReason(enum.Enum):
     ROUND_TRIP = "its round trip is shorter"
     DIRECT = "it needs no relay"
     RELAY = "the round trip through this relay is shorter"
+    FASTER = "it was tried, and is much faster"
     STUCK = "what is sent over the other one is not acknowledged"
 
     @property

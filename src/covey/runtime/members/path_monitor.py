@@ -158,8 +158,9 @@ class PathMonitor:
         if not self._is_watched(peer):
             return
         if better is None:
-            if not choice.is_undecided:
-                await self._node.stripes.look(peer, seen)
+            faster = None if choice.is_undecided else await self._node.stripes.look(peer, seen)
+            if faster is not None:
+                self._move(peer, faster, seen[faster].round_trip, MoveReason.FASTER)
             return
         way, reason = better
         if reason.needs_trial and not await self._is_faster(peer, way, reason):

@@ -68,6 +68,19 @@ def networks_beside(used: Where | None, seen: Mapping[Where, Quality]) -> list[W
     return list(best.values())[: MOST_NETWORKS - 1]
 
 
+def worth_using(used: Where, speed: float, tried: Mapping[Where, float]) -> list[Where]:
+    """Return the addresses whose networks carry a good share of what the fastest does, in the order of `tried`. Pure.
+
+    `speed` is that of the lane as it is, over `used`, which comes first if it is one of them; `tried` has the speeds of
+    the others. If `used` is none of them, the fastest comes first.
+    """
+    best = max(speed, *tried.values())
+    good = [way for way, each in tried.items() if each >= LEAST_SHARE * best]
+    if speed >= LEAST_SHARE * best:
+        return [used, *good]
+    return sorted(good, key=lambda way: -tried[way])
+
+
 def _is_own_link(way: Where, quality: Quality) -> bool:
     return not isinstance(way, RelayedWay) and not quality.is_routed and quality.medium <= WIRELESS
 
@@ -132,10 +145,13 @@ class Stripes:
 
     # The end that dials
 
-    async def look(self, peer: Peer, seen: Mapping[Where, Quality]) -> None:
-        """Take the addresses of a peer that answer now: use more networks, or fewer."""
+    async def look(self, peer: Peer, seen: Mapping[Where, Quality]) -> Where | None:
+        """Take the addresses of a peer that answer now: use more networks, or fewer.
+
+        Returns an address to move the lanes to, if it is so much faster that their own network would add nothing.
+        """
         if not self.is_allowed:
-            return
+            return None
         state = self._peers.setdefault(peer.seat, _Peer([]))
         lanes = [
             future.result()
@@ -149,25 +165,31 @@ class Stripes:
             speed for lane in lanes if not is_striped(lane) for sent, speed in [sending(lane)] if sent >= LEAST_BYTES
         ]
         if not busy or time.monotonic() < state.rest_until:
-            return
+            return None
         if state.is_confirmed and state.ways:  # a lane of another group, or of another view
             self._node.lanes.moves.stripe(peer.seat, state.ways)
         elif not state.ways:
-            await self._try(peer, state, max(busy), networks_beside(peer.way, seen))
+            return await self._try(peer, state, max(busy), networks_beside(peer.way, seen))
+        return None
 
-    async def _try(self, peer: Peer, state: _Peer, now: float, others: list[Where]) -> None:
+    async def _try(self, peer: Peer, state: _Peer, now: float, others: list[Where]) -> Where | None:
         from covey.runtime.links.probe import throughput
 
         if not others or not now or peer.way is None:
-            return
-        used, good = peer.way, []
+            return None
+        used, tried = peer.way, {}
         for way in others:
-            if await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS) >= LEAST_SHARE * now:
-                good.append(way)
+            tried[way] = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
         self._rest(state)
-        if good and peer.way == used and self._node.peers[peer.seat].is_dialled:
-            state.ways, state.before, state.is_confirmed, state.gone = [used, *good], now, False, 0
+        good = worth_using(used, now, tried)
+        if peer.way != used or not self._node.peers[peer.seat].is_dialled:
+            return None
+        if used not in good:
+            return good[0]
+        if len(good) > 1:
+            state.ways, state.before, state.is_confirmed, state.gone = good, now, False, 0
             self._node.lanes.moves.stripe(peer.seat, state.ways)
+        return None
 
     def _review(self, peer: Peer, state: _Peer, striped: list[Any], seen: Mapping[Where, Quality]) -> None:
         """Stop to use several networks if one of them is gone, or if that is not faster."""

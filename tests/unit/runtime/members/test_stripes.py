@@ -8,7 +8,7 @@ import pytest
 
 from covey.runtime.links.sockets import RelayedWay
 from covey.runtime.members.path_choice import Quality
-from covey.runtime.members.stripes import MOST_NETWORKS, WIRELESS, networks_beside
+from covey.runtime.members.stripes import MOST_NETWORKS, WIRELESS, networks_beside, worth_using
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
@@ -57,3 +57,10 @@ def test_an_address_that_does_not_answer_has_none_beside_it() -> None:
 def test_the_number_of_networks_is_bounded() -> None:
     many: dict[Where, Quality] = {(f"10.0.{n}.2", 1): CABLE._replace(network=f"eth{n}") for n in range(9)}
     assert len(networks_beside(("10.0.0.2", 1), many)) == MOST_NETWORKS - 1
+
+
+def test_networks_that_carry_a_fifth_of_the_fastest_are_worth_it_and_a_lane_leaves_one_that_does_not() -> None:
+    assert worth_using(USED, 100.0, {OTHER: 20.0, THIRD: 19.0}) == [USED, OTHER]
+    assert worth_using(USED, 100.0, {OTHER: 300.0, THIRD: 90.0}) == [USED, OTHER, THIRD]
+    assert worth_using(USED, 100.0, {OTHER: 200.0, THIRD: 501.0}) == [THIRD, OTHER]
+    assert worth_using(USED, 100.0, {OTHER: 0.0}) == [USED]
