@@ -124,11 +124,12 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         ) from error
     except (ConfigError, OSError) as error:  # such as no folder for files, or no free port
         return replace(facts, search_problem=str(error).rstrip("."))
-    router, router_problem = _ask_router() if config.map_port else ("", "")
+    router, router_ip, router_problem = _ask_router() if config.map_port else ("", "", "")
     return replace(
         facts,
         looked=True,
         router=router,
+        router_ip=router_ip,
         router_problem=router_problem,
         interfaces=search.interfaces or facts.interfaces,
         multicast_problem=search.multicast_problem,
@@ -143,8 +144,8 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
     )
 
 
-def _ask_router() -> tuple[str, str]:
-    """Return with which protocol the router maps ports, or why it does not.
+def _ask_router() -> tuple[str, str, str]:
+    """Return with which protocol the router maps ports and its address if that is private, or why it does not.
 
     It is asked to end the mapping of a port that covey never maps: nothing is mapped, and none of a run's ends.
     """
@@ -157,8 +158,8 @@ def _ask_router() -> tuple[str, str]:
     try:
         answer = ask_gateway(default_gateway(), UNUSED_PORT, secrets.token_bytes(NONCE_BYTES), 0, TRIES[:2])
     except (ConnectError, OSError) as error:
-        return "", str(error)
-    return answer.protocol, ""
+        return "", "", str(error)
+    return answer.protocol, answer.ip if answer.is_private else "", ""
 
 
 class _Guard:
