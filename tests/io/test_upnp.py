@@ -109,6 +109,7 @@ def test_to_look_whether_the_router_speaks_upnp_changes_nothing(monkeypatch: pyt
         use(monkeypatch, router)
         assert ask_gateway("127.0.0.1", 9, NONCE, 0, (0.05,)) == (OUTSIDE, 0, 0, "UPnP")
         assert [name for name, _ in router.gateway.upnp.calls] == ["GetExternalIPAddress"]
+        until(lambda: router.gateway.upnp.searches >= 4)  # of both versions, each to the router and to all
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def read_http(stream: io.RawIOBase | io.BytesIO) -> bytes:
         response.begin()
         body = response.read()
     except (http.client.HTTPException, ValueError) as error:
-        raise RemoteProtocolError(f"no answer of HTTP: {error!r}") from error
+        raise RemoteProtocolError(f"no answer of HTTP: {type(error).__name__}") from None  # it quotes the router
     if response.status not in {200, 500}:
         raise RemoteProtocolError(f"the router answers with the status {response.status}")
     return body
