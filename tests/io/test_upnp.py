@@ -11,6 +11,7 @@ import pytest
 from covey.base.errors import ConnectError
 from covey.net import port_mapping, upnp
 from covey.net.port_mapping import PortMapping, ask_gateway
+from covey.net.upnp import UpnpPort
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:
@@ -166,3 +167,33 @@ def test_a_search_ends_when_the_mapping_is_closed(monkeypatch: pytest.MonkeyPatc
         until(lambda: router.gateway.upnp.searches)
         mapping.close()
         assert not mapping._thread.is_alive()
+
+
+def test_a_mapping_that_could_not_be_renewed_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_mapping, "LEAST_PAUSE", 0.01)
+    monkeypatch.setattr(port_mapping, "MOST_PAUSE", 0.01)
+    monkeypatch.setattr(port_mapping, "CLOSE_SECONDS", DEADLINE)
+    with GatewayThread(speaks="upnp", claims=OUTSIDE) as router, socket.create_server(("127.0.0.1", 0)) as listener:
+        use(monkeypatch, router)
+        mapping = PortMapping(listener.getsockname()[1])
+        try:
+            until(lambda: router.gateway.log)
+            router.gateway.upnp.error = 501
+            until(
+                lambda: "has mapped a port before; with UPnP: the router refuses: it could not do it" in mapping.problem
+            )
+            assert mapping.mapped is None
+        finally:
+            mapping.close()
+        assert router.gateway.log[-1] == router.gateway.log[0] | {"what": "unmapped"}
+
+
+@pytest.mark.parametrize("claims", ["127.0.0.1", "224.0.0.1"])
+def test_lies_about_the_address_outside_are_not_believed(monkeypatch: pytest.MonkeyPatch, claims: str) -> None:
+    with GatewayThread(speaks="upnp", claims=claims) as router:
+        use(monkeypatch, router)
+        port = UpnpPort(4711)
+        with pytest.raises(ConnectError, match=f"grants a port of {claims}, which is no address of a router"):
+            ask_gateway("127.0.0.1", 4711, NONCE, 60, (0.05,), port)
+        port.end()
+        assert [each["what"] for each in router.gateway.log] == ["mapped", "unmapped"]
