@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConnectError
-from covey.net import port_mapping
+from covey.net import port_mapping, upnp
 from covey.net.port_mapping import PortMapping, ask_gateway, default_gateway
 from covey.testing.gateway import GatewayThread
 
@@ -33,6 +33,7 @@ def until(condition: Callable[[], object]) -> None:
 def _gateway_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_mapping, "default_gateway", lambda: "127.0.0.1")
     monkeypatch.setattr(port_mapping, "TRIES", (0.5, 1.0, 2.0))
+    monkeypatch.setattr(upnp, "SEARCHES", (0.05,))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, router: GatewayThread) -> None:

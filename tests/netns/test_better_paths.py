@@ -50,7 +50,13 @@ def test_lanes_move_to_a_faster_network_that_appears() -> None:
             host.run(["ip", "link", "set", "eth1", "down"])
         cluster = Cluster()
         options = {"patience": 20, "count": 50_000, "pause": 0.05, "talks": True, "on_loss": "raise"}
-        started = [start_with_keeper(cluster, host, "better", PROGRAM, "--size", "2", **options) for host in lan.hosts]
+        words = (
+            "--size",
+            "2",
+            "--stripe",
+            "off",
+        )  # it may use both networks otherwise
+        started = [start_with_keeper(cluster, host, "better", PROGRAM, *words, **options) for host in lan.hosts]
         members = by_rank(started)
         time.sleep(1.0)
         for host in lan.hosts:

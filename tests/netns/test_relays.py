@@ -362,7 +362,7 @@ def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> 
         assert agent.wait(DEADLINE) == 0
 
 
-@pytest.mark.parametrize("speaks", ["pcp", "pmp"])
+@pytest.mark.parametrize("speaks", ["pcp", "pmp", "upnp"])
 def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect(speaks: str) -> None:
     with two_networks() as hosts:
         router, cluster = hosts[2], Cluster()
@@ -379,7 +379,7 @@ def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect
         outside = cluster.start(hosts[1], env={"COVEY_SEEDS": seed}, code=JOB, timeout=DEADLINE)
         nodes = [inside, outside]
         facts = json.loads(doctor.communicate(timeout=DEADLINE)[0])
-        assert facts["router"] == {"pcp": "PCP", "pmp": "NAT-PMP"}[speaks]
+        assert facts["router"] == {"pcp": "PCP", "pmp": "NAT-PMP", "upnp": "UPnP"}[speaks]
         for report in (hear(node) for node in nodes):
             assert report["sums"] == [3.0, 3.0 * 200_002]
             assert report["relays"] == [""]

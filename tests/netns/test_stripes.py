@@ -27,14 +27,14 @@ count, dies, least, most = (options.pop(name) for name in ("count", "dies", "lea
 places = (np.arange(count) % 251).astype(np.float32)
 times, end = [], time.monotonic() + most
 with covey.join("stripes", **options) as group:
-    step, told, has_lost, is_over = 0, False, False, False
+    step, told, before, has_lost, is_over = 0, False, 0, False, False
     while not is_over:
         paths = group.lanes().paths[1 - group.rank]
         is_striped = len(paths) > 1
         has_lost |= any(not path.is_used for path in paths)
         if dies and is_striped and not told:
             print("striped", flush=True)
-            told = True
+            told, before = True, len(group.events())
         x = places * 4**group.rank + step
         group.barrier()
         began = time.perf_counter()
@@ -48,7 +48,7 @@ with covey.join("stripes", **options) as group:
     paths = group.lanes().paths[1 - group.rank]
     events = [[event.kind, event.text] for event in group.events()]
     assert has_lost or not dies, "no network was lost"
-print(json.dumps({"times": times, "events": events, "contributors": len(group.contributors),
+print(json.dumps({"times": times, "events": events, "contributors": len(group.contributors), "before": before,
                   "paths": [[path.local, path.share, path.is_used] for path in paths]}))
 """
 
@@ -97,7 +97,7 @@ def test_an_operation_survives_the_loss_of_one_of_its_networks(
     for each in said:
         kinds = [kind for kind, _ in each["events"]]
         assert kinds.count("striped") == 1, each["events"]
-        assert not {"lost", "view"} & set(kinds), each["events"]
+        assert not {"lost", "view"} & set(kinds[each["before"] :]), each["events"]
         assert each["contributors"] == 2
 
 
@@ -113,6 +113,7 @@ def test_two_networks_together_are_faster_than_the_better_one_could_be() -> None
         assert all(is_used for *_, is_used in each["paths"])
 
 
+@pytest.mark.alone
 def test_a_network_that_is_much_slower_is_not_used() -> None:
     with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
         said = run(lan, ("200mbit", "10mbit"), least=1, most=9)

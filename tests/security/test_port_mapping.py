@@ -12,7 +12,7 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConnectError
-from covey.net import port_mapping
+from covey.net import port_mapping, upnp
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.net.port_mapping import ANSWERS_LIMIT, ask_gateway
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 NONCE = bytes(range(12))
+
+
+@pytest.fixture(autouse=True)
+def _no_upnp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upnp, "SEARCHES", (0.05,))
 
 
 def grant(request: bytes) -> bytes:

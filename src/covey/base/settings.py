@@ -158,8 +158,8 @@ _ROWS: Final = (
     ),
     _tuned(
         _NETWORK, "map_port", Flag(), False,
-        "Ask the router (PCP, NAT-PMP) to pass connections from outside on to this node: this opens a port to the "
-        "internet.",
+        "Ask the router (PCP, NAT-PMP, UPnP) to pass connections from outside on to this node: this opens a port to "
+        "the internet.",
         files=USER_FILE,
     ),
     _of_group(

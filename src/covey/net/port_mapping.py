@@ -1,7 +1,7 @@
 """Asks the router of this machine to pass connections from outside on to one of its ports.
 
-A `PortMapping` asks with PCP, then with NAT-PMP, and again at half of the time that the router grants. Only answers
-from the address of the router are read: the socket is connected to it.
+A `PortMapping` asks with PCP, then with NAT-PMP, then with UPnP, and again at half of the time that the router grants.
+Only answers from the address of the router are read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.descriptors import explain
+from covey.net.upnp import UpnpPort
 from covey.wire.port_mapping import (
     GATEWAY_PORT,
     MOST_BYTES,
@@ -51,6 +52,10 @@ ANSWERS_LIMIT: Final = 16
 """Datagrams that are read for one try: most routers send one."""
 ROUTES: Final = Path("/proc/net/route")
 ELSE: Final = "a relay works everywhere: covey relay"
+PRIVATE: Final = tuple(
+    map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10"))
+)
+"""Networks that the internet does not lead to: those of homes and offices, and those of providers."""
 
 
 class Mapping(NamedTuple):
@@ -60,7 +65,13 @@ class Mapping(NamedTuple):
     port: int
     lifetime: int
     protocol: str
-    """`PCP` or `NAT-PMP`."""
+    """`PCP`, `NAT-PMP` or `UPnP`."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the router is itself behind another one, so that the internet does not lead to its port."""
+        address = ipaddress.ip_address(self.ip)
+        return any(address in network for network in PRIVATE)
 
 
 class PortMapping:
@@ -74,6 +85,7 @@ class PortMapping:
         """Why nothing is mapped; empty if something is."""
         self._port, self._nonce = port, secrets.token_bytes(NONCE_BYTES)
         self._ending = threading.Event()
+        self._upnp = UpnpPort(port, self._ending)
         self._thread = threading.Thread(target=self._keep, name="covey-port-mapping", daemon=True)
         self._thread.start()
 
@@ -85,16 +97,19 @@ class PortMapping:
     def _keep(self) -> None:
         while not self._ending.is_set():
             self._ending.wait(self._renew())
-        if self.mapped is not None:
+        if self.mapped is not None or self._upnp.external:
             with contextlib.suppress(ConnectError, OSError):
-                ask_gateway(default_gateway(), self._port, self._nonce, 0, tries=TRIES[:1])
+                if self._upnp.external:
+                    self._upnp.end()
+                else:
+                    ask_gateway(default_gateway(), self._port, self._nonce, 0, tries=TRIES[:1])
             self.mapped = None
 
     def _renew(self) -> float:
         """Ask once; return the seconds until the next time."""
         before, known = self.mapped, self.problem
         try:
-            self.mapped = ask_gateway(default_gateway(), self._port, self._nonce, LIFETIME)
+            self.mapped = ask_gateway(default_gateway(), self._port, self._nonce, LIFETIME, TRIES, self._upnp)
         except (ConnectError, OSError) as error:
             self.mapped = None
             self.problem = explain(error) if isinstance(error, OSError) else str(error)
@@ -105,6 +120,8 @@ class PortMapping:
         if before is None or before[:2] != self.mapped[:2]:
             where = f"{self.mapped.ip}:{self.mapped.port}"
             logger.warning("the router passes connections to %s on to this node, for COVEY_SEEDS=%s", where, where)
+            if self.mapped.is_private:
+                logger.warning("the internet does not lead to %s: the router is behind another one; %s", where, ELSE)
         return min(MOST_PAUSE, max(LEAST_PAUSE, self.mapped.lifetime / 2))
 
 
@@ -139,13 +156,34 @@ def _other_gateway() -> str:
     return ""
 
 
-def ask_gateway(gateway: str, port: int, nonce: bytes, lifetime: int, tries: tuple[float, ...] = TRIES) -> Mapping:
-    """Ask a router for a mapping of a TCP port; with a lifetime of 0, to end it.
+def ask_gateway(
+    gateway: str, port: int, nonce: bytes, lifetime: int, tries: tuple[float, ...] = TRIES, upnp: UpnpPort | None = None
+) -> Mapping:
+    """Ask a router for a mapping of a TCP port; with a lifetime of 0, to end it, except one of UPnP.
+
+    A port that is mapped with `upnp` already is asked for with UPnP alone.
 
     Raises:
-        ConnectError: the router offers neither PCP nor NAT-PMP, refuses, or answers with nonsense.
+        ConnectError: the router offers none of the protocols, refuses, or answers with nonsense.
         OSError: no datagram can be sent there.
     """
+    refusal = "has mapped a port before"
+    if upnp is None or not upnp.external:
+        answer = _ask_with_datagrams(gateway, port, nonce, lifetime, tries)
+        if isinstance(answer, Mapping):
+            return answer
+        refusal = answer
+    try:
+        ip, external, granted = (upnp or UpnpPort(port)).ask(gateway, lifetime)
+    except (ConnectError, OSError) as error:
+        raise ConnectError(f"the router {gateway} {refusal}; with UPnP: {error}") from error
+    return _checked(ip, external, granted, "UPnP")
+
+
+def _ask_with_datagrams(
+    gateway: str, port: int, nonce: bytes, lifetime: int, tries: tuple[float, ...]
+) -> Mapping | str:
+    """Ask with PCP, then with NAT-PMP; return what the router grants, or what it does instead."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((gateway, GATEWAY_PORT))
         own = sock.getsockname()[0]
@@ -160,9 +198,8 @@ def ask_gateway(gateway: str, port: int, nonce: bytes, lifetime: int, tries: tup
                 return _checked(where.external_ip, mapped.external_port, mapped.lifetime, "NAT-PMP")
             answer = mapped or answer
         if answer is None or isinstance(answer, PmpRefusal):
-            raise ConnectError(f"the router {gateway} does not offer PCP or NAT-PMP")
-        why = RESULTS.get(answer.result, f"its reason has the number {answer.result}")
-        raise ConnectError(f"the router {gateway} refuses: {why}")
+            return "does not offer PCP or NAT-PMP"
+        return f"refuses: {RESULTS.get(answer.result, f'its reason has the number {answer.result}')}"
 
 
 def _exchange(

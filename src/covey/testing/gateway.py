@@ -1,9 +1,9 @@
-"""A router in user space for tests: it answers PCP and NAT-PMP, and passes connections to mapped ports on.
+"""A router in user space for tests: it answers PCP, NAT-PMP and UPnP, and passes connections to mapped ports on.
 
-python -m covey.testing.gateway 10.0.0.1 10.1.0.1 --speaks pmp
+python -m covey.testing.gateway 10.0.0.1 10.1.0.1 --speaks pmp,upnp
 
 The first address is the one inside, the second the one outside. Each change of a mapping is printed as a line of JSON.
-Ports that are not mapped are not listened at. It is written from the RFCs, without `covey.wire.port_mapping`.
+Ports that are not mapped are not listened at. It is written from the standards, without `covey.wire`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import ipaddress
 import json
 import struct
 import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.testing.upnp_gateway import SEARCH_PORT, UpnpGateway
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PORT: Final = 5351
 LIFETIME: Final = 3600
@@ -40,9 +45,12 @@ class Gateway(asyncio.DatagramProtocol):
         self.result = 0
         """What it answers to requests for mappings: 0 is success."""
         self.spoils_nonce = False
+        self.upnp = UpnpGateway(self._claims, self._map_exactly, self._unmap_external)
 
-    async def open(self, inside: str, port: int = PORT) -> int:
-        """Start to answer; return the port."""
+    async def open(self, inside: str, port: int = PORT, search_port: int = SEARCH_PORT) -> int:
+        """Start to answer; return the port of PCP."""
+        if "upnp" in self._speaks:
+            await self.upnp.open(inside, search_port)
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=(inside, port))
         return int(self._transport.get_extra_info("sockname")[1])
@@ -51,6 +59,7 @@ class Gateway(asyncio.DatagramProtocol):
         """Stop, and end every mapping."""
         if self._transport is not None:
             self._transport.close()
+        await self.upnp.close()
         for external in list(self._servers):
             self._unmap(external)
         for task in list(self._tasks):
@@ -108,14 +117,35 @@ class Gateway(asyncio.DatagramProtocol):
         self._note("mapped", known, client, port)
         return known
 
+    async def _map_exactly(self, client: str, port: int, external: int) -> bool:
+        if external not in self._servers:
+            try:
+                server = await asyncio.start_server(self._passer(client, port), self._outside, external)
+            except OSError:
+                return False
+            self._servers[external] = (client, port), server
+        if self._servers[external][0] != (client, port):
+            return False
+        self._note("mapped", external, client, port)
+        return True
+
+    def _unmap_external(self, external: int) -> bool:
+        is_known = external in self._servers
+        if is_known:
+            self._unmap(external)
+        return is_known
+
     async def _listen(self, client: str, port: int, wanted: int) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._passer(client, port), self._outside, wanted)
+        except OSError:  # taken: another one is as good
+            return await asyncio.start_server(self._passer(client, port), self._outside, 0)
+
+    def _passer(self, client: str, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._pass_on(reader, writer, client, port)
 
-        try:
-            return await asyncio.start_server(serve, self._outside, wanted)
-        except OSError:  # taken: another one is as good
-            return await asyncio.start_server(serve, self._outside, 0)
+        return serve
 
     def _unmap(self, external: int) -> None:
         (client, port), server = self._servers.pop(external)
@@ -169,7 +199,7 @@ class GatewayThread:
             self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        self.port = await self.gateway.open("127.0.0.1", 0)
+        self.port = await self.gateway.open("127.0.0.1", 0, 0)
         self._is_open.set()
         await self._ending.wait()
         await self.gateway.close()

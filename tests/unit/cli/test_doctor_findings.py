@@ -362,7 +362,7 @@ def test_the_json_has_all_facts_and_findings() -> None:
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("host_problem", "search_problem", "looked", "nodes", "other_processes", "unreachable", "seeds", "refusals"),
-        *("limits", "relays", "router", "router_problem", "seconds", "findings"),
+        *("limits", "relays", "router", "router_ip", "router_problem", "seconds", "findings"),
     }
 
 
@@ -386,6 +386,10 @@ def test_a_router_that_maps_ports_or_does_not_is_found() -> None:
     good = only(replace(WELL, router="PCP"))
     assert (good.weight, good.code) == ("note", "router")
     assert "with PCP" in good.text
+    inner = only(replace(WELL, router="UPnP", router_ip="100.64.0.9"))
+    assert (inner.weight, inner.code) == ("warning", "router-private")
+    assert "with UPnP, but its own address, 100.64.0.9, is private" in inner.text
+    assert "covey relay" in inner.remedy
     bad = only(replace(WELL, router_problem="the router 192.0.2.1 does not offer PCP or NAT-PMP"))
     assert (bad.weight, bad.code) == ("warning", "router-silent")
     assert "192.0.2.1 does not offer" in bad.text

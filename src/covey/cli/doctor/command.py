@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS: Final = 9.8
 PLAIN_WIDTH: Final = 100
-UNUSED_PORT: Final = 9
-"""The port of the discard service."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -114,22 +113,25 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
 
 def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
     from covey.cli.doctor.network import Search
+    from covey.cli.doctor.router import RouterFacts, RouterQuestion
 
     try:
-        search = Search(cluster, config, tell)
-        search.run()
+        with RouterQuestion() if config.map_port else contextlib.nullcontext() as question:
+            search = Search(cluster, config, tell)
+            search.run()
+            router = question.answer() if question else RouterFacts()
     except TimeoutError as error:
         raise DeadlineError(
             "the examination did not end before its timeout ended, because this machine is too busy; try again later"
         ) from error
     except (ConfigError, OSError) as error:  # such as no folder for files, or no free port
         return replace(facts, search_problem=str(error).rstrip("."))
-    router, router_problem = _ask_router() if config.map_port else ("", "")
     return replace(
         facts,
         looked=True,
-        router=router,
-        router_problem=router_problem,
+        router=router.protocol,
+        router_ip=router.private_ip,
+        router_problem=router.problem,
         interfaces=search.interfaces or facts.interfaces,
         multicast_problem=search.multicast_problem,
         host_problem=search.host_problem,
@@ -141,24 +143,6 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         refusals=search.refusals,
         limits=search.limits,
     )
-
-
-def _ask_router() -> tuple[str, str]:
-    """Return with which protocol the router maps ports, or why it does not.
-
-    It is asked to end the mapping of a port that covey never maps: nothing is mapped, and none of a run's ends.
-    """
-    import secrets
-
-    from covey.base.errors import ConnectError
-    from covey.net.port_mapping import TRIES, ask_gateway, default_gateway
-    from covey.wire.port_mapping import NONCE_BYTES
-
-    try:
-        answer = ask_gateway(default_gateway(), UNUSED_PORT, secrets.token_bytes(NONCE_BYTES), 0, TRIES[:2])
-    except (ConnectError, OSError) as error:
-        return "", str(error)
-    return answer.protocol, ""
 
 
 class _Guard:

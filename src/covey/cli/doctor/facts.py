@@ -246,6 +246,8 @@ class Facts:
     """The relays of the settings, each with the reason why it does not work; empty if it does."""
     router: str = ""
     """The protocol with which the router maps ports, if `map_port` is set and it does."""
+    router_ip: str = ""
+    """Its address outside, if that is private: it is behind another router."""
     router_problem: str = ""
     """Why it does not, if `map_port` is set."""
     refusals: dict[str, str] = field(default_factory=dict)

@@ -53,12 +53,19 @@ def relayed_nodes(facts: Facts) -> Iterator[Finding]:
 
 def router(facts: Facts) -> Iterator[Finding]:
     """Yield whether the router lets connections in, if it is to be asked."""
-    if facts.router:
+    if facts.router_ip:
+        text = f"The router maps ports, with {facts.router}, but its own address, {facts.router_ip}, is private."
+        remedy = (
+            "It is behind another router, so the internet does not lead to its ports: only machines between the two "
+            "connect there. Let the outer one pass ports on, or use a relay: covey relay"
+        )
+        yield Finding("warning", "router-private", text, remedy)
+    elif facts.router:
         text = f"The router maps ports, with {facts.router}: nodes of this machine can be reached from outside."
         yield Finding("note", "router", text, "Others use the address that a node logs, with --seeds.")
     if facts.router_problem:
         text = f"No port of the router can be mapped, as map_port asks for: {facts.router_problem}."
-        remedy = "Allow it in the settings of the router (PCP or NAT-PMP). A relay works everywhere: covey relay"
+        remedy = "Allow it in the settings of the router (PCP, NAT-PMP or UPnP). A relay works everywhere: covey relay"
         yield Finding("warning", "router-silent", text, remedy)
 
 

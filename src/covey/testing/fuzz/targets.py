@@ -29,7 +29,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
 from covey.net.discovery import sieve
 from covey.net.discovery.responder import InterfaceResponder
-from covey.testing.fuzz import call_targets, values
+from covey.testing.fuzz import call_targets, upnp_targets, values
 from covey.testing.fuzz.values import Maker
 from covey.wire import (
     array_list,
@@ -612,6 +612,41 @@ def _gateway_seeds() -> list[bytes]:
 
 
 BY_HAND: Final = (
+    Target(
+        name="upnp_search",
+        read=upnp_targets.read_found,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=upnp_targets.found_seeds,
+    ),
+    Target(
+        name="upnp_description",
+        read=upnp_targets.read_description,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=upnp_targets.description_seeds,
+    ),
+    Target(
+        name="upnp_reply",
+        read=upnp_targets.read_reply,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=upnp_targets.reply_seeds,
+    ),
+    Target(
+        name="upnp_address",
+        read=upnp_targets.read_external_ip,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=upnp_targets.reply_seeds,
+    ),
+    Target(
+        name="upnp_http",
+        read=upnp_targets.read_http,
+        promised=(RemoteProtocolError,),
+        write=None,
+        seeds=upnp_targets.http_seeds,
+    ),
     Target(
         name="port_mapping",
         read=port_mapping.read_answer,
