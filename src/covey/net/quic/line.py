@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 1 << 18
 """Bytes read from a socket with one call."""
-MOVED_SECONDS: Final = 2.0
+MOVED_SECONDS: Final = 10.0
 DEAD_SECONDS: Final = 30.0
 """After how much silence a path is taken to be dead: if the other machine is found on another network only, and
-otherwise. The other process may only be busy, and cannot answer meanwhile, as the kernel would for TCP."""
+otherwise. The other process may only be busy, and cannot answer meanwhile, as the kernel would for TCP. A connection
+that follows a changed address needs some probes, with growing pauses, which a busy machine sends late."""
 LINGER_SECONDS: Final = 5.0
 LONGEST_SECONDS: Final = 60.0
 """How long the last bytes of a lane that was closed are sent, although the other end still sends: while nothing comes
