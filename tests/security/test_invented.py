@@ -172,10 +172,14 @@ def test_a_member_whose_words_about_the_next_generation_are_nonsense_is_not_in_i
         together = thread_run.steps(3)
 
         def work(groups: Any) -> Any:
+            has_lied = False
             for group in groups:
-                if group.generation:
+                if has_lied:
                     return group.size, group.all_reduce(group.rank + 1)
+                if group.size < 3:
+                    continue  # two may begin without the third, which gets into the next generation
                 together()
+                has_lied = True
                 if group.rank == 2:
                     lie(group, words)
             return None
