@@ -30,16 +30,16 @@ from parts.numbers import START
 if "early" in sys.argv and os.environ["COVEY_HOME"].endswith("north"):
     sys.exit(5)
 with covey.join() as group:
-    total = group.all_reduce(START * 10 ** group.rank)
-    print("rank", group.rank, "of", group.size, "sum", total, sys.argv[1:], flush=True)
-    print("home", os.path.basename(os.environ["COVEY_HOME"]), file=sys.stderr, flush=True)
-    open(f"checkpoint-{group.rank}", "a").write("saved ")
-    if "wait" in sys.argv:
-        try:
+    try:
+        total = group.all_reduce(START * 10 ** group.rank)
+        print("rank", group.rank, "of", group.size, "sum", total, sys.argv[1:], flush=True)
+        print("home", os.path.basename(os.environ["COVEY_HOME"]), file=sys.stderr, flush=True)
+        open(f"checkpoint-{group.rank}", "a").write("saved ")
+        if "wait" in sys.argv:
             time.sleep(60)
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-            raise
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        raise
 """
 SSH = """#!/bin/sh
 # Stands for ssh: takes the options and the host away, and runs the command here, with the home of that host.

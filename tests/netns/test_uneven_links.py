@@ -154,6 +154,7 @@ print(json.dumps({"bits": bits, "told": told}))
 """
 
 
+@pytest.mark.alone
 def test_a_link_that_becomes_slower_while_a_run_goes_on_is_measured_again_and_planned_for() -> None:
     with Lan(hosts=3, rates=["400mbit"] * 3, prefix=PREFIX) as lan:
         place = {"size": 3, "address": f"{lan.hosts[0].ip4}:47900", "insecure": True}
