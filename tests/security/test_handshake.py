@@ -40,6 +40,7 @@ from tests.support.attackers import (
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat
+from covey.net.certificates import signed_certificate
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
 from covey.net.keys.tls import Credentials
@@ -98,8 +99,8 @@ def signed_by_a_member(prey: Victim) -> ssl.SSLContext:
     """A chain: the authority signed a member, which signed the attacker."""
     member, own = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
-    middle = tls._certificate(authority, member.public_key(), "covey node", is_authority=False)
-    leaf = tls._certificate(member, own.public_key(), "covey node", is_authority=False)
+    middle = signed_certificate(authority, member.public_key(), "covey node", is_authority=False)
+    leaf = signed_certificate(member, own.public_key(), "covey node", is_authority=False)
     context = no_certificate(prey)
     chain = leaf.public_bytes(serialization.Encoding.PEM) + middle.public_bytes(serialization.Encoding.PEM)
     load(context, own, chain)
@@ -117,7 +118,7 @@ def no_protocol(prey: Victim) -> ssl.SSLContext:
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    leaf = tls._certificate(authority, member.public_key(), "covey node", is_authority=False)
+    leaf = signed_certificate(authority, member.public_key(), "covey node", is_authority=False)
     load(context, member, leaf.public_bytes(serialization.Encoding.PEM))
     return context
 
@@ -178,7 +179,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
 def test_a_certificate_is_good_at_any_time(prey: Victim) -> None:
     """A board whose clock starts in 1970 or that of a careless owner in 2100 joins like any other."""
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
-    leaf = tls._certificate(authority, authority.public_key(), "covey node", is_authority=False)
+    leaf = signed_certificate(authority, authority.public_key(), "covey node", is_authority=False)
     assert leaf.not_valid_before_utc.year == 2000
     assert leaf.not_valid_after_utc.year == 9999
 
@@ -189,7 +190,7 @@ def test_a_certificate_that_only_openssl_can_read_is_refused_in_one_line(
     """A member can sign anything for itself, also what the library that reads the key chokes on."""
     own = Ed25519PrivateKey.generate()
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
-    good = tls._certificate(authority, own.public_key(), "covey node", is_authority=False)
+    good = signed_certificate(authority, own.public_key(), "covey node", is_authority=False)
     body = good.tbs_certificate_bytes.replace(b"\x02\x01\x02", b"\x02\x01\xfe", 1)  # an impossible version
     der = good.public_bytes(serialization.Encoding.DER)
     start = der.index(good.tbs_certificate_bytes)
@@ -543,7 +544,7 @@ def test_an_answer_to_the_door_is_good_for_one_client_hello_only(prey: Victim) -
 
 def test_a_certificate_names_no_key_but_its_own() -> None:
     own, authority = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    leaf = tls._certificate(authority, own.public_key(), "covey node", is_authority=False)
+    leaf = signed_certificate(authority, own.public_key(), "covey node", is_authority=False)
     assert [type(extension.value).__name__ for extension in leaf.extensions] == ["BasicConstraints", "KeyUsage"]
     key = authority.public_key()
     identifier = x509.SubjectKeyIdentifier.from_public_key(key).digest

@@ -28,7 +28,6 @@ LEAST_BUSY_BYTES: Final = 1 << 18
 PATH_CHECK_SECONDS: Final = 0.5
 """How often an operation that makes no progress checks whether the path is dead."""
 
-_INFO_BYTES: Final = 104
 _TIMEOUTS: Final = struct.Struct("=2xB")
 _TIMEOUTS_AND_PROBES: Final = struct.Struct("=2xBB")
 _NEXT_TIMEOUT: Final = struct.Struct("=8xI")
@@ -38,7 +37,7 @@ _LAST_ACK: Final = struct.Struct("=56xI")
 tcpi_last_ack_recv (milliseconds)."""
 
 
-_LONG_INFO_BYTES: Final = 176
+_INFO_BYTES: Final = 176
 _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
 _ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
@@ -88,16 +87,23 @@ class Acknowledgements(NamedTuple):
         return self.next_timeout * (1 - 0.5**self.timeouts)
 
 
-def acknowledgements(sock: Connection) -> Acknowledgements | None:
-    """Return what the kernel knows; None on other systems, and for sockets that are not TCP."""
+def _tcp_info(sock: Connection, *forms: struct.Struct) -> list[int] | None:
+    """Return parts of Linux's struct tcp_info; None on other systems, for sockets that are not TCP, and closed ones."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        forms = (_LAST_ACK, _UNACKED, _TIMEOUTS, _NEXT_TIMEOUT)
-        last, unacked, timeouts, next_timeout = (form.unpack_from(info)[0] for form in forms)
+        return [value for form in forms for value in form.unpack_from(info)]
     except (OSError, struct.error):
         return None
+
+
+def acknowledgements(sock: Connection) -> Acknowledgements | None:
+    """Return what the kernel knows; None on other systems, and for sockets that are not TCP."""
+    known = _tcp_info(sock, _LAST_ACK, _UNACKED, _TIMEOUTS, _NEXT_TIMEOUT)
+    if known is None:
+        return None
+    last, unacked, timeouts, next_timeout = known
     return Acknowledgements(last / 1e3, unacked, timeouts, next_timeout / 1e6)
 
 
@@ -118,13 +124,10 @@ def is_stuck(sock: Connection, *, has_moved: bool = False) -> bool:
 
 def sending_speed(sock: Connection) -> float | None:
     """Return how many bytes a second a connection has sent while it was sending; None if that is not known."""
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    known = _tcp_info(sock, _ACKED_AND_BUSY)
+    if known is None:
         return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
-        acked, busy = _ACKED_AND_BUSY.unpack_from(info)
-    except (OSError, struct.error):
-        return None
+    acked, busy = known
     return acked / busy * 1e6 if acked >= LEAST_BYTES and busy else None
 
 
@@ -150,15 +153,10 @@ class PathFacts(NamedTuple):
 
 def path_facts(sock: Connection) -> PathFacts | None:
     """Return what the kernel knows of a path; None if that is nothing, or if the socket is closed."""
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    known = _tcp_info(sock, _ACKED_AND_BUSY, _ACKED_AND_UNSENT, _TIMEOUTS_AND_PROBES)
+    if known is None:
         return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
-        acked, busy = _ACKED_AND_BUSY.unpack_from(info)
-        unacked, _, unsent = _ACKED_AND_UNSENT.unpack_from(info)
-        timeouts, probes = _TIMEOUTS_AND_PROBES.unpack_from(info)
-    except (OSError, struct.error):
-        return None
+    acked, busy, unacked, _, unsent, timeouts, probes = known
     # Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew.
     is_silent = (unacked > 0 and timeouts >= SUSPECT_TIMEOUTS) or (unsent > 0 and probes >= SUSPECT_TIMEOUTS)
     return PathFacts(acked, busy, is_silent)
@@ -166,11 +164,10 @@ def path_facts(sock: Connection) -> PathFacts | None:
 
 def progress(sock: Connection) -> SendingProgress | None:
     """Return how far a connection has sent; None if that is not known, or if the socket is closed."""
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES)
-        unacked, acked, unsent = _ACKED_AND_UNSENT.unpack_from(info)
-    except (OSError, struct.error):
+    known = _tcp_info(sock, _ACKED_AND_UNSENT)
+    if known is None:
         return None
+    unacked, acked, unsent = known
     return SendingProgress(acked, unacked + unsent > 0)
 
 
@@ -193,12 +190,10 @@ class SentPackets(NamedTuple):
 
 def sent_packets(sock: Connection) -> SentPackets | None:
     """Return what a connection has sent; None if that is not known, or if the socket is closed."""
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    known = _tcp_info(sock, _RETRANSMITTED)
+    if known is None:
         return None
-    try:
-        again, sent = _RETRANSMITTED.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONG_INFO_BYTES))
-    except (OSError, struct.error):
-        return None
+    again, sent = known
     return SentPackets(sent, again)
 
 

@@ -7,8 +7,6 @@ signs a certificate over its own Ed25519 key, which identifies it: names in cert
 from __future__ import annotations
 
 import contextlib
-import datetime
-import functools
 import os
 import ssl
 import tempfile
@@ -18,18 +16,15 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import NameOID
 
 from covey.base.errors import AuthError
+from covey.net.certificates import signed_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROTOCOL: Final = "covey/1"
 RECORD_HEADER_BYTES: Final = 5
-_SINCE: Final = datetime.datetime(2000, 1, 1)
-_UNTIL: Final = datetime.datetime(9999, 12, 31)
-"""Early enough for a machine whose clock starts in 2000 after each power cut."""
 
 
 class Credentials:
@@ -38,8 +33,8 @@ class Credentials:
     def __init__(self, authority_seed: bytes, private: Ed25519PrivateKey) -> None:
         """`authority_seed` is 32 bytes derived from the cluster's secret for this purpose only."""
         authority = Ed25519PrivateKey.from_private_bytes(authority_seed)
-        root = _certificate(authority, authority.public_key(), "covey authority", is_authority=True)
-        leaf = _certificate(authority, private.public_key(), "covey node", is_authority=False)
+        root = signed_certificate(authority, authority.public_key(), "covey authority", is_authority=True)
+        leaf = signed_certificate(authority, private.public_key(), "covey node", is_authority=False)
         self.dialling = _context(ssl.PROTOCOL_TLS_CLIENT, root, leaf, private)
         self.accepting = _context(ssl.PROTOCOL_TLS_SERVER, root, leaf, private)
         self.accepting.num_tickets = 0  # sessions are not resumed, and each ticket costs a write
@@ -154,43 +149,6 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     if not isinstance(key, Ed25519PublicKey):
         raise AuthError("the other side has no Ed25519 certificate")
     return key.public_bytes_raw()
-
-
-def _certificate(
-    authority: Ed25519PrivateKey, key: Ed25519PublicKey, name: str, *, is_authority: bool
-) -> x509.Certificate:
-    """Sign a certificate. It is the same each time: Ed25519 needs no randomness.
-
-    It has no key identifier of the authority, because that would reveal which nodes are in the same cluster.
-    """
-    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(issuer)
-        .serial_number(1 if is_authority else 2)
-        .public_key(key)
-        .not_valid_before(_SINCE)
-        .not_valid_after(_UNTIL)
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
-        .add_extension(_usage(is_authority), critical=True)
-        .sign(authority, None)
-    )
-
-
-@functools.cache
-def _usage(is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        key_cert_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _context(

@@ -6,17 +6,15 @@ the door and the key of the offered lane come first, as on TCP.
 
 from __future__ import annotations
 
-import datetime
 import hmac
 from typing import Final
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from qh3.quic.configuration import QuicConfiguration
 from qh3.tls import SignatureAlgorithm
 
+from covey.net.certificates import signed_certificate
 from covey.wire import quic
 
 PROTOCOL: Final = "covey-lane/1"
@@ -30,8 +28,6 @@ that none is swallowed on the way."""
 IDLE_SECONDS: Final = 120.0
 """A connection on which nothing arrives for so long has ended. A process that computes without releasing the GIL is
 silent; views decide sooner whether it is lost."""
-_SINCE: Final = datetime.datetime(2000, 1, 1)
-_UNTIL: Final = datetime.datetime(9999, 12, 31)
 
 
 class QuicCredentials:
@@ -42,8 +38,10 @@ class QuicCredentials:
         seed = hmac.digest(door_key, b"covey/1/quic-authority", "sha256")
         authority = Ed25519PrivateKey.from_private_bytes(seed)
         own = Ed25519PrivateKey.generate()
-        root = _certificate(authority, authority.public_key(), "covey authority", is_authority=True)
-        leaf = _certificate(authority, own.public_key(), "covey node", is_authority=False)
+        root = signed_certificate(
+            authority, authority.public_key(), "covey authority", is_authority=True, host_name=NAME
+        )
+        leaf = signed_certificate(authority, own.public_key(), "covey node", is_authority=False, host_name=NAME)
         pem = serialization.Encoding.PEM
         secret = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         self.dialling = _configuration(is_client=True)
@@ -64,22 +62,4 @@ def _configuration(*, is_client: bool) -> QuicConfiguration:
         max_stream_data=WINDOW_BYTES,
         max_datagram_size=PACKET_BYTES,
         probe_datagram_size=False,
-    )
-
-
-def _certificate(
-    authority: Ed25519PrivateKey, key: Ed25519PublicKey, name: str, *, is_authority: bool
-) -> x509.Certificate:
-    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(issuer)
-        .serial_number(1 if is_authority else 2)
-        .public_key(key)
-        .not_valid_before(_SINCE)
-        .not_valid_after(_UNTIL)
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
-        .sign(authority, None)
     )

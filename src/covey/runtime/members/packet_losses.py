@@ -83,10 +83,9 @@ class PacketLosses:
         sent = None if sock is None else tcp.sent_packets(sock)
         if sock is None or sent is None:
             return False
-        lost = sent.lost_since(watched.packets)
         if sent.sent - watched.packets.sent < LEAST_PACKETS:
             return True
-        watched.packets = sent
+        lost, watched.packets = sent.lost_since(watched.packets), sent
         if lost < LOSSY:
             return True
         if len(self._lossy) >= MOST_ADDRESSES:

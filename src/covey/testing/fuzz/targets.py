@@ -612,47 +612,16 @@ def _gateway_seeds() -> list[bytes]:
 
 
 BY_HAND: Final = (
-    Target(
-        name="upnp_search",
-        read=upnp_targets.read_found,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=upnp_targets.found_seeds,
-    ),
-    Target(
-        name="upnp_description",
-        read=upnp_targets.read_description,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=upnp_targets.description_seeds,
-    ),
-    Target(
-        name="upnp_reply",
-        read=upnp_targets.read_reply,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=upnp_targets.reply_seeds,
-    ),
-    Target(
-        name="upnp_address",
-        read=upnp_targets.read_external_ip,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=upnp_targets.reply_seeds,
-    ),
-    Target(
-        name="upnp_http",
-        read=upnp_targets.read_http,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=upnp_targets.http_seeds,
-    ),
-    Target(
-        name="port_mapping",
-        read=port_mapping.read_answer,
-        promised=(RemoteProtocolError,),
-        write=None,
-        seeds=_gateway_seeds,
+    *(
+        Target(name=name, read=read, promised=(RemoteProtocolError,), write=None, seeds=seeds)
+        for name, read, seeds in (
+            ("upnp_search", upnp_targets.read_found, upnp_targets.found_seeds),
+            ("upnp_description", upnp_targets.read_description, upnp_targets.description_seeds),
+            ("upnp_reply", upnp_targets.read_reply, upnp_targets.reply_seeds),
+            ("upnp_address", upnp_targets.read_external_ip, upnp_targets.reply_seeds),
+            ("upnp_http", upnp_targets.read_http, upnp_targets.http_seeds),
+            ("port_mapping", port_mapping.read_answer, _gateway_seeds),
+        )
     ),
     Target(
         name="call_arguments",
