@@ -224,6 +224,37 @@ def test_what_a_rank_leaves_running_does_not_survive(tmp_path: Path) -> None:
         wait_until(functools.partial(is_gone, pid))
 
 
+PRINTING_SCRIPT = """
+    import sys
+    import covey
+
+    def job(group):
+        group.barrier()
+        for _ in range(200):
+            print("rank", group.rank, "writes", "this")
+            print("rank", group.rank, "writes", "this", file=sys.stderr)
+
+    if __name__ == "__main__":
+        covey.launch(job, 3)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_every_line_that_ranks_print_is_of_one_rank(tmp_path: Path, unbuffered: str) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(PRINTING_SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    for lines in (done.stdout.splitlines(), done.stderr.splitlines()):
+        assert sorted(lines) == sorted(f"rank {rank} writes this" for rank in range(3) for _ in range(200))
+
+
 SCRIPT = """
     import sys
     from pathlib import Path

@@ -44,7 +44,7 @@ SCRIPT = """
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         local = [int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])]
-        print(json.dumps([method[:5], rank, size, x.item(), local, type(store).__name__]), flush=True)
+        print(json.dumps([method[:5], rank, size, x.item(), local, type(store).__name__]) + "\\n", end="", flush=True)
         dist.barrier()
         dist.destroy_process_group()
 """

@@ -362,7 +362,7 @@ LAUNCHED = """
         dist.all_reduce(x)
         told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
         told["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
-        print(json.dumps([backend, x.item(), dist.get_rank(), told]), flush=True)
+        print(json.dumps([backend, x.item(), dist.get_rank(), told]) + "\\n", end="", flush=True)
         dist.barrier()
         dist.destroy_process_group()
 """
@@ -383,7 +383,7 @@ WORKER = """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if size == 2 or killed:
-        print(json.dumps([stage.item(), rank, size, type(store).__name__]), flush=True)
+        print(json.dumps([stage.item(), rank, size, type(store).__name__]) + "\\n", end="", flush=True)
     if size == 2:  # nobody ends before the other has what it needs of it
         store.set(f"said by {rank}", "")
         store.wait([f"said by {1 - rank}"], timedelta(seconds=40))

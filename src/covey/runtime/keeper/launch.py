@@ -7,11 +7,13 @@ Pickle is safe here: both ends are one program, started by the same user.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import struct
+import sys
 import time
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
@@ -60,7 +62,8 @@ def launch(
 
     `fn`, `args` and the results must be picklable, and `fn` importable: a function at the top level of a module. In a
     script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails,
-    the others are stopped, and its exception is raised here, with the rank and its traceback as a note.
+    the others are stopped, and its exception is raised here, with the rank and its traceback as a note. The ranks share
+    the standard output of this process, where each line is of one rank.
 
     `on_loss` is that of the group: with "continue", the others finish without a rank whose process dies, and its result
     is None. An exception in `fn` still ends all of them.
@@ -231,10 +234,18 @@ def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: byt
     """Join, call the function and report. Runs in the process of a launched rank."""
     os.setsid()  # so that only the parent gets Ctrl-C, and the children of this process can be signalled
     die_with(parent)
+    _keep_lines_whole()
     report = _call(launched, on_loss, call)
     body = pickle.dumps(report)
     with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
         pipe.write(LENGTH.pack(len(body)) + body)
+
+
+def _keep_lines_whole() -> None:
+    """Write to the streams, which all ranks share, a line at a time, also if Python runs unbuffered."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> CallReport:
