@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.alone
 
-SECONDS = 0.75
+SECONDS = 3.0
 HALF_OPEN = 1000
 BAD_PER_SECOND = 300
 GROWTH = 30 << 20
@@ -175,20 +175,22 @@ def test_a_flood_of_strangers_hardly_slows_a_group_and_keeps_no_member_out(
             each.wait_until_running()
         target = pair[0]
         prey = Victim(cluster, None, None, ("127.0.0.1", target.port))  # type: ignore[arg-type]
-        kept = list[float]()
+        calm, flooded = list[float](), list[float]()
         memory, lines = resident_bytes(target.process.pid), len(target.log().splitlines())
-        for _ in range(3):  # the machine itself is faster and slower: what is compared lies close together
+        # Of three busy threads on two cores, one waits: the rate of a quarter of a second is half or twice that of the
+        # next one. And the machine itself is faster and slower, so what is compared lies close together.
+        for _ in range(2):
             with decoy() as elsewhere, Flood(elsewhere):
-                calm = median(target.rates_for(SECONDS))
+                calm += target.rates_for(SECONDS)
             with Insider(prey, purpose="visitor") as member, Flood(prey.address) as flood:
-                kept.append(median(target.rates_for(SECONDS)) / calm)
+                flooded += target.rates_for(SECONDS)
                 began = time.monotonic()
                 member.ping()
                 assert time.monotonic() - began < 1.0
                 assert isinstance(join_in_the_flood(prey), messages.Welcome)
             assert flood.bad > BAD_PER_SECOND * SECONDS / 2
         grown = resident_bytes(target.process.pid) - memory
-        assert mean(kept) > 0.5, f"of the reductions a second it kept {kept}"
+        assert mean(flooded) > 0.5 * mean(calm), f"reductions a second without strangers {calm}, with them {flooded}"
         assert grown < GROWTH
         assert len(target.log().splitlines()) - lines <= 5, target.log()
     finally:
