@@ -75,11 +75,11 @@ class NodeLinks:
             self.use(remote, link, way)
             remote.ping()  # makes the node answer on this link
             for each in old:
-                _retire(each)
+                _retire(remote, each)
         elif len(remote.links) < LINKS_LIMIT:
             remote.links = {link: way, **remote.links}
             self._attach(remote, link)
-            _retire(link)
+            _retire(remote, link)
         else:
             link.close()
 
@@ -134,7 +134,8 @@ class NodeLinks:
         self._listener.link_replaced(remote)
 
     def _listen_to(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
-        idle = [each for each in remote.links if each is not remote.link]
+        # The node with the smaller id may use any of them; it closes the others after a while, and sends on this one.
+        idle = sorted((each for each in remote.links if each is not remote.link), key=lambda each: each.heard_at)
         for each in idle[: max(0, len(remote.links) + 1 - LINKS_LIMIT)]:
             del remote.links[each]
             each.abort()
@@ -162,6 +163,11 @@ class NodeLinks:
         self._listener.link_changed(remote)
 
 
-def _retire(link: Link) -> None:
+def _retire(remote: RemoteNode, link: Link) -> None:
     """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch."""
-    asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.close)
+
+    def close() -> None:
+        if remote.link is not link:  # else the one that was used instead has ended meanwhile
+            link.close()
+
+    asyncio.get_running_loop().call_later(RETIRE_SECONDS, close)
