@@ -66,7 +66,9 @@ class NodeLinks:
     def add(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         """Take a second link with a node: use it instead of the first, hold it in reserve, or close it."""
         own_id = self._endpoint.card.id
-        if remote.is_silent():
+        if remote.is_resting:
+            self._wake(remote, link, way)
+        elif remote.is_silent():
             self._replace(remote, link, way)
         elif own_id > remote.card.id:
             self._listen_to(remote, link, way)  # and answer there when the node speaks there
@@ -75,11 +77,11 @@ class NodeLinks:
             self.use(remote, link, way)
             remote.ping()  # makes the node answer on this link
             for each in old:
-                _retire(each)
+                _retire(remote, each)
         elif len(remote.links) < LINKS_LIMIT:
             remote.links = {link: way, **remote.links}
             self._attach(remote, link)
-            _retire(link)
+            _retire(remote, link)
         else:
             link.close()
 
@@ -133,6 +135,28 @@ class NodeLinks:
             asyncio.get_running_loop().call_later(RETIRE_SECONDS, each.abort)
         self._listener.link_replaced(remote)
 
+    def swap(self, remote: RemoteNode) -> bool:
+        """Use another link than the one in use, on which the other node sends no more; False if there is none."""
+        others = [each for each in remote.links if each is not remote.link]
+        if not others or remote.link is None:
+            return False
+        unused, remote.link = remote.link, others[0]
+        unused.close()
+        self._listener.link_changed(remote)
+        return True
+
+    def _wake(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        """Use another link instead of one that rests. What waits to be sent there goes over it, in order."""
+        rested, remote.links = list(remote.links), {}
+        remote.heard_at = remote.used_at = time.monotonic()
+        waiting = [body for each in rested for body in each.replaced()]
+        remote.links[link], remote.link = way, link
+        remote.pings.clear()
+        for body in waiting:
+            link.send(body)
+        self._listener.link_woke(remote)
+        self._attach(remote, link)
+
     def _listen_to(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         idle = [each for each in remote.links if each is not remote.link]
         for each in idle[: max(0, len(remote.links) + 1 - LINKS_LIMIT)]:
@@ -162,6 +186,11 @@ class NodeLinks:
         self._listener.link_changed(remote)
 
 
-def _retire(link: Link) -> None:
+def _retire(remote: RemoteNode, link: Link) -> None:
     """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch."""
-    asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.close)
+
+    def close() -> None:
+        if remote.link is not link:
+            link.close()
+
+    asyncio.get_running_loop().call_later(RETIRE_SECONDS, close)
