@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from tests.e2e.test_cluster_elastic import NodeHome, homes_of
 from tests.support.jobs import wait_until
@@ -53,7 +55,7 @@ def test_members_of_a_run_whose_links_rest_are_lost_come_back_and_end_together(l
         lost = together(members)["hosts"][rank]
         members[lost].kill()
         rest = [member for index, member in enumerate(members) if index != lost]
-        wait_until(lambda rest=rest, lost=lost: all(goes_on_without(lost, member) for member in rest))
+        wait_until(functools.partial(go_on_without, lost, rest))
         members[lost].process.wait(DEADLINE)
         members[lost] = start(homes[lost])
         number = together(members, number)["number"]
@@ -64,10 +66,10 @@ def test_members_of_a_run_whose_links_rest_are_lost_come_back_and_end_together(l
         assert sum("is lost" in line for line in member.warnings) <= 2, member.story()  # those that were killed
 
 
-def goes_on_without(host: int, member: Member) -> bool:
-    """Tell whether a member has said that a step was without this host."""
-    said = member.all_said("contributors")
-    return bool(said) and host not in said[-1]["hosts"]
+def go_on_without(host: int, members: list[Member]) -> bool:
+    """Tell whether all of these have said that their steps are without a host now."""
+    said = [member.all_said("contributors") for member in members]
+    return all(each and host not in each[-1]["hosts"] for each in said)
 
 
 def start(home: NodeHome) -> Member:

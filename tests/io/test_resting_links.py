@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, ThreadRun, node_of
 
+from covey.base.numbers import Seat
 from covey.proto.overlay import Overlay
 from covey.runtime.mesh import resting_links
 from covey.wire import messages
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
     from covey.runtime.mesh.remote_node import RemoteNode
 
-SIZE = 9
+SIZE = 6
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +114,9 @@ def test_links_rest_between_members_that_are_no_neighbours_and_the_run_goes_on(
     assert scene.go_on(summed, summed) == [[ALL, ALL]] * SIZE
 
 
-def test_what_is_sent_over_resting_links_arrives_once_and_in_order(thread_run: ThreadRun) -> None:
+def test_what_is_sent_over_resting_links_arrives_once_and_in_order(
+    thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = Scene(thread_run)
     expected = scene.expected("hypercube")
     until(lambda: scene.resting() == expected)
@@ -121,15 +125,16 @@ def test_what_is_sent_over_resting_links_arrives_once_and_in_order(thread_run: T
 
     def listen() -> None:
         for rank, numbers in heard.items():
-            node, pong = node_of(scene.groups[rank]), node_of(scene.groups[rank]).losses.answered
-            node.losses.answered = lambda seat, number, clock, n=numbers, p=pong: (  # type: ignore[method-assign]
-                n.append(number) if number >= 1000 else p(seat, number, clock)
-            )
+            monkeypatch.setattr(node_of(scene.groups[rank]).losses, "answered", functools.partial(note, numbers))
+
+    def note(numbers: list[int], _seat: Seat, number: int, _clock: float) -> None:
+        if number >= 1000:
+            numbers.append(number)
 
     def talk() -> None:
         for number in range(1000, 1020):
-            node_of(scene.groups[first]).send(second, messages.Pong(number, 0.0))  # type: ignore[arg-type]
-            node_of(scene.groups[second]).send(first, messages.Pong(number, 0.0))  # type: ignore[arg-type]
+            node_of(scene.groups[first]).send(Seat(second), messages.Pong(number, 0.0))
+            node_of(scene.groups[second]).send(Seat(first), messages.Pong(number, 0.0))
 
     call_on_loop(listen)
     call_on_loop(talk)
@@ -137,4 +142,66 @@ def test_what_is_sent_over_resting_links_arrives_once_and_in_order(thread_run: T
     until(lambda: len(heard[first]) >= 20 and len(heard[second]) >= 20)
     assert heard == {first: numbers, second: numbers}
     until(lambda: scene.resting() == expected)
+    assert scene.go_on(summed) == [[ALL]] * SIZE
+
+
+def test_what_a_member_says_as_it_leaves_reaches_those_whose_links_with_it_rest(thread_run: ThreadRun) -> None:
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    until(lambda: scene.resting() == expected)
+    leader = call_on_loop(scene.leader)
+    speaker, listener = min(expected)
+    goodbye = messages.encode(messages.Goodbye())
+
+    def say_to_the_leader() -> None:
+        node = node_of(scene.groups[speaker])
+        for message in (messages.encode(messages.Failing("ValueError: too hot")), goodbye):
+            link = node.peers[Seat(leader)].link
+            assert link is not None
+            link.send(message)
+
+    def knows() -> bool:
+        peer = node_of(scene.groups[listener]).peers[Seat(speaker)]
+        return peer.has_left and peer.failure == "ValueError: too hot"
+
+    call_on_loop(say_to_the_leader)
+    until(knows)
+    assert scene.go_on(summed) == [[ALL]] * SIZE  # it was not lost: no view is without it
+
+
+def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    until(lambda: scene.resting() == expected)
+    first, second = min(expected)
+    mesh, link = scene.mesh(first), call_on_loop(scene.remote, first, second).link
+    assert link is not None
+
+    async def dial_nothing(*_: object, **__: object) -> None:
+        """Reach nothing, as if the network were cut."""
+
+    with monkeypatch.context() as cut:
+        cut.setattr(mesh, "dial", dial_nothing)
+        call_on_loop(link.send, messages.encode(messages.Ping(1)))
+        until(lambda: link.ended.is_set() and node_of(scene.groups[second]).card.id not in mesh.met)
+    until(lambda: node_of(scene.groups[second]).card.id in mesh.met)  # it is dialled again
+    assert scene.go_on(summed) == [[ALL]] * SIZE
+
+
+def test_a_link_that_only_one_end_can_open_does_not_rest(
+    thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = set[tuple[bytes, bytes]]()
+
+    async def reach_nothing(self: resting_links.RestingLinks, remote: RemoteNode) -> None:
+        tried.add((self._mesh.card.id, remote.card.id))
+        remote.is_reachable = False
+
+    monkeypatch.setattr(resting_links.RestingLinks, "_try_to_reach", reach_nothing)
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    ids = {node_of(group).card.id: rank for rank, group in scene.groups.items()}
+    until(lambda: {frozenset((ids[one], ids[other])) for one, other in tried} == set(map(frozenset, expected)))
+    assert call_on_loop(scene.resting) == set()
     assert scene.go_on(summed) == [[ALL]] * SIZE
