@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+# With it, a program writes each word of a line by itself, and a process that stands still between two of them may have
+# its line cut by another. Tests of such programs set it.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A program that a script or nohup starts in the background ignores these signals, and so would every process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT):

@@ -87,6 +87,31 @@ print("ready", flush=True)
 """
 
 
+WRITING = """
+import covey, logging, os, signal, sys, threading
+covey.on_shutdown(lambda: print("closed", flush=True))
+covey.on_shutdown(lambda: logging.warning("closing"))
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def format(record):
+    if record.msg == "text":  # the lock of the log is held now
+        os.kill(os.getpid(), signal.{signal})
+    return record.getMessage()
+
+logging.root.handlers[0].format = format
+logging.warning("text")
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", -2), ("SIGTERM", 143)])
+def test_a_signal_that_interrupts_writing_keeps_no_closer_from_writing(name: str, code: int) -> None:
+    command = [sys.executable, "-c", WRITING.format(signal=name)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert (ended.returncode, ended.stdout) == (code, "text\nclosing\nclosed\n"), ended.stderr
+    assert "did not end within" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "then", "signum", "code"),
     [

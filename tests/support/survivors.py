@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import inspect
 import json
 import logging
@@ -267,6 +268,8 @@ def break_connections(pid: int, most: int = 1) -> int:
                 if not found or found[1] not in inodes or broken == most:
                     continue
                 fd = libc.syscall(438, process, int(path.name), 0)  # pidfd_getfd
+                if fd < 0 and ctypes.get_errno() == errno.EBADF:
+                    continue  # the process has closed it meanwhile
                 assert fd >= 0, os.strerror(ctypes.get_errno())
                 with socket.socket(fileno=fd) as sock:
                     sock.shutdown(socket.SHUT_RDWR)

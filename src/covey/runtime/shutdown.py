@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long: it turns numbers into enums
 import atexit
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
@@ -28,6 +30,11 @@ CLOSER_SECONDS: Final = 10.0
 """How long a closer may take, unless the program says otherwise."""
 CALLS_SECONDS: Final = 10.0
 """How long calls of other nodes that have begun may take."""
+WRITE_SECONDS: Final = 0.05
+"""How long another thread waits for a stream before it counts as being written to."""
+POSTPONED_SECONDS: Final = 0.01
+MOST_POSTPONED: Final = 20
+"""How often a signal comes back that interrupts writing: the reader of the stream may be stuck."""
 
 
 class _Closer(NamedTuple):
@@ -160,6 +167,9 @@ def arm() -> None:
 def signalled(signum: int, _frame: object) -> None:
     """Shut down because of a signal, and end the program. A second Ctrl-C ends it at once."""
     is_first = not _closers.is_running
+    if is_first and _postponed < MOST_POSTPONED and _is_writing():
+        _postpone(signum)
+        return
     if is_first:
         logger.info("%s: shutting down", "SIGINT" if signum == _signal.SIGINT else "SIGTERM")
         shutdown()
@@ -167,6 +177,45 @@ def signalled(signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
     if is_first:
         raise SystemExit(128 + signum)
+
+
+_postponed = 0
+
+
+def _postpone(signum: int) -> None:
+    """Get the signal again in a moment: it has interrupted the main thread while that was writing.
+
+    The closers, which run on other threads while the main thread waits for them, could not write anything.
+    """
+    global _postponed
+    _postponed += 1
+
+    def send() -> None:
+        time.sleep(POSTPONED_SECONDS)
+        _signal.pthread_kill(threading.main_thread().ident, signum)
+
+    threading.Thread(target=send, name="covey-shutdown", daemon=True).start()
+
+
+def _is_writing() -> bool:
+    """Tell whether a thread, such as this one, is about to write to a standard stream or to a log."""
+
+    def try_locks() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # replaced by the program, or closed
+                stream.buffer.write(b"")
+        for handler in (*logging.root.handlers, *logger.handlers):
+            if handler.lock is not None:
+                with handler.lock:
+                    pass
+
+    thread = threading.Thread(target=try_locks, name="covey-shutdown", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python starts no threads any more: it ends
+        return False
+    thread.join(WRITE_SECONDS)
+    return thread.is_alive()
 
 
 def _handle_signals() -> None:

@@ -1,7 +1,7 @@
 """The output of several ranks in one stream: every line gets a prefix with its rank. No I/O: bytes in, bytes out.
 
 Invariant: the lines of each rank and stream stay whole and in order. An unfinished line is shown after a pause, and
-continued in place if no other rank has written meanwhile.
+continued in place if no other rank has written meanwhile; otherwise in another line, if there is more of it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class OutputStream:
         """When to show an unfinished line with `flush`, unless more output comes first."""
         self._cursor = cursor
         self._held = HeldLine()
+        self._is_unfinished = False
+        """Whether the last line that was shown had no end."""
         self._label = label or functools.partial(str, number)
         self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
@@ -93,9 +95,13 @@ class OutputStream:
         return rest + (self._cursor.make_room() if self._cursor.writer is self else b"")
 
     def _compose(self, text: bytes) -> bytes:
+        cursor = self._cursor
+        if self._is_unfinished and cursor.writer is not self and text:
+            text = text.removeprefix(b"\n")  # another stream has ended the line
+            self._is_unfinished = False
         if not text:
             return b""
-        cursor = self._cursor
+        self._is_unfinished = not text.endswith(b"\n")
         room = cursor.make_room(self)
         at_start = cursor.writer is None or (cursor.returned and not text.startswith(b"\n"))
         cursor.writer = None if text.endswith(b"\n") else self

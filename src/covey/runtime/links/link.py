@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
@@ -39,6 +40,8 @@ class Link(asyncio.Protocol):
         self.relay = self.address if isinstance(sock, RelayedSocket) else ""
         """The address of the relay that the connection goes through; then `address` and `remote_ip` are the relay's."""
         self.ended = asyncio.Event()
+        self.heard_at = time.monotonic()
+        """When something arrived last."""
         self._sock, self._channel = sock, channel
         self._framer = Framer(CONTROL_LIMIT)
         self._frames: collections.deque[bytes] = collections.deque()
@@ -117,6 +120,7 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if isinstance(self._error, CoveyError):
             return  # after a protocol error nothing more is read
+        self.heard_at = time.monotonic()
         try:
             if self._channel is not None:
                 data = self._channel.decrypt(data)

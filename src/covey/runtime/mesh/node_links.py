@@ -158,7 +158,8 @@ class NodeLinks:
         self._attach(remote, link)
 
     def _listen_to(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
-        idle = [each for each in remote.links if each is not remote.link]
+        # The node with the smaller id may use any of them; it closes the others after a while, and sends on this one.
+        idle = sorted((each for each in remote.links if each is not remote.link), key=lambda each: each.heard_at)
         for each in idle[: max(0, len(remote.links) + 1 - LINKS_LIMIT)]:
             del remote.links[each]
             each.abort()
@@ -190,7 +191,7 @@ def _retire(remote: RemoteNode, link: Link) -> None:
     """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch."""
 
     def close() -> None:
-        if remote.link is not link:
+        if remote.link is not link:  # else the one that was used instead has ended meanwhile
             link.close()
 
     asyncio.get_running_loop().call_later(RETIRE_SECONDS, close)

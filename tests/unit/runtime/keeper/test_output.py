@@ -38,6 +38,15 @@ def test_the_output_of_another_rank_never_ends_up_in_an_unfinished_line() -> Non
     assert first.feed(b" done\n", now=2.0) == b"[0]  done\n"
 
 
+def test_the_end_of_a_line_that_another_rank_has_ended_makes_no_empty_line() -> None:
+    first, second = two_outputs()
+    first.feed(b"loaded", now=0.0)
+    assert first.flush() == b"[0] loaded"
+    assert second.feed(b"hello\n", now=1.0) == b"\n[1] hello\n"
+    assert first.feed(b"\n", now=2.0) == b""
+    assert first.feed(b"\n", now=2.1) == b"[0] \n"
+
+
 def test_a_progress_bar_keeps_its_prefix_when_it_is_redrawn() -> None:
     first, second = two_outputs()
     assert first.feed(b"10%\r20%\r", now=0.0) == b"[0] 10%\r[0] 20%\r"
@@ -45,7 +54,7 @@ def test_a_progress_bar_keeps_its_prefix_when_it_is_redrawn() -> None:
     assert first.flush() == b"[0] 30%"
     assert first.feed(b"\r40%\r", now=0.2) == b"\r[0] 40%\r"
     assert second.feed(b"hello\n", now=0.3) == b"\n[1] hello\n"
-    assert first.feed(b"\n", now=0.4) == b"[0] \n"
+    assert first.feed(b"\n", now=0.4) == b""
 
 
 def test_a_carriage_return_before_a_newline_is_part_of_the_line_end() -> None:
