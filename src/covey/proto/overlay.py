@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Topology: TypeAlias = Literal["full", "kregular", "hypercube"]
 TOPOLOGIES: Final[tuple[str, ...]] = get_args(Topology)
+SPARSE: Final[tuple[Topology, ...]] = ("kregular", "hypercube")
 FULL_UP_TO: Final = 32
 """Members up to which `auto` keeps all links: below, a full mesh costs little, and no news takes a second step."""
 SCATTER: Final = 0x9E3779B1

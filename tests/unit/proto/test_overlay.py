@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from tests.support.seeds import TIMES
 
-from covey.proto.overlay import FULL_UP_TO, TOPOLOGIES, Overlay, Topology, topology_of
+from covey.proto.overlay import FULL_UP_TO, SPARSE, TOPOLOGIES, Overlay, Topology, topology_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-SPARSE: tuple[Topology, ...] = ("kregular", "hypercube")
 
 
 def links_of(topology: Topology, size: int, living: Collection[int]) -> dict[int, frozenset[int]]:
