@@ -253,11 +253,11 @@ class AwakeLinks:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_members_whose_links_rest_go_on_without_those_that_are_lost(seed: int) -> None:
     """Few links are awake, and few are woken, although most members notice no loss; the leader is lost in half of all
     runs."""
-    chance, size = random.Random(seed), 132 if seed < 2 else size_of(seed)
+    chance, size = random.Random(seed), size_of(seed)
     counted, awake = Counter[type](), AwakeLinks(SPARSE[seed % 2])
     world = awake.world = RestingWorld(
         seed,
