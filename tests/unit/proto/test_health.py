@@ -229,7 +229,6 @@ def test_the_silence_of_a_peer_whose_link_rests_means_nothing_until_it_wakes() -
     watch.health.link_rests(A)
     assert watch.run(600.0) == []
     assert not any(isinstance(effect, Ping) and at > 0 for at, effect in watch.log[1:])
-    assert watch.told("vouched", A, Vouch.STOPPED) == []
     assert watch.health.explain(A, watch.now) == "trusted: its link rests, and other members listen to it"
     woken_at = watch.now
     assert watch.told("link_up", A) == []
@@ -250,6 +249,7 @@ def test_a_link_that_rests_and_cannot_be_woken_has_ended() -> None:
 def test_one_whose_link_rests_is_dead_if_its_keeper_says_so() -> None:
     watch = Watch(a="south")
     watch.health.link_rests(A)
+    assert watch.told("vouched", A, Vouch.STOPPED) == []
     assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
 
 

@@ -34,9 +34,9 @@ class AwakeLinks:
         is_member = rank is not None and rank in ranks and generation.rank in ranks
         if not is_member or leader is None or leader in (rank, generation.rank):
             return True
-        return self._node.peers[seat].state is not PeerState.ACTIVE or rank in self._neighbours_in(generation)
+        return self._node.peers[seat].state is not PeerState.ACTIVE or rank in self._near(generation)
 
-    def _neighbours_in(self, generation: Generation) -> frozenset[int]:
+    def _near(self, generation: Generation) -> frozenset[int]:
         if (number := (generation.number, generation.view.number)) != self._view:
             overlay = Overlay(generation.topology, len(generation.seats), generation.view.ranks)
             self._view, self._neighbours = number, overlay.neighbours(generation.rank)
