@@ -177,7 +177,7 @@ class Member:
         if isinstance(message, messages.Agreeing) and message.generation == self.view_driver.generation:
             self.view_driver.received(len(self._ranks), message.body)
 
-    def send(self, rank: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         assert isinstance(message, messages.Agreeing)
         if rank == len(self._ranks):
             self._ranks[self.index].send(message)

@@ -226,7 +226,7 @@ class RecordingMember:
         self.view_driver = ViewDriver(0, record, rank, LIVES[rank], self, store=store, **options)
         assembly.here[rank] = self
 
-    def send(self, rank: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         assert isinstance(message, messages.Agreeing)
         self._assembly.send(self._rank, rank, message)
 

@@ -153,7 +153,7 @@ class Scene:
         """Let the liar say no more about views than it is told to: it could win a ballot without one of the others."""
         node = self.node(LIAR)
         self._send_vote = node.send_vote
-        call_on_loop(setattr, node, "send_vote", lambda _seat, _message: None)
+        call_on_loop(setattr, node, "send_vote", lambda _seat, _message, **_: None)
 
     def ask(self, ballot: int = BALLOT) -> Prepare:
         """Return what has a member without an operation freeze, and promise, before it reads on."""

@@ -1,14 +1,16 @@
 """Runs of hundreds of members: they form, lose several members at once, and go on, in few messages.
 
 A run of the suite has just more members than the size from which protocols save messages; `make simulate` has runs of
-256 members, and some of 512 that form, and of 1,024 that lose members: these take minutes.
+256 members, and some of 1,024: these take minutes.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.sim.test_formation import perform
@@ -20,9 +22,14 @@ from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
 from covey.proto.formation import Formation, announcer, deciding
 from covey.proto.founders import rank_order
 from covey.proto.membership import Membership, answerer
+from covey.proto.overlay import SPARSE, Overlay, Topology
+from covey.testing.resting import RestingWorld
 from covey.testing.world import Node, World
 from covey.wire.formation import Member, Propose, Standing, Terms
 from covey.wire.membership import MemberKey, Pulse, Record, State, View
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
 
 GROUP = 7
 FORMED_WITHIN = 30.0
@@ -30,9 +37,17 @@ VIEW_WITHIN = 25.0
 """Virtual seconds from the last fault to the view of exactly the living: members have 15 s to answer a ballot."""
 
 
-def size_of(seed: int, largest: int) -> int:
-    """Return the members of a run: few in the suite, and `largest` in one of twenty runs."""
-    return 132 if seed == 0 else largest if seed % 20 == 19 else 256
+def size_of(seed: int) -> int:
+    """Return the members of a run: few in the suite, and most in one of twenty runs."""
+    return 132 if seed == 0 else 1024 if seed % 20 == 19 else 256
+
+
+@pytest.fixture(autouse=True)
+def _without_searches_for_garbage() -> Iterator[None]:
+    """Keep Python from looking for garbage in millions of objects again and again: a run of 1,024 makes nearly none."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class CountedFormation(Formation):
@@ -49,7 +64,7 @@ class CountedFormation(Formation):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> None:
-    chance, size = random.Random(seed), size_of(seed, 512)
+    chance, size = random.Random(seed), size_of(seed)
     world, counted = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01])), Counter[type]()
     terms = Terms("a run", "train.py", size, 2, None, "1", "auto")
     for number in range(size):
@@ -140,9 +155,10 @@ class ViewMember:
         return sent
 
 
-def start(seed: int, size: int, chance: random.Random, counted: Counter[type], *, has_keeper: bool) -> World:
-    """Return a world with the members of a run, all linked with each other, and last the keeper, if there is one."""
-    world = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01]), notice=0.3)
+def start(
+    world: World, size: int, chance: random.Random, counted: Counter[type], *, has_keeper: bool = False
+) -> list[bytes]:
+    """Add the members of a run to a world, all with links, and last the keeper; return their ids by rank."""
     keys = [MemberKey(chance.randbytes(32), chance.randbytes(16)) for _ in range(size)]
     record: Record = first_record(keys, chance.randbytes(16), anchor=chance.randrange(size), has_keeper=has_keeper)
     keeper = MemberKey(chance.randbytes(32), chance.randbytes(16)) if has_keeper else None
@@ -152,7 +168,7 @@ def start(seed: int, size: int, chance: random.Random, counted: Counter[type], *
         world.nodes[key.id] = Node(key.id, key.life, ViewMember(core, size, counted))
         world._names[key.id] = key.id.hex()[:4]
     world.introduce()
-    return world
+    return [key.id for key in keys]
 
 
 @pytest.mark.timeout(1200)
@@ -160,24 +176,41 @@ def start(seed: int, size: int, chance: random.Random, counted: Counter[type], *
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other(seed: int, has_keeper: bool) -> None:
     """Members die in two waves, the second while the first is decided, and links between the others break."""
-    chance, size = random.Random(seed), size_of(seed, 1024)
+    chance, size = random.Random(seed), size_of(seed)
     counted = Counter[type]()
-    world = start(seed, size, chance, counted, has_keeper=has_keeper)
-    ids = list(world.nodes)[:size]
+    world = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01]), notice=0.3)
+    ids = start(world, size, chance, counted, has_keeper=has_keeper)
+    living = lose_many(world, ids, chance)
+    for _ in range(chance.randint(0, 20)):
+        world.at(1.0 + chance.uniform(0.0, 2.0), world.flap, *chance.sample(ids, 2))
+    world.run(3.0)
+    views = agreed_views(world, ids, living)
+    # A ballot takes four messages for each member, and some start at the same time or have to be repeated.
+    assert sum(counted.values()) - counted[Pulse] < 60 * size * len(views)
+
+
+def lose_many(world: World, ids: list[bytes], chance: random.Random, *, with_leader: bool = False) -> tuple[int, ...]:
+    """Crash members in two waves, half of them silently; return the ranks of the others."""
+    size, first = len(ids), world.nodes[ids[0]].core
+    assert isinstance(first, ViewMember)
     lost = chance.sample(range(size), chance.randint(2, size // 4))
+    if with_leader and (leader := first.core.view.tie_breaker) not in lost:
+        lost[0] = leader
     second_at = 1.0 + chance.uniform(0.0, 1.5)
     for number, rank in enumerate(lost):
         world.at(
             1.0 if number % 2 else second_at, lambda id: world.crash(id, silently=chance.random() < 0.5), ids[rank]
         )
-    for _ in range(chance.randint(0, 20)):
-        world.at(1.0 + chance.uniform(0.0, 2.0), world.flap, *chance.sample(ids, 2))
-    living = tuple(rank for rank in range(size) if rank not in lost)
-    world.run(3.0)
+    return tuple(rank for rank in range(size) if rank not in set(lost))
+
+
+def agreed_views(world: World, ids: list[bytes], living: tuple[int, ...]) -> dict[int, View]:
+    """Wait for the view of exactly the living members; return all views, which have lost no living one."""
+    began_at = world.now
     members: list[Any] = [world.nodes[ids[rank]].core for rank in living]
     while any(not member.views or member.views[-1].ranks != living for member in members):
         late = [member.views[-1].ranks if member.views else () for member in members]
-        assert world.now < 3.0 + VIEW_WITHIN, [sorted(set(living) - set(ranks)) for ranks in late][:3]
+        assert world.now < began_at + VIEW_WITHIN, [sorted(set(living) - set(ranks)) for ranks in late][:3]
         world.run(world.now + 0.25)
     views: dict[int, set[View]] = {}
     for member in members:
@@ -186,5 +219,68 @@ def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other
             views.setdefault(view.number, set()).add(view)
     assert all(len(same) == 1 for same in views.values()), "members have different views of one number"
     assert all(set(living) <= set(view.ranks) for (view,) in views.values()), "a view is without a living member"
-    # A ballot takes four messages for each member, and some start at the same time or have to be repeated.
-    assert sum(counted.values()) - counted[Pulse] < 60 * size * len(views)
+    return {number: view for number, (view,) in views.items()}
+
+
+class AwakeLinks:
+    """The links that members keep awake: with their neighbours in an overlay, and with the leader."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.world: World | None = None
+        self.ids: list[bytes] = []
+        self._topology = topology
+
+    def of(self, id: bytes) -> Collection[bytes]:
+        assert self.world is not None
+        member = self.world.nodes[id].core
+        assert isinstance(member, ViewMember)
+        view, me = member.core.view, self._rank(id)
+        leader = member.core.leader(self.world.now)
+        near = self._neighbours(view.ranks, me) if me in view.ranks else frozenset()
+        return near if leader in (None, me) else near | {self.ids[leader]}
+
+    @functools.cache  # noqa: B019  lives as long as its test
+    def _rank(self, id: bytes) -> int:
+        return self.ids.index(id)
+
+    @functools.cache  # noqa: B019
+    def _overlay(self, ranks: tuple[int, ...]) -> Overlay:
+        return Overlay(self._topology, len(self.ids), ranks)
+
+    @functools.cache  # noqa: B019
+    def _neighbours(self, ranks: tuple[int, ...], rank: int) -> frozenset[bytes]:
+        return frozenset(self.ids[other] for other in self._overlay(ranks).neighbours(rank))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_hundreds_of_members_whose_links_rest_go_on_without_those_that_are_lost(seed: int) -> None:
+    """Few links are awake, and few are woken, although most members notice no loss; the leader is lost in half of all
+    runs."""
+    chance, size = random.Random(seed), size_of(seed)
+    counted, awake = Counter[type](), AwakeLinks(SPARSE[seed % 2])
+    world = awake.world = RestingWorld(
+        seed,
+        wants_awake=awake.of,
+        rest_after=5.0,
+        wake_within=3.0,
+        dial=0.3,
+        streams_wake=False,
+        delay=0.02,
+        loss=chance.choice([0.0, 0.01]),
+        notice=0.3,
+    )
+    ids = awake.ids = start(world, size, chance, counted)
+    world.rest()
+    world.run(0.9)
+    living = lose_many(world, ids, chance, with_leader=seed % 4 in (0, 3))
+    counted.clear()
+    woken_before = world.wakes
+    world.run(3.0)
+    views = agreed_views(world, ids, living)
+    assert sum(counted.values()) - counted[Pulse] < 20 * size * len(views)
+    # Each ballot wakes the links of its proposer; all to all would be half of the square.
+    assert world.wakes - woken_before < 15 * size * len(views)
+    world.run(world.now + 12.0)
+    links = sum(world.is_awake(one, other) for one in (ids[rank] for rank in living) for other in ids)
+    assert links < len(living) * (3 * size.bit_length() + 3), "links rest again"

@@ -82,6 +82,7 @@ class GroupConfig:
     tls_key: str = _default("tls_key")
     streams: str = _default("streams")
     stripe: str = _default("stripe")
+    topology: str = _default("topology")
     limit: int = _default("limit")
     on_loss: str = _default("on_loss")
     patience: float = _default("patience")

@@ -120,7 +120,7 @@ class PeerEvidence:
         self.standing = Standing.TRUSTED
         self.cause = Cause.SILENT
         """Why it is not trusted, unless it is."""
-        self.is_linked = self.is_unheard = False
+        self.is_linked = self.is_unheard = self.is_resting = False
         self.heard_at = now
         self.vouched_at = now
         self.has_keeper = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
 from covey.wire.formation import Here, Member, Phase, Terms
@@ -13,28 +14,19 @@ if TYPE_CHECKING:
 class RemoteJoiner:
     """A node with a link, as the formation knows it."""
 
+    __slots__ = ("here", "id", "life", "objection")
+
     def __init__(self, id: bytes, life: bytes) -> None:
         self.id, self.life = id, life
-        self._here: Here | None = None
-        self._heard: frozenset[bytes] | None = frozenset()
+        self.here: Here | None = None
+        """Its last announcement."""
         self.objection = ""
         """How its terms differ from this node's, or ""."""
 
     @property
-    def here(self) -> Here | None:
-        """Its last announcement."""
-        return self._here
-
-    @here.setter
-    def here(self, here: Here) -> None:
-        self._here, self._heard = here, None
-
-    @property
     def heard(self) -> frozenset[bytes]:
-        """The lives that it says it has a link with."""
-        if self._heard is None:
-            self._heard = frozenset(() if self._here is None else self._here.hears)
-        return self._heard
+        """The lives that it says it has a link with. Not kept: a thousand such sets of a thousand lives need 64 MiB."""
+        return frozenset(() if self.here is None else self.here.hears)
 
     @property
     def name(self) -> str:
@@ -43,7 +35,9 @@ class RemoteJoiner:
 
     def hears(self, life: bytes) -> bool:
         """Tell whether it says that it has a link with this life."""
-        return life in self.heard
+        hears = () if self.here is None else self.here.hears
+        index = bisect.bisect_left(hears, life)  # they are in order, unless the peer is a strange one
+        return (index < len(hears) and hears[index] == life) or life in hears
 
     def is_in(self, phase: Phase) -> bool:
         """Tell whether it has the same terms and is in this phase."""
@@ -96,18 +90,14 @@ def clique(me: Member, others: list[RemoteJoiner], most: int, *, least: int = 1)
     for peer in sorted(others, key=lambda peer: (peer.here is not None and peer.here.member.host == me.host, peer.id)):
         if len(chosen) + 1 == most:
             break
-        if lives <= peer.heard and (not chosen or peer.life in common):
-            common = common & peer.heard if chosen else peer.heard
+        heard = peer.heard
+        if lives <= heard and (not chosen or peer.life in common):
+            common = common & heard if chosen else heard
             chosen.append(peer)
             lives.add(peer.life)
         elif (spare := spare - 1) < 0:
             break
     return [me, *(peer.here.member for peer in chosen if peer.here is not None)]
-
-
-def hear_each_other(one: RemoteJoiner, other: RemoteJoiner) -> bool:
-    """Tell whether both peers say that they have a link with each other."""
-    return one.hears(other.life) and other.hears(one.life)
 
 
 def count_hosts(members: Iterable[Member]) -> int:
@@ -121,8 +111,13 @@ def wanting(me: Member, others: list[RemoteJoiner], terms: Terms, min_hosts: int
     if count < terms.smallest:
         return f"{count} of {terms.smallest} nodes so far"
     if len(clique(me, others, terms.largest)) < terms.smallest:
-        pairs = ((one, other) for index, one in enumerate(others) for other in others[index + 1 :])
-        deaf = [f"{one.name} and {other.name}" for one, other in pairs if not hear_each_other(one, other)]
+        heard = [peer.heard for peer in others]
+        deaf = [
+            f"{one.name} and {other.name}"
+            for index, one in enumerate(others)
+            for at, other in enumerate(others[index + 1 :], index + 1)
+            if other.life not in heard[index] or one.life not in heard[at]
+        ]
         return f"{terms.smallest} nodes that all hear each other; there is no link between {', '.join(deaf)}"
     if count_hosts(clique(me, others, terms.largest)) < min_hosts:
         return f"{count} nodes so far, all on this machine; waiting for another one (--min {count} begins without it)"

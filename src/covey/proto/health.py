@@ -9,6 +9,8 @@ soon depends on other evidence:
   host that is heard, or that never gave other signs, has `process_silence`: it may only be in a long C call.
 - *The keeper*, which sees its processes in the kernel, vouches for a process that is alive and busy, and reports one
   that is stopped or has exited.
+- *A link that rests* carries nothing until one of its ends has something to say. The leader of the view and some
+  neighbours, whose links with the peer are awake, judge it instead.
 - *The end of a link* proves nothing about the machine behind it, and a reset can be forged. It makes a peer suspected
   at once, and changes no deadline.
 
@@ -181,15 +183,22 @@ class Health:
     def link_up(self, peer_id: bytes, now: float) -> None:
         """Note an authenticated link with a peer."""
         if (peer := self._peers.get(peer_id)) is not None:
-            peer.is_linked = True
+            peer.is_linked, peer.is_resting = True, False
             self._look_by(now + self._silences.heartbeat)
             self.heard(peer_id, now)
 
+    def link_rests(self, peer_id: bytes) -> None:
+        """Note that the link with a peer rests: until `link_up`, its silence means nothing."""
+        if (peer := self._peers.get(peer_id)) is not None:
+            peer.is_linked, peer.is_resting = False, True
+
     def link_lost(self, peer_id: bytes, now: float) -> None:
-        """Note that the link with a peer ended and none has replaced it."""
+        """Note that the link with a peer ended, or rested and could not be woken, and none has replaced it."""
         peer = self._peers.get(peer_id)
-        if peer is not None and peer.is_linked:
-            peer.is_linked = False
+        if peer is not None and (peer.is_linked or peer.is_resting):
+            if peer.is_resting:
+                peer.heard_at = now  # it was not listened to
+            peer.is_linked = peer.is_resting = False
             self._suspect(peer, Cause.LINK_LOST, now)
 
     def vouched(self, peer_id: bytes, vouch: Vouch, now: float) -> None:
@@ -204,7 +213,7 @@ class Health:
                 peer.vouched_at, peer.stopped_at, peer.has_keeper = now, None, True
                 if peer.standing is not Standing.TRUSTED:
                     self._reconsider(peer, now)
-            case Vouch.STOPPED:
+            case Vouch.STOPPED if not peer.is_resting:
                 if peer.stopped_at is None:
                     peer.stopped_at = now
                     self._look_by(now + STOPPED_SILENCE)
@@ -253,6 +262,8 @@ class Health:
         link = peer.describe_link()
         if peer.standing is Standing.TRUSTED:
             busy = f", vouched for {now - peer.vouched_at:.1f} s ago" if peer.vouched_at > peer.heard_at else ""
+            if peer.is_resting:
+                return "trusted: its link rests, and other members listen to it"
             return f"trusted: last heard {now - peer.heard_at:.1f} s ago{busy}; {link}"
         text = f"{peer.standing.value}: {peer.why(peer.cause, now)}"
         if not peer.has_exited:
@@ -269,7 +280,7 @@ class Health:
 
     def _look(self, peer: PeerEvidence, now: float) -> float:
         """Do what is due for a peer; return when to check it again if it sends nothing."""
-        if peer.has_exited:
+        if peer.has_exited or peer.is_resting:
             return math.inf
         again = math.inf
         if peer.is_linked:

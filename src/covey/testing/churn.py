@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import CoveyError
 from covey.proto.ballot import first_record
@@ -24,6 +24,9 @@ from covey.testing.workers import Bytes, Job, Token, Worker
 from covey.testing.world import World
 from covey.wire import membership as wire
 from covey.wire.membership import Accept, Accepted, Decided, MemberKey, Prepare, Promise, Pulse, Record, State, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PATIENCE = 12.0
 RELINK = 0.6
@@ -65,8 +68,7 @@ class Play:
         """Plan everything from the seed."""
         self.seed, self.quorum, self.has_keeper = seed, quorum, has_keeper
         self.chance = chance = random.Random(seed)
-        self.world = World(
-            seed,
+        self.world = self._make_world(
             delay=chance.choice(self.delays),
             loss=chance.choice([0.0, 0.0, 0.05, 0.2]),
             duplicate=0.1 * chance.randrange(2),
@@ -120,6 +122,9 @@ class Play:
             if chance.random() < self.giving_up / 2:
                 self.world.at(chance.uniform(0.0, 2.5), self._give_up, self.ids[chance.choice(ranks)], group)
 
+    def _make_world(self, **faults: Any) -> World:
+        return World(self.seed, **faults)
+
     # Members
 
     def _begin(self, rank: int) -> None:
@@ -138,6 +143,9 @@ class Play:
         own = random.Random(chance.random())
         worker = self.workers[id] = Worker(name, core, jobs, self, own, pause=self.pause, deadline=self.deadline)
         self._enter(name, id, life, worker)
+
+    def _introduce(self) -> None:
+        self.world.introduce()
 
     def _begin_keeper(self) -> None:
         assert self.keeper is not None
@@ -368,7 +376,7 @@ class Play:
             self._begin(rank)
         if self.has_keeper:
             self._begin_keeper()
-        world.introduce()
+        self._introduce()
         while world.now < self.faults_end_at:  # a proposal may bring more faults
             world.run(min(self.faults_end_at, world.now + 0.25))
             self._check_leaders()
@@ -441,9 +449,9 @@ def play_of(seed: int) -> Play:
     return Play(seed, has_keeper=kind == 6, quorum=Quorum.ANY if kind == 7 else Quorum.MAJORITY)
 
 
-def main() -> None:
+def main(play_of: Callable[[int], Play] = play_of, module: str = "churn") -> None:
     """Perform many plays of losing and keeping members, and say how they ended."""
-    parser = argparse.ArgumentParser(prog="python -m covey.testing.churn", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m covey.testing.{module}", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="how many plays (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="tell the story of this one instead")
     options = parser.parse_args()

@@ -120,7 +120,7 @@ class World:
         """Give all nodes links with each other at once."""
         for pair in itertools.combinations(sorted(self.nodes), 2):
             one, other = (self.nodes[id] for id in pair)
-            link = self._links[pair] = Link(one, other)
+            link = self._connect(one, other)
             self._up(one, other, link)
             self._up(other, one, link)
 
@@ -136,7 +136,7 @@ class World:
             return
         self.tell(f"{self._names[id]} crashes{' silently' if silently else ''}")
         for peer in sorted(self.nodes):
-            if (link := self._links.pop(_pair(id, peer), None)) is not None:
+            if (link := self._links.pop(pair_of(id, peer), None)) is not None:
                 self._break(link, self.notice if silently else self.delay)
 
     def stop(self, id: bytes) -> None:
@@ -163,7 +163,7 @@ class World:
 
     def flap(self, one: bytes, other: bytes) -> None:
         """Break the link between two nodes; another one replaces it."""
-        if (link := self._links.pop(_pair(one, other), None)) is not None:
+        if (link := self._links.pop(pair_of(one, other), None)) is not None:
             self.tell(f"the link {self._names[one]}-{self._names[other]} breaks")
             self._break(link, self.delay)
             self._dial_soon(one, other)
@@ -171,7 +171,7 @@ class World:
     def cut(self, source: bytes, target: bytes) -> None:
         """Drop everything from `source` to `target`: their link goes down when the silence is noticed."""
         self._cuts.add((source, target))
-        if (link := self._links.pop(_pair(source, target), None)) is not None:
+        if (link := self._links.pop(pair_of(source, target), None)) is not None:
             self._break(link, self.notice, still_carries=True)
 
     def partition(self, *groups: Iterable[bytes]) -> None:
@@ -186,7 +186,7 @@ class World:
         """Undo all cuts."""
         self.tell("the network heals")
         cuts, self._cuts = self._cuts, set()
-        for pair in sorted({_pair(*cut) for cut in cuts}):
+        for pair in sorted({pair_of(*cut) for cut in cuts}):
             self._dial_soon(*pair)
 
     # The clock.
@@ -263,16 +263,20 @@ class World:
         self.at(self.now + self.delay * (0.2 + self.random.random()), self._dial, one, other)
 
     def _dial(self, one: bytes, other: bytes) -> None:
-        pair = _pair(one, other)
+        pair = pair_of(one, other)
         if not self.nodes.keys() >= {one, other} or pair in self._links or self._cuts & {pair, pair[::-1]}:
             return
         ends = self.nodes[one], self.nodes[other]
         if any(there.id in here.links for here, there in (ends, ends[::-1])):
             self._dial_soon(one, other)  # an end has not noticed yet that its last link is gone
             return
-        link = self._links[pair] = Link(*ends)
+        link = self._connect(*ends)
         for here, there in (ends, ends[::-1]):
             self.at(self.now + self.delay * self.random.random(), self._up, here, there, link)
+
+    def _connect(self, one: Node, other: Node) -> Link:
+        link = self._links[pair_of(one.id, other.id)] = Link(one, other)
+        return link
 
     def _up(self, here: Node, there: Node, link: Link) -> None:
         if self.nodes.get(here.id) is not here or link.is_broken:
@@ -300,5 +304,6 @@ class World:
             self._settle(here)
 
 
-def _pair(one: bytes, other: bytes) -> tuple[bytes, bytes]:
+def pair_of(one: bytes, other: bytes) -> tuple[bytes, bytes]:
+    """Return the key of the link between two nodes."""
     return (one, other) if one < other else (other, one)

@@ -73,6 +73,8 @@ def difference(mine: Terms, theirs: Terms) -> str:
 
     The text follows the other joiner's name: "west: was started with --size 3, this node with --min 2; ...".
     """
+    if mine == theirs:
+        return ""
     differences = [
         f"{verb} {there}, this node {here}"
         for verb, there, here in (

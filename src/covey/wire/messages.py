@@ -20,7 +20,7 @@ from covey.base.config import YEAR_SECONDS
 from covey.base.limits import MAX_MEMBERS as MAX_MEMBERS
 from covey.base.limits import NAME_LIMIT as NAME_LIMIT
 from covey.base.limits import REASON_LIMIT as REASON_LIMIT
-from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
+from covey.base.numbers import Seat
 from covey.base.text import TEXT_LIMIT, printable
 from covey.wire.decoding import read_from_peer
 
@@ -52,6 +52,7 @@ SharedSettings = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,256}\Z")]
 """Settings that all ranks must share and that are not at their defaults: `name=value, name=value`."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]
 """An error of a program, in one line."""
+SeatNumber = Annotated[Seat, msgspec.Meta(ge=0, lt=1 << 31)]
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text about many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -520,7 +521,7 @@ def founded_with(founded: Founded, members: tuple[SeatedMember, ...], tie_breake
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member of a generation."""
 
-    seat: Annotated[Seat, msgspec.Meta(ge=0, lt=1 << 31)]
+    seat: SeatNumber
     """Its position in the run, which no other process ever gets."""
     card: Card
 
@@ -683,6 +684,27 @@ class RelayTrip(msgspec.Struct, frozen=True, array_like=True):
     """The round trip."""
 
 
+class Rest(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """The question whether this link may rest, or the answer that it may."""
+
+    is_agreed: bool
+
+
+class Departures(msgspec.Struct, frozen=True, array_like=True, tag=43):
+    """Members that said to the sender, which leads the view, that they leave or fail."""
+
+    members: Annotated[tuple[Departure, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+
+
+class Departure(Worded, frozen=True, array_like=True):
+    """What one member said."""
+
+    seat: SeatNumber
+    has_left: bool
+    reason: Reason
+    """The error that ended its program; empty if it named none."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
 Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
@@ -725,6 +747,8 @@ Control = (
     | CheckpointProgress
     | MoveLane
     | RelayTrips
+    | Rest
+    | Departures
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

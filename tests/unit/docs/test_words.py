@@ -73,6 +73,7 @@ EXCEPTIONS = {
     "Candidate": "a plan that could be chosen",
     "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
     "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
+    "neighbours": "members that are adjacent in an overlay, as in a graph",
     "_letters_for": "letters of the alphabet, in join codes",
     "_place": "the verb: to place an item",
     "_places": "positions in a sequence of bytes or names",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation
+from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, announcer
 from covey.proto.founders import rank_order
 from covey.proto.lineages import Lineages
 from covey.testing.world import World
@@ -272,6 +272,40 @@ def test_a_smallest_joiner_that_hears_too_few_does_not_hold_up_the_others() -> N
         stage.separate("a", other)
     stage.run(5.0)
     assert stage.views() == dict.fromkeys("bcd", "bcd")
+
+
+def test_lives_that_a_peer_hears_count_in_whatever_order_it_names_them() -> None:
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0)
+    for name in "acd":
+        core.link_up(id_of(name), member(name).life, 0.0)
+    for name in "acd":
+        others = [other for other in "dcba" if other != name]
+        core.received(id_of(name), here(name, *others), 0.0)
+    assert core.report().here == ("a", "b", "c", "d")
+    assert core.report().waiting == "4 nodes are here; agreeing on the group"
+
+
+def test_the_announcement_to_a_new_link_names_only_that_link_if_there_are_many_and_the_next_one_names_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcer, "CROWD", 2)
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0)
+    core.tick(0.0)
+    heard = []
+    for name in "acde":
+        core.link_up(id_of(name), member(name).life, 0.0)
+        heard += [(to, message.hears) for to, message in core.outgoing() if isinstance(message, Here)]
+    lives = {name: member(name).life for name in "acde"}
+    assert [hears for _, hears in heard] == [
+        (lives["a"],),
+        (lives["a"], lives["c"]),
+        (lives["d"],),
+        (lives["e"],),
+    ]
+    core.tick(core.next_deadline())
+    assert {(to, message.hears) for to, message in core.outgoing() if isinstance(message, Here)} == {
+        (id_of(name), tuple(lives.values())) for name in "acde"
+    }
 
 
 def test_a_link_that_keeps_flapping_prolongs_settling_only_so_far() -> None:

@@ -224,6 +224,35 @@ def test_a_link_that_ends_makes_suspect_at_once_and_shortens_no_life() -> None:
     assert kinds(watch.told("link_up", A)) == [(Trust, None)]
 
 
+def test_the_silence_of_a_peer_whose_link_rests_means_nothing_until_it_wakes() -> None:
+    watch = Watch(a="south")
+    watch.health.link_rests(A)
+    assert watch.run(600.0) == []
+    assert not any(isinstance(effect, Ping) and at > 0 for at, effect in watch.log[1:])
+    assert watch.health.explain(A, watch.now) == "trusted: its link rests, and other members listen to it"
+    woken_at = watch.now
+    assert watch.told("link_up", A) == []
+    assert kinds(watch.run(20.0)) == SILENT_DEATH
+    assert watch.moment(Dead, A) - woken_at >= PROCESS_SILENCE
+
+
+def test_a_link_that_rests_and_cannot_be_woken_has_ended() -> None:
+    watch = Watch(a="south")
+    watch.health.link_rests(A)
+    watch.run(600.0)
+    ended_at = watch.now
+    assert watch.told("link_lost", A) == [Suspect(A, Cause.LINK_LOST, "its link ended")]
+    assert kinds(watch.run(20.0)) == [(Dead, Cause.SILENT)]
+    assert watch.moment(Dead, A) - ended_at >= PROCESS_SILENCE
+
+
+def test_one_whose_link_rests_is_dead_if_its_keeper_says_so() -> None:
+    watch = Watch(a="south")
+    watch.health.link_rests(A)
+    assert watch.told("vouched", A, Vouch.STOPPED) == []
+    assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
+
+
 def test_a_keeper_keeps_one_without_a_link_alive_but_not_trusted() -> None:
     watch = Watch(a="south")
     watch.told("link_lost", A)

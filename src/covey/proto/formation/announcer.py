@@ -20,7 +20,8 @@ HERE_SOON: Final = 0.05
 """Changes within this time are announced together: links come up in dozens."""
 CROWD: Final = 128
 """With more peers than this, both times grow with their number: every announcement names all links, and all peers send
-theirs, so what a node sends and receives in a second would grow with the square of their number."""
+theirs, so what a node sends and receives in a second would grow with the square of their number. And the announcement
+to one peer, when its link is new, does not name the others: all peers get the next one, soon."""
 
 
 class Announcer:
@@ -39,9 +40,12 @@ class Announcer:
         """Note that all peers were sent a `Here`; a node in a run repeats it only after a change."""
         self.at = math.inf if is_formed else now + HERE_EVERY * max(1.0, self._crowd())
 
-    def here(self, formed: Formed | None, *endings: Ending, is_locked: bool) -> Here:
-        """Return the announcement; it names the latest endings of lineages, and before them `endings`."""
-        hears = tuple(self._links.lives[: wire.MAX_LINKS])
+    def here(self, formed: Formed | None, *endings: Ending, is_locked: bool, to: bytes = b"") -> Here:
+        """Return the announcement; it names the latest endings of lineages, and before them `endings`.
+
+        With many peers, one that is meant for one life only (`to`) names the link with it, not all links.
+        """
+        hears = (to,) if to and self._crowd() > 1.0 else tuple(self._links.lives[: wire.MAX_LINKS])
         endings = (*endings, *self._lineages.latest_endings())[: wire.MAX_ENDINGS]
         if formed is not None:
             names = tuple(member.name for member in formed.view)

@@ -170,7 +170,7 @@ class Formation:
         if not self._links.add(peer_id, peer_life):
             return False
         self._deciding.link_up(peer_id, peer_life, now)
-        self._links.send(peer_id, self._here())
+        self._links.send(peer_id, self._here(to=peer_life))
         self._announcer.soon(now)
         return True
 
@@ -233,7 +233,7 @@ class Formation:
             elif known != here:
                 self._propose_if_due(now)
         elif here.phase is not Phase.FORMED:
-            self._links.send(peer.id, self._here())
+            self._links.send(peer.id, self._here(to=peer.life))
             if any((member.id, member.life) == (peer.id, peer.life) for member in self.formed.view):
                 self.unaware.add(peer.id)
 
@@ -258,8 +258,8 @@ class Formation:
         if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
             self._followed = here.lineage
 
-    def _here(self, *endings: Ending) -> Here:
-        return self._announcer.here(self.formed, *endings, is_locked=self._deciding.lock is not None)
+    def _here(self, *endings: Ending, to: bytes = b"") -> Here:
+        return self._announcer.here(self.formed, *endings, is_locked=self._deciding.lock is not None, to=to)
 
     # Proposals
 

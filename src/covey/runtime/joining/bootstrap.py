@@ -59,6 +59,7 @@ def join(
     lanes: str | None = None,
     streams: int | str | None = None,
     stripe: str | None = None,
+    topology: str | None = None,
     limit: int | str | None = None,
     op_timeout: float | None = None,
     insecure: bool | None = None,
@@ -97,6 +98,8 @@ def join(
         streams: connections per secure lane, or `auto` (COVEY_STREAMS).
         stripe: `auto`: a secure lane uses several networks at once if that is measured to be faster; `off`: one
             (COVEY_STRIPE). Linux only.
+        topology: which control links of a run of many nodes stay open: `full`, `kregular`, `hypercube`, or `auto`
+            (COVEY_TOPOLOGY): see docs/guides/networks.md.
         limit: how much the processes of the run on this machine send to other machines together: `20M` or a number is
             bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux only.
         op_timeout: seconds that an operation may take, unless its own `timeout` is given (COVEY_TIMEOUT; default 30
@@ -146,6 +149,7 @@ def join(
             lanes=lanes,
             streams=streams,
             stripe=stripe,
+            topology=topology,
             limit=limit,
             op_timeout=op_timeout,
             insecure=insecure,

@@ -39,6 +39,7 @@ class JoinRequest:
     lanes: str | None = None
     streams: int | str | None = None
     stripe: str | None = None
+    topology: str | None = None
     limit: int | str | None = None
     op_timeout: float | None = None
     insecure: bool | None = None
@@ -79,6 +80,7 @@ class JoinRequest:
             interfaces=self.interfaces,
             streams=self.streams,
             stripe=self.stripe,
+            topology=self.topology,
             limit=self.limit,
             on_loss=self.on_loss,
             patience=self.patience,

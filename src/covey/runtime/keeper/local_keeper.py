@@ -362,7 +362,7 @@ class _ViewHost:
         """`lives` are those of the members, by rank."""
         self._links, self._lives = links, lives
 
-    def send(self, rank: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         if (link := self._links.get(self._lives[rank])) is not None:
             link.send(messages.encode(message))
 

@@ -50,6 +50,10 @@ class Link(asyncio.Protocol):
         self._error: BaseException | None = None
         self._on_frame: Callable[[bytes], None] | None = None
         self._on_end: Callable[[], None] | None = None
+        self._wake: Callable[[], None] | None = None
+        """Opens another link with the same node; set while this one rests."""
+        self._waiting: list[bytes] = []
+        """What was sent while this link rested, for the link that replaces it."""
 
     @classmethod
     async def plain(cls, sock: socket.socket) -> Link:
@@ -135,6 +139,9 @@ class Link(asyncio.Protocol):
                 while data := self._sock.recv(1 << 16):
                     self.data_received(data)
         self._deliver()
+        if self.is_resting:
+            self._channel = None
+            return
         self.ended.set()
         self._arrived.set()
         if self._on_end is not None:
@@ -155,6 +162,11 @@ class Link(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether something can still be sent."""
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether both ends have agreed to do without the connection until there is something to send."""
+        return self._wake is not None
 
     @property
     def error(self) -> BaseException | None:
@@ -199,6 +211,9 @@ class Link(asyncio.Protocol):
 
     def send(self, body: bytes) -> None:
         """Send a frame. Returns at once; the frame is dropped if the link has ended or the peer does not read."""
+        if self.is_resting:
+            self._keep(body)
+            return
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
             return
@@ -210,11 +225,48 @@ class Link(asyncio.Protocol):
 
         A relay acknowledges for itself, which tells nothing about the machine behind it.
         """
-        known = None if self.relay else tcp.acknowledgements(self._sock)
+        known = None if self.relay or self.is_resting else tcp.acknowledgements(self._sock)
         return None if known is None else known.seconds_ago
+
+    # Resting
+
+    def rest(self, wake: Callable[[], None], *, closes: bool) -> None:
+        """Send nothing more on the connection, though the link does not count as ended.
+
+        What is sent from now on waits for another link with the same node: `wake` is called for the first message.
+        The end that `closes` closes the connection; the other end goes on reading until then.
+        """
+        if closes:
+            self.close()
+        self._wake = wake
+
+    def _keep(self, body: bytes) -> None:
+        assert self._wake is not None
+        if sum(map(len, self._waiting)) <= BACKLOG_LIMIT:
+            self._waiting.append(body)
+        if len(self._waiting) == 1:
+            self._wake()
+
+    def replaced(self) -> list[bytes]:
+        """Return what was sent while this link rested: another link has replaced it, which sends that."""
+        self.catch_up()  # the other end may have sent something before it closed the connection
+        waiting, self._waiting, self._on_end = self._waiting, [], None
+        self.abort()
+        return waiting
+
+    def give_up(self) -> None:
+        """End, though the connection has been closed before: this link rested, and cannot be replaced."""
+        on_end, self._on_end = self._on_end, None
+        self._wake, self._waiting = None, []
+        self.abort()
+        self.ended.set()
+        if on_end is not None:
+            on_end()
 
     def close(self) -> None:
         """Close once everything is sent."""
+        if self.is_resting:
+            self.ended.set()
         if self._transport is not None:
             if self._channel is not None and not self._transport.is_closing():
                 self._transport.write(self._channel.farewell())

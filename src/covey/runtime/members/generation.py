@@ -18,6 +18,7 @@ from covey.base.errors import ClosedError
 from covey.base.numbers import Rank
 from covey.base.text import FEW, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
+from covey.proto.overlay import topology_of
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
@@ -85,6 +86,10 @@ class Generation:
         self.seats = tuple(member.seat for member in founded.members)
         """By rank."""
         self.patience = patience
+        # A launcher's ranks dial each other by another way; and where a loss ends the group, every rank has to notice.
+        may_be_sparse = node.launcher_mesh is None and founded.on_loss == "continue"
+        self.topology = topology_of(node.config.topology, len(self.seats)) if may_be_sparse else "full"
+        """Which links stay awake."""
         self.rank = Rank(self.seats.index(node.seat))
         self._ranks = {seat: Rank(rank) for rank, seat in enumerate(self.seats)}
         self._lock = threading.Lock()
@@ -121,6 +126,11 @@ class Generation:
 
     def _keep(self, store: Callable[[Bound], None], record: Record) -> None:
         store(Bound(self.number, record, self.founded.origin, self.founded.tie_breaker))
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether links between most members rest."""
+        return self.topology != "full"
 
     def open(self) -> None:
         """Begin to agree on views with the members that have links."""
@@ -197,9 +207,9 @@ class Generation:
 
     # Effects of the view driver
 
-    def send(self, rank: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         if rank < len(self.seats):
-            self.node.send_vote(self.seats[rank], message)
+            self.node.send_vote(self.seats[rank], message, wakes=wakes)
         elif self.node.generation_table.keeper is not None:
             self.node.generation_table.keeper.send(message)
 

@@ -89,6 +89,11 @@ class HealthMonitor:
         self._show(peer)
         self._driver.settle_soon()
 
+    def link_rests(self, seat: Seat) -> None:
+        """Note that the link with a peer rests."""
+        self._pings.pop(seat, None)
+        self._health.link_rests(_id(seat))
+
     def link_lost(self, seat: Seat) -> None:
         """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
         self._health.link_lost(_id(seat), time.monotonic())

@@ -141,6 +141,11 @@ class Losses:
         if self._monitor is not None:
             self._monitor.link_up(peer)
 
+    def link_rests(self, seat: Seat) -> None:
+        """Expect nothing of a peer whose link rests: its neighbours and the leader notice if it is lost."""
+        if self._monitor is not None:
+            self._monitor.link_rests(seat)
+
     def link_ended(self, seat: Seat) -> None:
         """Act on the end of a peer's link: dial it again, and under `on_loss="raise"` take it for lost."""
         node, peer = self._node, self._node.peers[seat]

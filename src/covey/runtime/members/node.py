@@ -26,6 +26,7 @@ from covey.runtime.events import Events
 from covey.runtime.fault import Fault
 from covey.runtime.members.audit import SILENT, Auditor
 from covey.runtime.members.checkpoints import Checkpoints
+from covey.runtime.members.departures import DeparturesTold
 from covey.runtime.members.generation_table import GenerationTable
 from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.members.lane_table import lane_key
@@ -121,6 +122,7 @@ class Node:
         self.stores = Stores(self)
         self.checkpoints = Checkpoints(self)
         self.losses = Losses(self)
+        self.departures = DeparturesTold(self)
         self.paths = PathMonitor(self)
         self.stripes = Stripes(self)
         self._lock = threading.Lock()
@@ -222,11 +224,15 @@ class Node:
         if link is not None:
             link.send(messages.encode(message))
 
-    def send_vote(self, seat: Seat, message: messages.Control) -> None:
-        """Send a message about views; a later life of the peer's node may get it instead. On the control loop."""
+    def send_vote(self, seat: Seat, message: messages.Control, *, wakes: bool = True) -> None:
+        """Send a message about views; a later life of the peer's node may get it instead. On the control loop.
+
+        A link that rests gets it only if the message `wakes`.
+        """
         peer = self.peers[seat]
         if peer.link is not None:
-            peer.link.send(messages.encode(message))
+            if wakes or not peer.link.is_resting:
+                peer.link.send(messages.encode(message))
         elif peer.vote is not None:
             peer.vote(message)
 
@@ -254,8 +260,12 @@ class Node:
                     self.launcher_mesh.told_roster(seat, contacts)
             case messages.Goodbye():
                 peer.note(PeerEvent.SAID_GOODBYE)
+                self.departures.heard(seat)
             case messages.Failing(reason):
                 peer.failure = reason
+                self.departures.heard(seat)
+            case messages.Departures(members):
+                self.departures.told(members)
             case messages.Agreeing():
                 self.generation_table.agreeing(seat, message)
             case messages.Ping(number):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class ViewHost(Protocol):
     """Performs the effects of a view driver."""
 
-    def send(self, rank: int, message: messages.Control) -> None:
-        """Send a message to a rank of the generation, or to its keeper, if there is a link."""
+    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
+        """Send a message to a rank of the generation, or to its keeper, if there is a link; one that `wakes`, too."""
 
     def freeze(self, number: int) -> None:
         """Stop all operations, then call `ViewDriver.frozen` with this number; operations wait for the next view."""
@@ -182,7 +182,9 @@ class ViewDriver:
         match effect:
             case changes.Send(peer, message):
                 body = wire.encode_membership(message)
-                self._view_host.send(self._ranks[peer], messages.Agreeing(self.generation, body))
+                # The leader and the neighbours hear of trouble: enough to start a ballot, which asks all members.
+                wakes = not isinstance(message, wire.Trouble)
+                self._view_host.send(self._ranks[peer], messages.Agreeing(self.generation, body), wakes=wakes)
             case changes.Persist(record):
                 if self._store is not None:
                     self._store(record)

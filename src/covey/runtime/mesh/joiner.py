@@ -219,13 +219,14 @@ class Joiner(MeshListener):
             case Bind(bound):
                 self.records.write(bound)
             case Say(peer, message):
-                self._send_to(peer, messages.Forming(messages.encode(message)))
+                is_worth_waking = not isinstance(message, forming.Here)  # members know each other's situation
+                self._send_to(peer, messages.Forming(messages.encode(message)), wakes=is_worth_waking)
             case Agree(peer, generation, vote):
                 self._send_to(peer, messages.Agreeing(generation, membership.encode_membership(vote)))
 
-    def _send_to(self, id: bytes, message: messages.Control) -> None:
+    def _send_to(self, id: bytes, message: messages.Control, *, wakes: bool = True) -> None:
         remote = self.mesh.met.get(id)
-        if remote is not None:
+        if remote is not None and (wakes or not remote.is_resting):
             remote.send(message)
 
     def settled(self) -> None:
@@ -270,6 +271,17 @@ class Joiner(MeshListener):
     def link_replaced(self, remote: RemoteNode) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.exchanged(remote.seat)
+
+    def link_rests(self, remote: RemoteNode) -> None:
+        if self.member is not None and remote.seat >= 0:
+            self.member.node.losses.link_rests(remote.seat)
+
+    def link_woke(self, remote: RemoteNode) -> None:
+        if self.member is not None:
+            self.member.link_woke(remote)
+
+    def stays_awake(self, remote: RemoteNode) -> bool:
+        return self.member is None or remote.seat < 0 or self.member.awake.includes(remote.seat)
 
     def arrived(self, remote: RemoteNode) -> None:
         if self.member is not None and remote.seat >= 0:

@@ -28,6 +28,16 @@ class MeshListener:
     def link_replaced(self, remote: RemoteNode) -> None:
         """Called when a silent link was replaced. Messages on the old link may be lost."""
 
+    def link_rests(self, remote: RemoteNode) -> None:
+        """Called when the link with a node begins to rest."""
+
+    def link_woke(self, remote: RemoteNode) -> None:
+        """Called when a link that rested was replaced by another; nothing is lost."""
+
+    def stays_awake(self, remote: RemoteNode) -> bool:
+        """Tell whether the link with a node must not rest."""
+        return True
+
     def may_change_link(self, remote: RemoteNode) -> bool:
         """Tell whether the link in use may be changed now: messages on the old one may be overtaken."""
         return True

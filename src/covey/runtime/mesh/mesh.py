@@ -37,6 +37,7 @@ from covey.runtime.mesh.problems import Problems
 from covey.runtime.mesh.reach import ReachAnswers
 from covey.runtime.mesh.relays import Relays
 from covey.runtime.mesh.remote_node import RemoteNode
+from covey.runtime.mesh.resting_links import RestingLinks
 from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
 from covey.runtime.mesh.secret_changes import SecretChanges, secrets_of
@@ -61,6 +62,8 @@ CARDS_AT_ONCE: Final = 100
 """Cards in one message: with all their addresses they must fit into a frame."""
 TOLD_AGAIN_SECONDS: Final = 30.0
 """A node that repeats the card of another node within this time causes no dial."""
+UNUSED: Final = (messages.Ping, messages.Pong, messages.Rest)
+"""Messages on a link of which there is no other use."""
 CLOSE_SECONDS: Final = 1.0
 """How long links may take to send what they hold when the mesh closes."""
 
@@ -115,6 +118,7 @@ class Mesh:
             is_shorter=self.relays.is_shorter,
         )
         self._better_ways = BetterWays(self)
+        self.resting = RestingLinks(self, self._links, limits, ways=self._ways_to)
         self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
@@ -253,7 +257,7 @@ class Mesh:
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
-                each.send(messages.Known((card,)))
+                each.mention(messages.Known((card,)))
         remote.ping()
         self.listener.linked(remote)
 
@@ -336,7 +340,11 @@ class Mesh:
         message = messages.decode_control(body)
         self.listener.arrived(remote)
         self._links.heard(remote, link)
+        if not isinstance(message, UNUSED):
+            remote.used_at = time.monotonic()
         match message:
+            case messages.Rest(is_agreed):
+                self.resting.heard(remote, link, is_agreed=is_agreed)
             case messages.Known(cards):
                 for card in cards:
                     if remote.take_addresses(card):

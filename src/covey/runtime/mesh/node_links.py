@@ -66,7 +66,9 @@ class NodeLinks:
     def add(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         """Take a second link with a node: use it instead of the first, hold it in reserve, or close it."""
         own_id = self._endpoint.card.id
-        if remote.is_silent():
+        if remote.is_resting:
+            self._wake(remote, link, way)
+        elif remote.is_silent():
             self._replace(remote, link, way)
         elif own_id > remote.card.id:
             self._listen_to(remote, link, way)  # and answer there when the node speaks there
@@ -132,6 +134,28 @@ class NodeLinks:
         for each in silent:
             asyncio.get_running_loop().call_later(RETIRE_SECONDS, each.abort)
         self._listener.link_replaced(remote)
+
+    def swap(self, remote: RemoteNode) -> bool:
+        """Use another link than the one in use, on which the other node sends no more; False if there is none."""
+        others = [each for each in remote.links if each is not remote.link]
+        if not others or remote.link is None:
+            return False
+        unused, remote.link = remote.link, others[0]
+        unused.close()
+        self._listener.link_changed(remote)
+        return True
+
+    def _wake(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        """Use another link instead of one that rests. What waits to be sent there goes over it, in order."""
+        rested, remote.links = list(remote.links), {}
+        remote.heard_at = remote.used_at = time.monotonic()
+        waiting = [body for each in rested for body in each.replaced()]
+        remote.links[link], remote.link = way, link
+        remote.pings.clear()
+        for body in waiting:
+            link.send(body)
+        self._listener.link_woke(remote)
+        self._attach(remote, link)
 
     def _listen_to(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         # The node with the smaller id may use any of them; it closes the others after a while, and sends on this one.

@@ -47,6 +47,10 @@ class RemoteNode:
         self.clock_offset = 0.0
         self.heard_at = time.monotonic()
         """When the last message arrived on the link in use."""
+        self.used_at = time.monotonic()
+        """When the last message arrived that was no ping, nor the answer to one."""
+        self.is_reachable: bool | None = None
+        """Whether this node can dial the other one; None if that has not been tried."""
         self.pings: dict[int, float] = {}
         """Pings without an answer, and when they were sent."""
         self.early = EarlyMessages[messages.Control]()
@@ -67,9 +71,14 @@ class RemoteNode:
         """Whether this node dialled the link in use, and so is known to reach the other."""
         return self.link is not None and self.links[self.link] is not None
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the link in use rests: there is no connection, until one of the two nodes has something to say."""
+        return self.link is not None and self.link.is_resting
+
     def is_silent(self) -> bool:
         """Tell whether the link in use carries nothing: a reachable node answers a ping every half second."""
-        return time.monotonic() - self.heard_at > SILENT_SECONDS
+        return not self.is_resting and time.monotonic() - self.heard_at > SILENT_SECONDS
 
     def listens_at(self) -> set[tuple[str, int]]:
         """Return the addresses and ports that it advertises."""
@@ -120,9 +129,14 @@ class RemoteNode:
         if self.link is not None:
             self.link.send(messages.encode(message))
 
+    def mention(self, message: messages.Control) -> None:
+        """Send a message that is not worth waking a link that rests."""
+        if not self.is_resting:
+            self.send(message)
+
     def ping(self) -> None:
-        """Send a ping, unless too many are unanswered."""
-        if len(self.pings) < PINGS_LIMIT:
+        """Send a ping, unless too many are unanswered or the link rests."""
+        if len(self.pings) < PINGS_LIMIT and not self.is_resting:
             number = secrets.randbits(32)
             self.pings[number] = time.monotonic()
             self.send(messages.Ping(number))

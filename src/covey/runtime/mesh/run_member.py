@@ -11,6 +11,7 @@ from covey.base.errors import ConfigError
 from covey.base.numbers import NO_SEAT
 from covey.base.text import printable
 from covey.runtime.members.peers import PeerEvent
+from covey.runtime.mesh.awake_links import AwakeLinks
 from covey.runtime.mesh.redial import redial
 from covey.wire import membership, messages
 from covey.wire.lineage import Ending, founded_at
@@ -49,7 +50,9 @@ class RunMember:
         self._rivals_logged: set[bytes] = set()
         self._redialled: set[RemoteNode] = set()
         """Linked members that are silent and are being dialled."""
+        self.awake = AwakeLinks(node)
         mesh.search.slow_down()
+        mesh.spawn(mesh.resting.keep())
         core.may_go_on = lambda: node.generation_table.hears_quorum
         node.losses.on_silent = self._part_with
         node.losses.on_unheard = self._redial_silent
@@ -113,6 +116,13 @@ class RunMember:
             generation = self.node.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
+
+    def link_woke(self, remote: RemoteNode) -> None:
+        """Note that the link with a member, which rested, has a connection again."""
+        if remote.seat >= 0:
+            peer = self.node.peers[remote.seat]
+            _hand_over(peer, remote)
+            self.node.losses.link_up(peer)
 
     def _moved(self, seat: Seat, way: Where, round_trip: float) -> None:
         """Note the address to which the lanes with a member move."""
@@ -267,7 +277,7 @@ class RunMember:
         self._core.ended(Ending(lineage, is_finished), time.monotonic())
         self._settle()
         for remote in (*self._mesh.met.values(), *self._mesh.keepers):
-            remote.send(messages.Ended(self._mesh.run, lineage, is_finished))
+            remote.mention(messages.Ended(self._mesh.run, lineage, is_finished))
 
     def fail(self, error: AuthError | ConfigError) -> None:
         """End the generation that the node is in with an error."""

@@ -1,0 +1,207 @@
+"""Runs whose members keep few links open: the others rest, wake when there is something to say, and lose nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, ThreadRun, node_of
+
+from covey.base.numbers import Seat
+from covey.proto.overlay import Overlay
+from covey.runtime.mesh import resting_links
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.runtime.group.group import Group
+    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.mesh.remote_node import RemoteNode
+
+SIZE = 6
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let links rest after a moment instead of seconds."""
+    monkeypatch.setattr(resting_links, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(resting_links, "LOOK_SECONDS", 0.1)
+
+
+class Scene:
+    """A run of real nodes that wait, each after its first operation, for what the test wants them to do."""
+
+    def __init__(self, thread_run: ThreadRun) -> None:
+        self.groups: dict[int, Group] = {}
+        self.errors: list[BaseException] = []
+        self._go_on = threading.Event()
+        self._steps: list[Any] = []
+        together = thread_run.steps(SIZE + 1)
+
+        def work(group: Group) -> list[Any]:
+            group.barrier()
+            self.groups[group.rank] = group
+            together()
+            assert self._go_on.wait(DEADLINE)
+            return [step(group) for step in self._steps]
+
+        self.participants = [thread_run.start(work) for _ in range(SIZE)]
+        together()
+
+    def mesh(self, rank: int) -> Mesh:
+        id = node_of(self.groups[rank]).card.id
+        return next(each for each in self.participants if each.identity.id == id).joiner.mesh
+
+    def remote(self, rank: int, other: int) -> RemoteNode:
+        return self.mesh(rank).met[node_of(self.groups[other]).card.id]
+
+    def leader(self) -> int:
+        generation = node_of(self.groups[1]).generation
+        assert generation is not None
+        leader = generation.view_driver.leader()
+        assert leader is not None
+        return leader
+
+    def resting(self) -> set[tuple[int, int]]:
+        """Return the pairs whose link rests, as each of the two nodes sees it."""
+        pairs = ((rank, other) for rank in self.groups for other in self.groups if rank != other)
+        return {(rank, other) for rank, other in pairs if self.remote(rank, other).is_resting}
+
+    def expected(self, topology: Any) -> set[tuple[int, int]]:
+        overlay, leader = Overlay(topology, SIZE, range(SIZE)), call_on_loop(self.leader)
+        return {
+            (rank, other)
+            for rank in range(SIZE)
+            for other in set(range(SIZE)) - {rank, leader} - overlay.neighbours(rank)
+            if rank != leader
+        }
+
+    def go_on(self, *steps: Any) -> list[Any]:
+        self._steps = list(steps)
+        self._go_on.set()
+        return [participant.result() for participant in self.participants]
+
+
+@pytest.fixture
+def thread_run(request: pytest.FixtureRequest) -> Iterator[ThreadRun]:
+    topology = getattr(request, "param", "hypercube")
+    config = dataclasses.replace(SURVIVING, topology=topology)
+    with ThreadRun(new_cluster(), config, size=SIZE) as run:
+        yield run
+
+
+def summed(group: Group) -> Any:
+    return group.all_reduce(np.arange(5) * 10**group.rank).tolist()
+
+
+ALL = (np.arange(5) * sum(10**rank for rank in range(SIZE))).tolist()
+
+
+@pytest.mark.parametrize("thread_run", ["hypercube", "kregular"], indirect=True)
+def test_links_rest_between_members_that_are_no_neighbours_and_the_run_goes_on(
+    thread_run: ThreadRun,
+) -> None:
+    scene = Scene(thread_run)
+    expected = scene.expected(thread_run.config.topology)
+    assert expected
+    until(lambda: scene.resting() == expected)
+    assert scene.go_on(summed, summed) == [[ALL, ALL]] * SIZE
+
+
+def test_what_is_sent_over_resting_links_arrives_once_and_in_order(
+    thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    until(lambda: scene.resting() == expected)
+    first, second = min(call_on_loop(scene.resting))
+    heard: dict[int, list[int]] = {first: [], second: []}
+
+    def listen() -> None:
+        for rank, numbers in heard.items():
+            monkeypatch.setattr(node_of(scene.groups[rank]).losses, "answered", functools.partial(note, numbers))
+
+    def note(numbers: list[int], _seat: Seat, number: int, _clock: float) -> None:
+        if number >= 1000:
+            numbers.append(number)
+
+    def talk() -> None:
+        for number in range(1000, 1020):
+            node_of(scene.groups[first]).send(Seat(second), messages.Pong(number, 0.0))
+            node_of(scene.groups[second]).send(Seat(first), messages.Pong(number, 0.0))
+
+    call_on_loop(listen)
+    call_on_loop(talk)
+    numbers = list(range(1000, 1020))
+    until(lambda: len(heard[first]) >= 20 and len(heard[second]) >= 20)
+    assert heard == {first: numbers, second: numbers}
+    until(lambda: scene.resting() == expected)
+    assert scene.go_on(summed) == [[ALL]] * SIZE
+
+
+def test_what_a_member_says_as_it_leaves_reaches_those_whose_links_with_it_rest(thread_run: ThreadRun) -> None:
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    until(lambda: scene.resting() == expected)
+    leader = call_on_loop(scene.leader)
+    speaker, listener = min(expected)
+    goodbye = messages.encode(messages.Goodbye())
+
+    def say_to_the_leader() -> None:
+        node = node_of(scene.groups[speaker])
+        for message in (messages.encode(messages.Failing("ValueError: too hot")), goodbye):
+            link = node.peers[Seat(leader)].link
+            assert link is not None
+            link.send(message)
+
+    def knows() -> bool:
+        peer = node_of(scene.groups[listener]).peers[Seat(speaker)]
+        return peer.has_left and peer.failure == "ValueError: too hot"
+
+    call_on_loop(say_to_the_leader)
+    until(knows)
+    assert scene.go_on(summed) == [[ALL]] * SIZE  # it was not lost: no view is without it
+
+
+def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    until(lambda: scene.resting() == expected)
+    first, second = min(expected)
+    mesh, link = scene.mesh(first), call_on_loop(scene.remote, first, second).link
+    assert link is not None
+
+    async def dial_nothing(*_: object, **__: object) -> None:
+        """Reach nothing, as if the network were cut."""
+
+    with monkeypatch.context() as cut:
+        cut.setattr(mesh, "dial", dial_nothing)
+        call_on_loop(link.send, messages.encode(messages.Ping(1)))
+        until(lambda: link.ended.is_set() and node_of(scene.groups[second]).card.id not in mesh.met)
+    until(lambda: node_of(scene.groups[second]).card.id in mesh.met)  # it is dialled again
+    assert scene.go_on(summed) == [[ALL]] * SIZE
+
+
+def test_a_link_that_only_one_end_can_open_does_not_rest(
+    thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = set[tuple[bytes, bytes]]()
+
+    async def reach_nothing(self: resting_links.RestingLinks, remote: RemoteNode) -> None:
+        tried.add((self._mesh.card.id, remote.card.id))
+        remote.is_reachable = False
+
+    monkeypatch.setattr(resting_links.RestingLinks, "_try_to_reach", reach_nothing)
+    scene = Scene(thread_run)
+    expected = scene.expected("hypercube")
+    ids = {node_of(group).card.id: rank for rank, group in scene.groups.items()}
+    until(lambda: {frozenset((ids[one], ids[other])) for one, other in tried} == set(map(frozenset, expected)))
+    assert call_on_loop(scene.resting) == set()
+    assert scene.go_on(summed) == [[ALL]] * SIZE
