@@ -81,6 +81,8 @@ class PeerLink:
     """The address of the relay that the lane goes through, or the link before there is a lane; empty if none."""
     paths: tuple[LanePath, ...] = ()
     """The networks that the lane goes over, if it goes over several."""
+    streams: int = 0
+    """How many connections the lane has; 0 if it is not open, or shares memory."""
 
 
 def members(engine: Engine) -> tuple[Member, ...]:
@@ -171,5 +173,13 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
     if isinstance(lane, SocketLane):
         relay = relay_of(lane.sockets()[0])
     return PeerLink(
-        rank, kind, "" if found is None else found.name, medium, round_trip, rate, relay, engine.attempt.paths_of(rank)
+        rank,
+        kind,
+        "" if found is None else found.name,
+        medium,
+        round_trip,
+        rate,
+        relay,
+        engine.attempt.paths_of(rank),
+        engine.attempt.streams_of(rank),
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.runtime import loop as control
 from covey.runtime.links.sockets import relay_of
+from covey.runtime.members.lane_dialler import LaneShape
 from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
 from covey.runtime.members.stripes import is_striped
 from covey.wire import messages
@@ -62,7 +63,18 @@ class LaneMoves:
                 continue
             if self._table.get(replacement) is None:
                 self._want(replacement)
-                self._dialler.open_striped(replacement, ways)
+                self._dialler.open_as(replacement, LaneShape(ways=ways))
+
+    def reopen(self, key: LaneKey, streams: int) -> None:
+        """Replace a sealed lane for collectives by one with so many streams."""
+        if not self.is_replacing(key):
+            replacement = key._replace(purpose=REPLACEMENT)
+            self._want(replacement)
+            self._dialler.open_as(replacement, LaneShape(streams=streams))
+
+    def is_replacing(self, key: LaneKey) -> bool:
+        """Tell whether another lane is about to take the place of this one."""
+        return self._table.get(key._replace(purpose=REPLACEMENT)) is not None
 
     def _want(self, replacement: LaneKey) -> None:
         wanted = self._table.want(replacement)
@@ -168,8 +180,12 @@ class LaneMoves:
 
     def _retire(self, key: LaneKey, old: Any, new: Any) -> None:
         peer = self._node.peers[key.peer]
+        streams, before = len(new.sockets()), len(old.sockets())
         if is_striped(new):
             text = f"{new.kind} lane spread over {_addresses(new)}"
+        elif streams != before and not is_striped(old) and _addresses(old) == _addresses(new):
+            reason = self._node.stream_trials.reason(key.peer)
+            text = f"{new.kind} lane has {streams} streams instead of {before}" + (f": {reason}" if reason else "")
         else:
             text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
         self._node.generation_table.tell_of_peer("striped" if is_striped(new) else "moved", peer, text)
