@@ -107,14 +107,39 @@ def test_a_lane_is_replaced_by_one_with_64_streams_and_all_say_so() -> None:
             ((key, _),) = node.lanes.table.open_lanes("collectives")
             control.soon(node.lanes.moves.reopen, key, 64)
         until, turn = time.monotonic() + 20.0, 0
-        while group.all_reduce(float(group.lanes().streams[1 - group.rank] == 64), "min") < 1:
+        told: list[str] = []
+        while group.all_reduce(float(bool(told)), "min") < 1:
             turn += 1
             expected = np.arange(300_000.0) * 2 + 1 + 2 * turn
             assert (group.all_reduce(np.arange(300_000.0) + group.rank + turn) == expected).all()
+            told = [event.text for event in group.events() if event.kind == "moved"]
             assert time.monotonic() < until
-        (told,) = (event.text for event in group.events() if event.kind == "moved")
-        assert told == f"secure lane has 64 streams instead of {before}"
+        assert told == [f"secure lane has 64 streams instead of {before}"]
+        assert group.lanes().streams == {1 - group.rank: 64}
         assert group.node.links()[0].streams == 64
+        group.barrier()
+
+    run_threads(2, body, lanes="secure")
+
+
+def test_a_lane_that_should_move_while_it_gets_more_streams_moves_afterwards() -> None:
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        if group.rank == 1:
+            ((key, _),) = node.lanes.table.open_lanes("collectives")
+            control.soon(node.lanes.moves.reopen, key, 5)
+            control.soon(node.lanes.moves.move, Seat(0))
+        until = time.monotonic() + 20.0
+        (before,) = group.lanes().streams.values()
+        is_over = False
+        while not is_over:
+            told = [event.text for event in group.events() if event.kind == "moved"]
+            is_over = group.all_reduce(float(len(told) >= 2), "min") > 0
+            assert time.monotonic() < until
+        assert told[0] == f"secure lane has 5 streams instead of {before}"
+        assert list(group.lanes().streams.values()) == [before], "the second one is a new lane"
+        group.barrier()
 
     run_threads(2, body, lanes="secure")
 
@@ -151,6 +176,7 @@ def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lan
                 time.sleep(0.01)
         assert (group.all_reduce(np.arange(9.0) + group.rank) == np.arange(9.0) * 2 + 1).all()
         assert group.lanes().streams == before
+        group.barrier()
 
     run_threads(2, body, lanes="secure")
 
@@ -172,6 +198,7 @@ def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: py
         (streams,) = group.lanes().streams.values()
         assert reason == (f"{4 * streams} could not be opened" if group.rank == 1 else "")
         assert "moved" not in [event.kind for event in group.events()]
+        group.barrier()
 
     async def look(node: Any) -> None:
         node.stream_trials.look([peer for peer in node.peers.values() if peer.is_dialled])

@@ -43,7 +43,7 @@ class SpeedWindow:
         `sent` is what all streams have sent so far, and `busy` the seconds in which each of them was sending.
         """
         is_known = len(self._busy) == len(busy)
-        seconds = max((now - before for before, now in zip(self._busy, busy, strict=False)), default=0.0)
+        seconds = max((later - before for before, later in zip(self._busy, busy, strict=False)), default=0.0)
         if is_known and (sent - self._sent < WINDOW_BYTES or seconds < WINDOW_SECONDS):
             return None
         speed = (sent - self._sent) / seconds if is_known else None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.settings import STREAMS_LIMIT
 from covey.net import descriptors, tcp
+from covey.runtime.members.lane_kinds import stream_count
 from covey.runtime.members.stream_choice import SpeedWindow, StreamChoice
 from covey.runtime.members.stripes import is_striped
 from covey.runtime.members.trials import TrialVerdict
@@ -77,13 +78,14 @@ class StreamTrials:
             if key.peer in lanes and lane.kind == "secure" and not is_striped(lane) and _is_far(lane):
                 lanes[key.peer].append((key, lane))
         for peer in peers:
-            if lanes[peer.seat] and not self._node.stripes.is_trying(peer.seat):
+            if lanes[peer.seat] and not self._node.stripes.has_several(peer.seat):
                 self._look(peer, lanes[peer.seat], time.monotonic())
 
     def _look(self, peer: Peer, lanes: list[tuple[LaneKey, Any]], now: float) -> None:
         known = self._peers.get(peer.seat)
         if known is None or known.way != peer.way:
-            known = self._peers[peer.seat] = _PeerStreams(peer.way, StreamChoice(len(lanes[0][1].sockets())))
+            first = stream_count(self._node, peer, "secure", "collectives")
+            known = self._peers[peer.seat] = _PeerStreams(peer.way, StreamChoice(first))
         choice, speeds = known.choice, {}
         for key, lane in lanes:
             speed = self._speed(lane, now)

@@ -121,9 +121,9 @@ class Stripes:
         """Whether lanes of this node may go over several networks."""
         return self._node.config.stripe == "auto" and not self._node.config.limit and sys.platform == "linux"
 
-    def is_trying(self, seat: Seat) -> bool:
-        """Tell whether several networks to a peer are being tried."""
-        return seat in self._peers and bool(self._peers[seat].ways) and not self._peers[seat].is_confirmed
+    def has_several(self, seat: Seat) -> bool:
+        """Tell whether several networks to a peer are used, or being tried."""
+        return seat in self._peers and bool(self._peers[seat].ways)
 
     # Every striped lane, at both ends
 
