@@ -23,8 +23,8 @@ import json, sys, time
 import numpy as np
 import covey
 options = json.loads(sys.argv[1])
-wanted, most = options.pop("wanted"), options.pop("most")
-places = (np.arange(1 << 19) % 251).astype(np.float32)
+wanted, most, count = (options.pop(name) for name in ("wanted", "most", "count"))
+places = (np.arange(count) % 251).astype(np.float32)
 end, step, speeds = time.monotonic() + most, 0, {}
 with covey.join("streams", **options) as group:
     is_over = False
@@ -75,7 +75,7 @@ def test_streams_that_wait_for_acknowledgements_are_multiplied_and_kept(lan: Lan
     for host in lan.hosts:
         host.run(["sysctl", "-qw", f"net.ipv4.tcp_rmem=4096 {WINDOW} {WINDOW}"])
     lan.switch.shape(delay=0.025)
-    said = run(lan, wanted="lane keeps")
+    said = run(lan, wanted="lane keeps", count=1 << 19)
     texts = [text for each in said for _, text in each["events"] if "streams" in text]
     assert any("instead of" in text and "to find out whether more than" in text for text in texts), texts
     assert any("lane keeps" in text for text in texts), texts
@@ -86,8 +86,8 @@ def test_streams_that_wait_for_acknowledgements_are_multiplied_and_kept(lan: Lan
 
 
 def test_streams_that_share_a_narrow_link_are_given_up(lan: Lan) -> None:
-    lan.switch.shape(delay=0.005, bytes_per_second=4e6)
-    said = run(lan, wanted="not faster")
+    lan.switch.shape(delay=0.005, bytes_per_second=2e6)
+    said = run(lan, wanted="not faster", count=1 << 18)
     texts = [text for each in said for _, text in each["events"] if "streams" in text]
     assert any("were not faster" in text for text in texts), texts
     assert not any("lane keeps" in text for text in texts), texts
