@@ -28,6 +28,7 @@ from covey.wire.seal import (
     OVERHEAD_BYTES,
     RECORD_LIMIT,
     REKEY_SECONDS,
+    SPREAD_RECORD_LIMIT,
     Sealer,
     lane_keys,
     record_length,
@@ -92,11 +93,12 @@ def acceptor(stack: contextlib.ExitStack, socks: Sockets) -> SealedLane:
     return made
 
 
-def record_sizes(nbytes: int) -> list[int]:
-    """Return the plaintext lengths of the records of a transfer, in their order."""
+def record_sizes(nbytes: int, streams: int = 1) -> list[int]:
+    """Return the plaintext lengths of the records of a transfer over so many streams, in their order."""
     if nbytes <= 2048:
         return [HEADER_BYTES + nbytes]
-    return [HEADER_BYTES, *(min(RECORD_LIMIT, nbytes - at) for at in range(0, nbytes, RECORD_LIMIT))]
+    limit = 2 * MIB if streams <= 2 else 64 * KIB
+    return [HEADER_BYTES, *(min(limit, nbytes - at) for at in range(0, nbytes, limit))]
 
 
 def drain(socks: Sockets, into: list[bytearray]) -> bool:
@@ -231,7 +233,7 @@ def test_a_transfer_counts_as_sent_when_all_of_it_is_with_the_kernel(ends: conte
         while chunk := sock.recv(MIB):
             data += chunk
     lengths = [[record_length(record) for record in split(data)] for data in wire]
-    assert lengths == [record_sizes(out.nbytes)[stream::streams] for stream in range(streams)]
+    assert lengths == [record_sizes(out.nbytes, streams)[stream::streams] for stream in range(streams)]
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 2048])
@@ -254,7 +256,7 @@ def test_records_take_turns_on_the_streams_and_show_nothing_of_what_they_carry(
     header, payload = transfer(1, 5 * RECORD_LIMIT // 2)[:2]
     payload[:] = np.resize(np.frombuffer(b"the gradients of some model.", np.uint8), payload.size)
     records = capture(dialler(ends, near), far, [Transfer(header, payload, None), Transfer(header, payload[:9], None)])
-    lengths = [HEADER_BYTES, RECORD_LIMIT, RECORD_LIMIT, RECORD_LIMIT // 2, HEADER_BYTES + 9]
+    lengths = [*record_sizes(payload.size, streams), *record_sizes(9)]
     assert [[record_length(record) for record in each] for each in records] == [
         lengths[stream::streams] for stream in range(streams)
     ]
@@ -266,13 +268,14 @@ def test_records_take_turns_on_the_streams_and_show_nothing_of_what_they_carry(
 
 def test_a_full_stream_leaves_the_others_their_turn(ends: contextlib.ExitStack) -> None:
     near, far = unix_pairs(ends, 3)
+    near[1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sender = End(dialler(ends, near), [transfer(1, 64 * MIB)], [])
     wire = [bytearray() for _ in far]
     while sender.send() or drain([far[0], far[2]], [wire[0], wire[2]]):
         pass
     drain(far, wire)
     # The record that is stuck in the second stream is not whole; the one after it is, on the third.
-    assert len(wire[1]) < RECORD_LIMIT + OVERHEAD_BYTES
+    assert len(wire[1]) < SPREAD_RECORD_LIMIT + OVERHEAD_BYTES
     assert len(split(wire[2])) == 1
     assert len(split(wire[0])) == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from covey.base.numbers import Seat
+from covey.net import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
+from covey.runtime.members import stream_choice, stream_trials
 from covey.runtime.members.lane_moves import RETIRE_LOOK_SECONDS, LaneMoves
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -92,6 +96,114 @@ def test_an_accepted_proposal_that_is_repeated_is_accepted_again(
         assert [event.kind for event in group.events()].count("moved") == 1
 
     run_threads(2, body, lanes="tcp")
+
+
+def test_a_lane_is_replaced_by_one_with_64_streams_and_all_say_so() -> None:
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        (before,) = group.lanes().streams.values()
+        if group.rank == 1:
+            ((key, _),) = node.lanes.table.open_lanes("collectives")
+            control.soon(node.lanes.moves.reopen, key, 64)
+        until, turn = time.monotonic() + 20.0, 0
+        told: list[str] = []
+        while group.all_reduce(float(bool(told)), "min") < 1:
+            turn += 1
+            expected = np.arange(300_000.0) * 2 + 1 + 2 * turn
+            assert (group.all_reduce(np.arange(300_000.0) + group.rank + turn) == expected).all()
+            told = [event.text for event in group.events() if event.kind == "moved"]
+            assert time.monotonic() < until
+        assert told == [f"secure lane has 64 streams instead of {before}"]
+        assert group.lanes().streams == {1 - group.rank: 64}
+        assert group.node.links()[0].streams == 64
+        group.barrier()
+
+    run_threads(2, body, lanes="secure")
+
+
+def test_a_lane_that_should_move_while_it_gets_more_streams_moves_afterwards() -> None:
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        if group.rank == 1:
+            ((key, _),) = node.lanes.table.open_lanes("collectives")
+            control.soon(node.lanes.moves.reopen, key, 5)
+            control.soon(node.lanes.moves.move, Seat(0))
+        until = time.monotonic() + 20.0
+        (before,) = group.lanes().streams.values()
+        is_over = False
+        while not is_over:
+            told = [event.text for event in group.events() if event.kind == "moved"]
+            is_over = group.all_reduce(float(len(told) >= 2), "min") > 0
+            assert time.monotonic() < until
+        assert told[0] == f"secure lane has 5 streams instead of {before}"
+        assert list(group.lanes().streams.values()) == [before], "the second one is a new lane"
+        group.barrier()
+
+    run_threads(2, body, lanes="secure")
+
+
+def test_nothing_is_tried_with_a_set_number_or_limit_or_over_other_lanes() -> None:
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        auto = node.config
+        assert node.stream_trials.is_allowed
+        for change in ({"streams": "4"}, {"limit": 10_000_000}, {"lanes": "quic"}, {"lanes": "tcp"}):
+            node.config = dataclasses.replace(auto, **change)
+            assert not node.stream_trials.is_allowed
+        node.config = auto
+
+    run_threads(2, body, lanes="secure")
+
+
+def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lane_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(descriptors, "left", lambda: 15)
+    caplog.set_level(logging.INFO, "covey")
+
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        before = group.lanes().streams
+        if group.rank == 1:
+            ((key, _),) = node.lanes.table.open_lanes("collectives")
+            control.soon(node.lanes.moves.reopen, key, 16)
+            until = time.monotonic() + 20.0
+            while "cannot open 16 streams" not in caplog.text or node.lanes.moves.is_replacing(key):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert (group.all_reduce(np.arange(9.0) + group.rank) == np.arange(9.0) * 2 + 1).all()
+        assert group.lanes().streams == before
+        group.barrier()
+
+    run_threads(2, body, lanes="secure")
+
+
+def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "left", lambda: 7)
+    monkeypatch.setattr(stream_trials, "FAR_SECONDS", 0.0)
+    monkeypatch.setattr(stream_choice, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
+    monkeypatch.setattr(stream_choice, "LEAST_SHARE", 0.0)
+
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        until, reason = time.monotonic() + 20.0, ""
+        while group.all_reduce(float(bool(reason)), "max") < 1:
+            group.all_reduce(np.arange(1 << 19, dtype=np.float64))
+            control.run(look(node), 20.0)
+            reason = node.stream_trials.reason(Seat(0)) if group.rank == 1 else ""  # which dials
+            assert time.monotonic() < until
+        (streams,) = group.lanes().streams.values()
+        assert reason == (f"{4 * streams} could not be opened" if group.rank == 1 else "")
+        assert "moved" not in [event.kind for event in group.events()]
+        group.barrier()
+
+    async def look(node: Any) -> None:
+        node.stream_trials.look([peer for peer in node.peers.values() if peer.is_dialled])
+
+    run_threads(2, body, lanes="secure")
 
 
 def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() -> None:

@@ -171,7 +171,8 @@ _ROWS: Final = (
     ),
     _of_group(
         _NETWORK, "streams", Number(1, STREAMS_LIMIT, "auto"), "auto",
-        "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores.",
+        "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores. "
+        "Between distant machines it tries more, and keeps them if they are clearly faster (Linux only).",
     ),
     _of_group(
         _NETWORK, "stripe", OneOf(STRIPE), "auto",

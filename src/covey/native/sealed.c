@@ -18,6 +18,8 @@
 
 enum {
     RECORD_LIMIT = 1 << 21,
+    FEW_STREAMS = 2,
+    SPREAD_RECORD_LIMIT = 1 << 16, /* of a lane with more streams: see covey/wire/seal.py */
     CHUNK_BYTES = 1 << 17,
     CHUNKED_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
     READ_BYTES = 1 << 18,
@@ -48,7 +50,8 @@ struct sealed_lane {
     bool has_begun;              /* whether the first record of the current transfer was sealed */
     int64_t assigned;            /* payload bytes of the transfer that are in records */
     uint8_t first_out[FIRST_BYTES], first_in[FIRST_BYTES];
-    uint8_t *scratch;            /* RECORD_LIMIT bytes of a record that will be reduced */
+    int64_t record_limit;        /* the payload bytes in each record of a large transfer but the last */
+    uint8_t *scratch;            /* a record that will be reduced */
     struct helper *helper;       /* NULL until a large transfer finds an idle core */
     bool is_helped;              /* the helper has the current transfer */
     char out_trouble[TROUBLE_BYTES];
@@ -125,7 +128,7 @@ static bool assign_record(struct sealed_lane *sealed, const struct outgoing *out
         sealed->assigned = is_small ? out->nbytes : 0;
         began = begin_record(pipe, sealed->first_out, HEADER_BYTES + sealed->assigned);
     } else {
-        int64_t length = smaller(out->nbytes - sealed->assigned, RECORD_LIMIT);
+        int64_t length = smaller(out->nbytes - sealed->assigned, sealed->record_limit);
         began = begin_record(pipe, out->data + sealed->assigned, length);
         sealed->assigned += length;
     }
@@ -248,7 +251,7 @@ static enum outcome begin_opening(struct sealed_lane *sealed, struct pipe *pipe)
     uint32_t length = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
     bool is_next_key = length & NEXT_KEY;
     length &= ~NEXT_KEY;
-    if (length == 0 || length > RECORD_LIMIT) {
+    if (length == 0 || length > sealed->record_limit) {
         snprintf(sealed->base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %u bytes", length);
         return ENDED;
     }
@@ -349,7 +352,7 @@ static enum outcome receive_first(struct sealed_lane *sealed, struct pipe *pipe,
 
 static enum outcome receive_next(struct sealed_lane *sealed, struct pipe *pipe, struct incoming *in)
 {
-    int64_t expected = smaller(in->nbytes - in->got, RECORD_LIMIT);
+    int64_t expected = smaller(in->nbytes - in->got, sealed->record_limit);
     if (!pipe->record) {
         enum outcome outcome = begin_opening(sealed, pipe);
         if (outcome != MOVED)
@@ -476,7 +479,8 @@ static int sealed_fill(PyObject *self, PyObject *args)
     lane->functions = &sealed_functions;
     lane->spin_bytes = SPIN_BYTES;
     lane->python_bytes = INT64_MAX;
-    sealed->scratch = aligned_alloc(LINE_BYTES, RECORD_LIMIT);
+    sealed->record_limit = count <= FEW_STREAMS ? RECORD_LIMIT : SPREAD_RECORD_LIMIT;
+    sealed->scratch = aligned_alloc(LINE_BYTES, (size_t)sealed->record_limit);
     sealed->pipes = calloc((size_t)count, sizeof *sealed->pipes);
     if (sealed->scratch == NULL || sealed->pipes == NULL) {
         PyErr_NoMemory();
@@ -490,8 +494,8 @@ static int sealed_fill(PyObject *self, PyObject *args)
         if (pipe->sealer.cipher != NULL)
             lane->python_bytes = LONG_BYTES;
         bool is_whole = pipe->sealer.cipher != NULL;
-        pipe->in_room = is_whole ? RECORD_LIMIT + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;
-        pipe->out = malloc(is_whole ? RECORD_LIMIT + CHUNKED_BYTES : CHUNKED_BYTES);
+        pipe->in_room = is_whole ? sealed->record_limit + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;
+        pipe->out = malloc((size_t)(is_whole ? sealed->record_limit : 0) + CHUNKED_BYTES);
         pipe->in = malloc((size_t)pipe->in_room);
         if (pipe->out == NULL || pipe->in == NULL) {
             PyErr_NoMemory();

@@ -101,6 +101,16 @@ def is_scarce(descriptor: int) -> bool:
     return descriptor >= limit - min(MOST_SPARED, limit // 8)
 
 
+def left() -> int:
+    """Return how many descriptors this process can still open, without those that are reserved for the run."""
+    limit = _limit()
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
+    return max(0, limit - min(MOST_SPARED, limit // 8) - used)
+
+
 def _limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30

@@ -42,8 +42,12 @@ _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
 _ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
 """tcpi_unacked, tcpi_bytes_acked, and tcpi_notsent_bytes."""
+_LEAST_ROUND_TRIP: Final = struct.Struct("=148xI")
+"""tcpi_min_rtt: microseconds."""
 _RETRANSMITTED: Final = struct.Struct("=100xI32xI")
 """tcpi_total_retrans and tcpi_segs_out: packets that were sent again, and all."""
+_UNKNOWN: Final = 0xFFFFFFFF
+"""What the kernel says of a round trip that it has not measured."""
 _SO_MAX_PACING_RATE: Final = 47
 """Of Linux; the socket module has no name for it."""
 LEAST_BYTES: Final = 1 << 20
@@ -149,17 +153,19 @@ class PathFacts(NamedTuple):
     """Microseconds in which something was being sent."""
     is_suspect: bool
     """Whether the path may be dead: see SUSPECT_TIMEOUTS."""
+    round_trip: float
+    """The shortest one of the last minutes, in seconds: without the queues that the connection itself fills."""
 
 
 def path_facts(sock: Connection) -> PathFacts | None:
     """Return what the kernel knows of a path; None if that is nothing, or if the socket is closed."""
-    known = _tcp_info(sock, _ACKED_AND_BUSY, _ACKED_AND_UNSENT, _TIMEOUTS_AND_PROBES)
+    known = _tcp_info(sock, _ACKED_AND_BUSY, _ACKED_AND_UNSENT, _TIMEOUTS_AND_PROBES, _LEAST_ROUND_TRIP)
     if known is None:
         return None
-    acked, busy, unacked, _, unsent, timeouts, probes = known
+    acked, busy, unacked, _, unsent, timeouts, probes, least = known
     # Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew.
     is_silent = (unacked > 0 and timeouts >= SUSPECT_TIMEOUTS) or (unsent > 0 and probes >= SUSPECT_TIMEOUTS)
-    return PathFacts(acked, busy, is_silent)
+    return PathFacts(acked, busy, is_silent, 0.0 if least == _UNKNOWN else least / 1e6)
 
 
 def progress(sock: Connection) -> SendingProgress | None:

@@ -64,9 +64,10 @@ class Event:
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
     without; `restored`: newcomers received the state; `suspected`: a member is not heard; `recovered`: it is heard
     again; `discovered`: a node waits for the next generation; `refused`: a node was refused; `leader`:
-    another member leads; `lane`: a lane was opened; `moved`: a lane goes over another path now; `striped`: it goes
-    over several networks now; `codec`: `compress="auto"` chose another codec; `plan`: another plan was chosen for large
-    sums; `checkpoint`: a checkpoint has begun or is over."""
+    another member leads; `lane`: a lane was opened, or keeps a number of streams that was tried; `moved`: a lane goes
+    over another path now, or has another number of streams; `striped`: it goes over several networks now; `codec`:
+    `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint
+    has begun or is over."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -77,8 +78,8 @@ class Event:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
     text: str = ""
-    """In words: why members are lost, the kind of a lane, the addresses or relays of a moved one, the codec or plan
-    and why it was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a checkpoint."""
+    """In words: why members are lost, the kind of a lane, the addresses, relays or streams of a moved one, the codec or
+    plan and why it was chosen, `begun ID`, `ended ID` or `failed ID: ...` of a checkpoint."""
     is_earlier: bool = False
     """Whether it happened before this process was in the run. Another member has told it, with times of its clock."""
 

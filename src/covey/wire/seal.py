@@ -34,6 +34,10 @@ OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
 RECORD_LIMIT: Final = 1 << 21
 """The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
 element's size. A reader needs no more memory than this, whatever a length field says."""
+FEW_STREAMS: Final = 2
+SPREAD_RECORD_LIMIT: Final = 1 << 16
+"""The most plaintext in one record of a lane with more than FEW_STREAMS. Records are read in their order, so while one
+arrives slowly, the other streams send no more than the kernel of the reader keeps: it must keep a record of each."""
 REKEY_RECORDS: Final = 1 << 24
 """Records under one key: 2^45 bytes at most, far below the limit of GCM."""
 REKEY_SECONDS: Final = 900.0
@@ -69,10 +73,15 @@ def scope(lane: bytes, stream: int, direction: int) -> bytes:
     return lane + _SCOPE.pack(stream, direction)
 
 
-def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
+def record_limit(streams: int) -> int:
+    """Return the most plaintext in one record of a lane with so many streams: the length of all but the last."""
+    return RECORD_LIMIT if streams <= FEW_STREAMS else SPREAD_RECORD_LIMIT
+
+
+def record_length(buffer: bytes | bytearray | memoryview, at: int = 0, limit: int = RECORD_LIMIT) -> int:
     """Return the length of the plaintext of the record at `at`; raise ForgedError for an impossible length."""
     length: int = LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
-    if not 0 < length <= RECORD_LIMIT:
+    if not 0 < length <= limit:
         raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
     return length
 

@@ -67,8 +67,11 @@ assert path.read_bytes() == b"promise 2", path.read_bytes()
 assert [each.name for each in path.parent.iterdir()] == ["promise"]
 probe = os.open("/dev/null", os.O_RDONLY)
 assert not descriptors.is_scarce(probe)
+before = descriptors.left()
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range(63 - probe)]
 assert descriptors.is_scarce(held[-1])
+assert 0 < before <= len(held), before
+assert descriptors.left() == 0
 """
 
 

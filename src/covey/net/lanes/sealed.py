@@ -1,8 +1,8 @@
 """Sealed lanes: tensors between hosts, in AES-GCM records over one or several TCP streams.
 
 The records of a direction alternate between the streams: record k travels on stream k modulo their number. A transfer
-is a record with its header and, if it is small, its payload; a large payload follows in records of RECORD_LIMIT and the
-rest. Both ends know these lengths and accept no others.
+is a record with its header and, if it is small, its payload; a large payload follows in records of `record_limit` and
+the rest. Both ends know these lengths and accept no others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.net.lanes.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedE
 from covey.net.lanes.sealed_pipe import FIRST_BYTES, SealedPipe
 from covey.net.lanes.stream import SocketLane
 from covey.wire.header import HEADER_BYTES
-from covey.wire.seal import RECORD_LIMIT, ForgedError
+from covey.wire.seal import ForgedError, record_limit
 
 if TYPE_CHECKING:
     import socket
@@ -45,14 +45,18 @@ class SealedLane(SocketLane):
             raise ConfigError("a lane needs at least one stream")
         self.kind = kind
         self._readiness = Readiness() if len(socks) > 1 else None
-        self._pipes = [SealedPipe(sock, secret, lane, stream, dialler=dialler) for stream, sock in enumerate(socks)]
+        limit = self._limit = record_limit(len(socks))
+        """The payload bytes in each record of a large transfer but the last."""
+        self._pipes = [
+            SealedPipe(sock, secret, lane, stream, dialler=dialler, limit=limit) for stream, sock in enumerate(socks)
+        ]
         self._out: Outgoing | None = None
         self._payload = _NOTHING
         self._sealed = 0
         """How many payload bytes of `out` are sealed."""
         self._out_turn = self._in_turn = 0
         """The streams of the next record to send and to receive."""
-        self._scratch = np.empty(HEADER_BYTES + RECORD_LIMIT, np.uint8)
+        self._scratch = np.empty(HEADER_BYTES + limit, np.uint8)
         self._plain = memoryview(self._scratch)
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
         """The scratch payload, viewed as elements of the dtype that was reduced last."""
@@ -70,8 +74,8 @@ class SealedLane(SocketLane):
             for _ in pipes:
                 pipe = pipes[turn]
                 if self._sealed < out.nbytes and turn == self._out_turn and pipe.has_room:
-                    pipe.seal(self._payload[self._sealed : self._sealed + RECORD_LIMIT])
-                    self._sealed = min(self._sealed + RECORD_LIMIT, out.nbytes)
+                    pipe.seal(self._payload[self._sealed : self._sealed + self._limit])
+                    self._sealed = min(self._sealed + self._limit, out.nbytes)
                     self._out_turn = (turn + 1) % len(pipes)
                 if pipe.unsent:
                     moved = pipe.flush() or moved
@@ -139,7 +143,7 @@ class SealedLane(SocketLane):
 
     def _open_next(self, incoming: Incoming, pipe: SealedPipe, length: int) -> None:
         got = incoming.got
-        _expect(length, min(RECORD_LIMIT, incoming.nbytes - got))
+        _expect(length, min(self._limit, incoming.nbytes - got))
         if incoming.dest is not None:
             pipe.open(incoming.dest[got : got + length])
             incoming.got = got + length

@@ -30,19 +30,31 @@ FIRST_BYTES: Final = HEADER_BYTES + SMALL_BYTES
 """The most plaintext in the first record of a transfer."""
 _AHEAD_BYTES: Final = 4096
 """How much is read past the end of a full record: enough for small ones that follow, little enough to copy."""
-_OUT_BYTES: Final = RECORD_LIMIT + FIRST_BYTES + 64 * OVERHEAD_BYTES
-_IN_BYTES: Final = RECORD_LIMIT + OVERHEAD_BYTES + _AHEAD_BYTES
+_OUT_BYTES: Final = FIRST_BYTES + 64 * OVERHEAD_BYTES
+_IN_BYTES: Final = OVERHEAD_BYTES + _AHEAD_BYTES
+"""What a pipe has room for beside a record: to send, and to receive."""
 
 
 class SealedPipe:
     """One socket, with the records that are being sent and received on it. No method blocks."""
 
     __slots__ = (
-        *("_cipher_in", "_cipher_out", "_head", "_opener", "_renew_at", "_sealer", "_start", "_tail"),
+        *("_cipher_in", "_cipher_out", "_head", "_limit", "_opener", "_renew_at", "_sealer", "_start", "_tail"),
         *("sock", "unsent"),
     )
 
-    def __init__(self, sock: socket.socket, secret: bytes, lane: bytes, stream: int, *, dialler: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        lane: bytes,
+        stream: int,
+        *,
+        dialler: bool,
+        limit: int = RECORD_LIMIT,
+    ) -> None:
+        """`limit` is the most plaintext in one record."""
+        self._limit = limit
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -52,16 +64,16 @@ class SealedPipe:
         self._sealer = Sealer(keys[mine], lane, stream, mine)
         self._renew_at = monotonic() + REKEY_SECONDS
         self._opener = Opener(keys[theirs], lane, stream, theirs)
-        self._cipher_out = memoryview(bytearray(_OUT_BYTES))
+        self._cipher_out = memoryview(bytearray(limit + _OUT_BYTES))
         self._start = self.unsent = 0
         """`cipher_out[start:unsent]` is sealed and not sent yet; both are 0 if there is nothing to send."""
-        self._cipher_in = memoryview(bytearray(_IN_BYTES))
+        self._cipher_in = memoryview(bytearray(limit + _IN_BYTES))
         self._head = self._tail = 0
         """`cipher_in[head:tail]` has arrived and is not opened yet."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a record of RECORD_LIMIT may be sealed now."""
+        """Whether a record of the full length may be sealed now."""
         return self.unsent <= FIRST_BYTES + OVERHEAD_BYTES
 
     def seal(self, data: Bytes) -> None:
@@ -107,7 +119,7 @@ class SealedPipe:
         available = self._tail - self._head
         if available < LENGTH.size:
             return 0
-        length = record_length(self._cipher_in, self._head)
+        length = record_length(self._cipher_in, self._head, self._limit)
         return length if length + OVERHEAD_BYTES <= available else 0
 
     def open(self, into: Bytes) -> None:

@@ -17,6 +17,7 @@ from covey.base.numbers import Slot
 from covey.net import tcp
 from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
+from covey.net.lanes.stream import SocketLane
 from covey.plan import barrier, choose
 from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
@@ -283,6 +284,11 @@ class Attempt(EnginePart):
         """Return the networks that the lane to a rank goes over, if it goes over several."""
         lane = self.open_lane(rank)
         return lane.paths() if lane is not None else ()
+
+    def streams_of(self, rank: Rank) -> int:
+        """Return how many connections the lane to a rank has; 0 if it is not open, or shares memory."""
+        lane = self.open_lane(rank)
+        return len(lane.sockets()) if isinstance(lane, SocketLane) else 0
 
     def open_kinds(self) -> dict[Rank, str]:
         """Return the kinds of the open lanes, by rank."""

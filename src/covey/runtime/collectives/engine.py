@@ -209,6 +209,7 @@ class Engine:
         kinds = LaneKinds({rank: opened.get(rank) or self.roster.lane_kind(rank) for rank in others})
         kinds.executor = "compiled" if self.is_native else "Python"
         kinds.paths = {rank: self.attempt.paths_of(rank) for rank in self.attempt.ranks if rank in kinds}
+        kinds.streams = {rank: self.attempt.streams_of(rank) for rank in self.attempt.ranks if rank in kinds}
         return kinds
 
     # Operations

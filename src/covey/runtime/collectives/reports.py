@@ -89,6 +89,15 @@ class ControlReports(EnginePart):
             return False
         return engine.routing.lane_arrived(engine.roster.rank_of[seat], lane)
 
+    def sent_to(self, seat: Seat) -> tuple[int, int]:
+        """Return the bytes that were sent to `seat`, and in how many transfers."""
+        engine = self._owner()
+        rank = None if engine is None else engine.roster.rank_of.get(seat)
+        if engine is None or rank is None:
+            return 0, 0
+        traffic = engine.counters.recorder.traffic()[rank]
+        return traffic.sent_bytes, traffic.sends
+
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None:
         """Return the operation, `least` or later, from which this end wants to use another lane to `seat`.
 

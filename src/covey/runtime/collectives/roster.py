@@ -26,6 +26,8 @@ class LaneKinds(dict[int, str]):
     """What moves the data: "compiled", or "Python". `covey --version` says why."""
     paths: Mapping[int, tuple[LanePath, ...]] = types.MappingProxyType({})
     """By rank: the networks of a lane that goes over several, with the share of each; empty for other lanes."""
+    streams: Mapping[int, int] = types.MappingProxyType({})
+    """By rank: how many connections an open lane has; 0 if none is open, or if it shares memory."""
 
 
 class GroupRoster:

@@ -72,7 +72,8 @@ class Description(Issuer):
         """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory.
 
         The attribute `executor` of the result is "compiled" or "Python": what moves the data. `paths` has, by rank, the
-        networks of a lane that goes over several of them (`covey.LanePath`).
+        networks of a lane that goes over several of them (`covey.LanePath`); `streams` has the number of connections of
+        each lane.
         """
         return self._engine.lane_kinds()
 

@@ -81,6 +81,8 @@ class PeerLink:
     """The address of the relay that the lane goes through, or the link before there is a lane; empty if none."""
     paths: tuple[LanePath, ...] = ()
     """The networks that the lane goes over, if it goes over several."""
+    streams: int = 0
+    """How many connections the lane has; 0 if it is not open, or shares memory."""
     is_resting: bool = False
     """Whether the control link has no connection until there is something to say, as most have in large runs."""
 
@@ -181,5 +183,6 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         rate,
         relay,
         engine.attempt.paths_of(rank),
+        engine.attempt.streams_of(rank),
         is_resting=link is not None and link.is_resting,
     )

@@ -55,6 +55,9 @@ class RegisteredGroup(Protocol):
 
     def lane_arrived(self, peer: Seat, purpose: str, lane: Any) -> bool: ...
 
+    def sent_to(self, seat: Seat) -> tuple[int, int]:
+        """Return the bytes that were sent to a member, and in how many transfers."""
+
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None: ...
 
     def accept_switch(self, seat: Seat, attempt: int, lane: Any, sequence: int) -> int | None: ...

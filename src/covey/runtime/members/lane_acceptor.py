@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.settings import STREAMS_LIMIT
+from covey.net import descriptors
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.links.handshake import receive_exactly
@@ -79,6 +80,8 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        if offer.purpose == REPLACEMENT and offer.streams > 1 and offer.streams > descriptors.left():
+            return f"this process cannot open {offer.streams} streams; raise the limit with ulimit -n"
         if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):
             return f"a lane of kind {offer.kind!r} for {offer.purpose!r} is not over several networks"
         if offer.is_striped and not self._node.stripes.is_allowed:

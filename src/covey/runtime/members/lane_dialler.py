@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.net.lanes import memory, shm
@@ -34,6 +34,8 @@ from covey.runtime.members.lane_table import PURPOSES, LaneKey, lane_key
 from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from covey.base.numbers import Seat
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.members.lane_table import LaneTable
@@ -45,6 +47,9 @@ logger = logging.getLogger("covey")
 LANE_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 DIALS_AT_ONCE: Final = 256
+STREAMS_AT_ONCE: Final = 8
+"""Connections of one lane that are opened at the same time: each takes several round trips, and a door has room for few
+that have not proved the key yet."""
 SCARCE_SECONDS: Final = 10.0
 """Shortest time between two log lines about lanes that cannot be opened for want of a descriptor."""
 MEASURE_SECONDS: Final = 1.0
@@ -58,6 +63,15 @@ NO_RINGS: Final = "this end has no rings in shared memory"
 """The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
 
 
+class LaneShape(NamedTuple):
+    """The connections of a replacement; without either, as many as a new lane would have."""
+
+    ways: Sequence[Where] = ()
+    """One connection over each of these addresses."""
+    streams: int = 0
+    """So many connections, each over the best address."""
+
+
 class LaneDialler:
     """Dials the lanes of one node."""
 
@@ -66,8 +80,8 @@ class LaneDialler:
         self._dialling: set[LaneKey] = set()
         self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
         """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
-        self._striped: dict[LaneKey, list[Where]] = {}
-        """Replacements over several networks: the address for each of their connections."""
+        self._shapes: dict[LaneKey, LaneShape] = {}
+        """Replacements whose connections are not those that a new lane would have."""
         self._log = LimitedLog(SCARCE_SECONDS)
 
     def open(self, key: LaneKey) -> None:
@@ -76,10 +90,10 @@ class LaneDialler:
         if future is not None and not future.done():  # else it is open, or not wanted any more
             self._open(key, again=False)
 
-    def open_striped(self, key: LaneKey, ways: list[Where]) -> None:
-        """Dial a replacement with one connection over each of these addresses. It is tried once."""
+    def open_as(self, key: LaneKey, shape: LaneShape) -> None:
+        """Dial a replacement with these connections. It is tried once."""
         if key not in self._dialling:
-            self._striped[key] = ways
+            self._shapes[key] = shape
             self.open(key)
 
     def replace(self, key: LaneKey) -> None:
@@ -130,7 +144,7 @@ class LaneDialler:
                     self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
-                    if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._striped:
+                    if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._shapes:
                         raise
                     if isinstance(error, ScarceError):
                         self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
@@ -146,7 +160,7 @@ class LaneDialler:
             self._table.failed(key, ConnectError(f"{name}: {error}"))
         finally:
             self._dialling.discard(key)
-            self._striped.pop(key, None)
+            self._shapes.pop(key, None)
 
     async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
@@ -165,8 +179,8 @@ class LaneDialler:
                 kind, capacity = "unix", 0
         if kind in SEALED_KINDS:
             await _measured(peer)
-        striped = self._striped.get(key, [])
-        streams = len(striped) or stream_count(self._node, peer, kind, purpose)
+        shape = self._shapes.get(key, LaneShape())
+        streams = len(shape.ways) or shape.streams or stream_count(self._node, peer, kind, purpose)
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES),
             secrets.token_bytes(SECRET_BYTES),
@@ -176,16 +190,12 @@ class LaneDialler:
             capacity,
             streams,
             attempt,
-            bool(striped),
+            bool(shape.ways),
         )
         socks: list[socket.socket] = []
         try:
             udp_port = await self._make_offer(peer, offer)
-            for stream in range(streams):
-                ways = striped[stream : stream + 1] or self._node.ways_to(peer, offer.kind)
-                if offer.kind == "quic":
-                    ways = self._node.lanes.quic.ways(ways, udp_port)
-                socks.append(await self._open_stream(peer, offer, stream, ways))
+            socks = await self._open_streams(peer, offer, udp_port, shape.ways)
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
@@ -244,6 +254,31 @@ class LaneDialler:
 
     # Connections
 
+    async def _open_streams(
+        self, peer: Peer, offer: messages.Offer, udp_port: int, each: Sequence[Where]
+    ) -> list[socket.socket]:
+        """Open the connections of an offered lane, a few at a time; if one fails, close the others.
+
+        `each` has the address for each of them, unless all may use any address of the peer.
+        """
+        turns = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+        async def open_one(stream: int) -> socket.socket:
+            async with turns:
+                ways = list(each[stream : stream + 1]) or self._node.ways_to(peer, offer.kind)
+                if offer.kind == "quic":
+                    ways = self._node.lanes.quic.ways(ways, udp_port)
+                return await self._open_stream(peer, offer, stream, ways)
+
+        tasks = [asyncio.ensure_future(open_one(stream)) for stream in range(offer.streams)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_close_unwanted)
+            raise
+
     async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int, ways: list[Where]) -> socket.socket:
         """Connect to the first address that works; both ends prove that they know the key of the offered lane.
 
@@ -276,6 +311,11 @@ class LaneDialler:
                 reason = getattr(sock, "problem", "") or error
                 raise ConnectError(f"{name} hung up on the lane: {reason}") from error
             raise
+
+
+def _close_unwanted(task: asyncio.Future[socket.socket]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
 
 
 async def _measured(peer: Peer) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.runtime import loop as control
 from covey.runtime.links.sockets import relay_of
+from covey.runtime.members.lane_dialler import LaneShape
 from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
 from covey.runtime.members.stripes import is_striped
 from covey.wire import messages
@@ -52,6 +53,8 @@ class LaneMoves:
         """By replacement: the operation that this end has proposed and that is not answered, and how often it tried."""
         self._answered: dict[LaneKey, tuple[int, messages.MoveLane | None]] = {}
         """By replacement: the operation that was proposed to this end last, and the answer."""
+        self._again: set[LaneKey] = set()
+        """Replacements that were being opened, over another path, when their lanes should move: these move later."""
 
     def stripe(self, peer: Seat, ways: list[Where]) -> None:
         """Replace the sealed lanes for collectives with a peer by lanes over all these addresses."""
@@ -62,7 +65,18 @@ class LaneMoves:
                 continue
             if self._table.get(replacement) is None:
                 self._want(replacement)
-                self._dialler.open_striped(replacement, ways)
+                self._dialler.open_as(replacement, LaneShape(ways=ways))
+
+    def reopen(self, key: LaneKey, streams: int) -> None:
+        """Replace a sealed lane for collectives by one with so many streams."""
+        if not self.is_replacing(key):
+            replacement = key._replace(purpose=REPLACEMENT)
+            self._want(replacement)
+            self._dialler.open_as(replacement, LaneShape(streams=streams))
+
+    def is_replacing(self, key: LaneKey) -> bool:
+        """Tell whether another lane is about to take the place of this one."""
+        return self._table.get(key._replace(purpose=REPLACEMENT)) is not None
 
     def _want(self, replacement: LaneKey) -> None:
         wanted = self._table.want(replacement)
@@ -71,23 +85,25 @@ class LaneMoves:
     def move(self, peer: Seat) -> None:
         """Open all lanes with a peer anew, over its best address. This end must be the one that dials."""
         self._proposed = {key: each for key, each in self._proposed.items() if not self._table.is_over(key)}
+        self._again = {key for key in self._again if not self._table.is_over(key)}
         for key, future in self._table.of_peer(peer):
             if not future.done() or future.exception() is not None:
                 continue
             replacement = key._replace(purpose=REPLACEMENT)
             if key.purpose == "messages":
                 self._dialler.replace(key)
-            elif (
-                key.purpose == "collectives" and future.result().kind in TOLD_KINDS and not self._table.get(replacement)
-            ):
-                self._want(replacement)
-                self._dialler.open(replacement)
+            elif key.purpose == "collectives" and future.result().kind in TOLD_KINDS:
+                if self._table.get(replacement) is not None:
+                    self._again.add(replacement)
+                else:
+                    self._want(replacement)
+                    self._dialler.open(replacement)
 
     def _opened(self, key: LaneKey, done: Future[Any]) -> None:
         """Propose to use a replacement lane that this end has opened."""
         if done.exception() is not None:
             logger.info("no other lane to %s: %s", self._node.generation_table.name_of(key.peer), done.exception())
-            self._table.drop_replacement(key)
+            self._drop(key)
         else:
             self._propose(key, done.result(), 0, 1)
 
@@ -96,10 +112,23 @@ class LaneMoves:
         sequence = None if group is None else group.propose_switch(key.peer, key.attempt, lane, least)
         if sequence is None:
             self._proposed.pop(key, None)
-            self._table.drop_replacement(key)
+            self._drop(key)
             return
         self._proposed[key] = sequence, tries
         self._node.send(key.peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
+
+    def _drop(self, key: LaneKey) -> None:
+        """Give a replacement up."""
+        self._table.drop_replacement(key)
+        self._move_again(key)
+
+    def _move_again(self, replacement: LaneKey) -> None:
+        """Move a lane whose replacement, which is used or dropped now, did not go over the path that it should."""
+        if replacement in self._again:
+            self._again.discard(replacement)
+            if self._node.peers[replacement.peer].is_dialled and not self._table.is_over(replacement):
+                self._want(replacement)
+                self._dialler.open(replacement)
 
     def link_up(self, peer: Seat) -> None:
         """Repeat the proposals to a peer that has another link: they, or their answers, may be lost."""
@@ -129,7 +158,7 @@ class LaneMoves:
         if group is not None:
             group.settle_switch(seat, key.attempt, None)
         if tries >= TRIES or future is None or not future.done() or future.exception() is not None:
-            self._table.drop_replacement(key)
+            self._drop(key)
             return
         pause = min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**tries)
         least = max(sequence + 1, message.begun + 2**tries)
@@ -168,12 +197,17 @@ class LaneMoves:
 
     def _retire(self, key: LaneKey, old: Any, new: Any) -> None:
         peer = self._node.peers[key.peer]
+        streams, before = len(new.sockets()), len(old.sockets())
         if is_striped(new):
             text = f"{new.kind} lane spread over {_addresses(new)}"
+        elif streams != before and not is_striped(old) and _addresses(old) == _addresses(new):
+            reason = self._node.stream_trials.reason(key.peer)
+            text = f"{new.kind} lane has {streams} streams instead of {before}" + (f": {reason}" if reason else "")
         else:
             text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
         self._node.generation_table.tell_of_peer("striped" if is_striped(new) else "moved", peer, text)
         self._node.spawn(self._close_when_ended(old))
+        self._move_again(key._replace(purpose=REPLACEMENT))
 
     async def _close_when_ended(self, old: Any) -> None:
         """Close a lane once the other end does not use it any more; its group closes it, if it ends before that.

@@ -162,6 +162,15 @@ class LaneTable:
         with self._lock:
             return [(key, future) for key, future in self._lanes.items() if key.peer == peer]
 
+    def open_lanes(self, purpose: str) -> list[tuple[LaneKey, Any]]:
+        """Return all open lanes for a purpose."""
+        with self._lock:
+            return [
+                (key, future.result())
+                for key, future in self._lanes.items()
+                if key.purpose == purpose and _is_open(future)
+            ]
+
     def of_group(self, group: int, purpose: str) -> dict[Seat, Any]:
         """Return the open lanes of a group, by peer."""
         with self._lock:

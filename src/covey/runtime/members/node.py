@@ -38,6 +38,7 @@ from covey.runtime.members.path_monitor import PathMonitor
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
+from covey.runtime.members.stream_trials import StreamTrials
 from covey.runtime.members.stripes import Stripes
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
@@ -125,6 +126,7 @@ class Node:
         self.departures = DeparturesTold(self)
         self.paths = PathMonitor(self)
         self.stripes = Stripes(self)
+        self.stream_trials = StreamTrials(self)
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()

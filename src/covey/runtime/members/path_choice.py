@@ -13,6 +13,7 @@ import enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.proto.relay_trips import is_clearly_shorter
+from covey.runtime.members.trials import Rests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,10 +24,6 @@ SHORTER: Final = 0.5
 """A round trip is much shorter if it is at most this share of the other one..."""
 SHORTER_SECONDS: Final = 0.001
 """... and if the difference is at least this: below, it is the work of schedulers rather than of networks."""
-FIRST_REST_SECONDS: Final = 10.0
-MOST_REST_SECONDS: Final = 600.0
-"""How long paths of the same kind are no reason for a trial after the last one: twice as long each time. What covey
-itself sends makes the round trip of the path in use longer, whichever it is."""
 
 
 class Quality(NamedTuple):
@@ -74,7 +71,9 @@ class PathChoice:
         """By address: why it may be better, and how often it was."""
         self._familiar: set[str] | None = None
         """The networks that are known, and have not just appeared; None before the first look."""
-        self._rest, self._rest_until = FIRST_REST_SECONDS, 0.0
+        self._rests = Rests()
+        """Meanwhile paths of the same kind are no reason for a trial: what covey itself sends makes the round trip of
+        the path in use longer, whichever it is."""
 
     @property
     def is_undecided(self) -> bool:
@@ -101,8 +100,7 @@ class PathChoice:
             return None
         best = min(ready, key=lambda way: (seen[way].is_relayed, seen[way]))
         if scores[best][0].needs_trial:
-            self._rest_until = now + self._rest
-            self._rest = min(MOST_REST_SECONDS, 2 * self._rest)
+            self._rests.begin(now)
         return best, scores[best][0]
 
     def _reason(self, used: Quality | None, other: Quality, now: float) -> MoveReason | None:
@@ -116,7 +114,7 @@ class PathChoice:
             return MoveReason.RELAY if is_nearer else None
         if other[:2] < used[:2] and not _is_shorter(used.round_trip, other.round_trip):
             return MoveReason.MEDIUM
-        if other[:2] > used[:2] or other.network == used.network or now < self._rest_until:
+        if other[:2] > used[:2] or other.network == used.network or not self._rests.is_over(now):
             return None
         if self._familiar is not None and other.network not in self._familiar:
             return MoveReason.APPEARED

@@ -108,6 +108,7 @@ class PathMonitor:
             peers = [peer for peer in self._node.peers.values() if self._is_watched(peer)]
             if not peers:
                 continue
+            self._node.stream_trials.look(peers)
             from covey.net.discovery.interfaces import recent_interfaces  # of no use to ranks that share memory
 
             try:

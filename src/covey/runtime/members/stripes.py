@@ -15,12 +15,12 @@ import asyncio
 import sys
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.net import tcp
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.members.path_choice import FIRST_REST_SECONDS, MOST_REST_SECONDS
+from covey.runtime.members.trials import LaneTrial, Rests, TrialVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +38,6 @@ JUDGED_BYTES: Final = 32 << 20
 """What a lane over several networks sends before it is compared with the one before."""
 LEAST_SHARE: Final = 0.2
 """A network is used if it carries so much of what the lane does on the best one: less is not worth its delays."""
-CLEAR_GAIN: Final = 1.1
-"""What a lane over several networks must do, compared with the one before."""
 MOST_NETWORKS: Final = 4
 TRIAL_BYTES: Final = 1 << 20
 TRIAL_SECONDS: Final = 0.3
@@ -98,14 +96,15 @@ class _Peer:
 
     ways: list[Where]
     """The address on each network; empty if only one is used."""
-    before: float = 0.0
-    """Bytes a second of the lane over one network."""
-    is_confirmed: bool = False
-    """Whether more networks have turned out to be faster."""
+    trial: LaneTrial = field(default_factory=lambda: LaneTrial(0.0))
+    """Whether more networks have turned out to be faster than one."""
     gone: int = 0
     """How often in a row one of them was silent."""
-    rest: float = FIRST_REST_SECONDS
-    rest_until: float = 0.0
+    rests: Rests = field(default_factory=Rests)
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.trial.verdict is TrialVerdict.FASTER
 
 
 class Stripes:
@@ -121,6 +120,10 @@ class Stripes:
     def is_allowed(self) -> bool:
         """Whether lanes of this node may go over several networks."""
         return self._node.config.stripe == "auto" and not self._node.config.limit and sys.platform == "linux"
+
+    def has_several(self, seat: Seat) -> bool:
+        """Tell whether several networks to a peer are used, or being tried."""
+        return seat in self._peers and bool(self._peers[seat].ways)
 
     # Every striped lane, at both ends
 
@@ -150,7 +153,7 @@ class Stripes:
 
         Returns an address to move the lanes to, if it is so much faster that their own network would add nothing.
         """
-        if not self.is_allowed:
+        if not self.is_allowed or self._node.stream_trials.is_trying(peer.seat):
             return None
         state = self._peers.setdefault(peer.seat, _Peer([]))
         lanes = [
@@ -164,7 +167,7 @@ class Stripes:
         busy = [
             speed for lane in lanes if not is_striped(lane) for sent, speed in [sending(lane)] if sent >= LEAST_BYTES
         ]
-        if not busy or time.monotonic() < state.rest_until:
+        if not busy or not state.rests.is_over(time.monotonic()):
             return None
         if state.is_confirmed and state.ways:  # a lane of another group, or of another view
             self._node.lanes.moves.stripe(peer.seat, state.ways)
@@ -180,14 +183,14 @@ class Stripes:
         used, tried = peer.way, {}
         for way in others:
             tried[way] = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
-        self._rest(state)
+        state.rests.begin(time.monotonic())
         good = worth_using(used, now, tried)
         if peer.way != used or not self._node.peers[peer.seat].is_dialled:
             return None
         if used not in good:
             return good[0]
         if len(good) > 1:
-            state.ways, state.before, state.is_confirmed, state.gone = good, now, False, 0
+            state.ways, state.trial, state.gone = good, LaneTrial(now), 0
             self._node.lanes.moves.stripe(peer.seat, state.ways)
         return None
 
@@ -195,17 +198,13 @@ class Stripes:
         """Stop to use several networks if one of them is gone, or if that is not faster."""
         state.gone = 0 if all(way in seen for way in state.ways) else state.gone + 1
         judged = [speed for lane in striped for sent, speed in [sending(lane)] if sent >= JUDGED_BYTES]
-        is_slow = bool(judged) and not state.is_confirmed and max(judged) < CLEAR_GAIN * state.before
-        if judged and not is_slow and not state.is_confirmed:
-            state.is_confirmed, state.rest = True, FIRST_REST_SECONDS
+        if judged and not state.is_confirmed and state.trial.judge(max(judged)) is TrialVerdict.FASTER:
+            state.rests.shorten()
+        is_slow = state.trial.verdict is TrialVerdict.NOT_FASTER
         if is_slow or state.gone >= GONE_LOOKS or peer.way not in state.ways:
-            self._rest(state)
+            state.rests.begin(time.monotonic())
             state.ways = []
             if striped:
                 self._node.lanes.moves.move(peer.seat)
-        elif not striped and not state.is_confirmed and time.monotonic() >= state.rest_until:
+        elif not striped and not state.is_confirmed and state.rests.is_over(time.monotonic()):
             state.ways = []  # it was refused, or could not be opened
-
-    def _rest(self, state: _Peer) -> None:
-        state.rest_until = time.monotonic() + state.rest
-        state.rest = min(MOST_REST_SECONDS, 2 * state.rest)
