@@ -301,7 +301,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
     send_vote = node.send_vote
     lies: list[Promise] = []
 
-    def send_lies(seat: int, message: Any) -> None:
+    def send_lies(seat: int, message: Any, **_: Any) -> None:
         vote = membership.decode_membership(message.body)
         if isinstance(vote, Promise) and seat == 0:  # in every ballot, for one that is over is not looked at
             lies.append(vote)

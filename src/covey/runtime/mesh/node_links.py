@@ -97,7 +97,7 @@ class NodeLinks:
         """Forget a link that ended, and use another; False if there is none left."""
         del remote.links[link]
         if remote.links and remote.link is link:
-            remote.link = next(reversed(remote.links))
+            remote.link = max(remote.links, key=lambda each: each.heard_at)
             self._listener.link_changed(remote)
         return bool(remote.links)
 
@@ -127,12 +127,12 @@ class NodeLinks:
 
     def _replace(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
         """Use another link instead of a silent one. Messages on the silent one may be lost."""
-        silent, remote.links = list(remote.links), {}
+        silent = list(remote.links)
         remote.heard_at = time.monotonic()
         self.use(remote, link, way)
         remote.ping()
         for each in silent:
-            asyncio.get_running_loop().call_later(RETIRE_SECONDS, each.abort)
+            _retire(remote, each, at_once=True)
         self._listener.link_replaced(remote)
 
     def swap(self, remote: RemoteNode) -> bool:
@@ -187,11 +187,15 @@ class NodeLinks:
         self._listener.link_changed(remote)
 
 
-def _retire(remote: RemoteNode, link: Link) -> None:
-    """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch."""
+def _retire(remote: RemoteNode, link: Link, *, at_once: bool = False) -> None:
+    """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch.
+
+    Until then it is kept: the node that dialled the link in use may have chosen another of its addresses, and the other
+    node may not have noticed that this link was silent. With `at_once`, what it holds is not sent before it is closed.
+    """
 
     def close() -> None:
-        if remote.link is not link:  # else the one that was used instead has ended meanwhile
-            link.close()
+        if remote.link is not link:
+            (link.abort if at_once else link.close)()
 
     asyncio.get_running_loop().call_later(RETIRE_SECONDS, close)
