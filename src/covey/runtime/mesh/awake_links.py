@@ -23,21 +23,41 @@ class AwakeLinks:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._view = (-1, -1)
+        self._ranks: frozenset[int] = frozenset()
         self._neighbours: frozenset[int] = frozenset()
 
-    def includes(self, seat: Seat) -> bool:
-        """Tell whether the link with a seat stays awake: always, while it is open which members the run has."""
-        generation = self._node.generation
-        if generation is None or generation.is_over or not generation.is_sparse or self._node.is_closing:
-            return True
-        ranks, rank, leader = generation.view.ranks, generation.rank_of(seat), generation.view_driver.leader()
-        is_member = rank is not None and rank in ranks and generation.rank in ranks
-        if not is_member or leader is None or leader in (rank, generation.rank):
-            return True
-        return self._node.peers[seat].state is not PeerState.ACTIVE or rank in self._near(generation)
+    def wants(self, seat: Seat) -> bool:
+        """Tell whether the link with a seat is to be awake, and to be woken if it rests."""
+        generation = self._generation()
+        if generation is None or not generation.is_sparse:
+            return generation is not None
+        return self._are_members(generation, seat) and self._are_near(generation, seat)
 
-    def _near(self, generation: Generation) -> frozenset[int]:
+    def may_rest(self, seat: Seat) -> bool:
+        """Tell whether the link with a seat may rest: not while it is open which members there are, or which leads."""
+        generation = self._generation()
+        if generation is None or not generation.is_sparse or not self._are_members(generation, seat):
+            return False
+        is_calm = generation.view_driver.leader() is not None and self._node.peers[seat].state is PeerState.ACTIVE
+        return is_calm and not self._are_near(generation, seat)
+
+    def _generation(self) -> Generation | None:
+        """Return the generation that this node is in, with its members and neighbours noted."""
+        generation = self._node.generation
+        if generation is None or generation.is_over or self._node.is_closing:
+            return None
         if (number := (generation.number, generation.view.number)) != self._view:
-            overlay = Overlay(generation.topology, len(generation.seats), generation.view.ranks)
-            self._view, self._neighbours = number, overlay.neighbours(generation.rank)
-        return self._neighbours
+            self._view, self._ranks, self._neighbours = number, frozenset(generation.view.ranks), frozenset()
+            if generation.is_sparse and generation.rank in self._ranks:
+                overlay = Overlay(generation.topology, len(generation.seats), self._ranks)
+                self._neighbours = overlay.neighbours(generation.rank)
+        return generation
+
+    def _are_members(self, generation: Generation, seat: Seat) -> bool:
+        """Tell whether this node and that of a seat are in the view."""
+        return generation.rank in self._ranks and generation.rank_of(seat) in self._ranks
+
+    def _are_near(self, generation: Generation, seat: Seat) -> bool:
+        """Tell whether the node of a seat is a neighbour, or one of the two leads."""
+        rank, leader = generation.rank_of(seat), generation.view_driver.leader()
+        return rank in self._neighbours or leader in (rank, generation.rank)

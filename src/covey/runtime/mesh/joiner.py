@@ -280,8 +280,11 @@ class Joiner(MeshListener):
         if self.member is not None:
             self.member.link_woke(remote)
 
-    def stays_awake(self, remote: RemoteNode) -> bool:
-        return self.member is None or remote.seat < 0 or self.member.awake.includes(remote.seat)
+    def may_rest(self, remote: RemoteNode) -> bool:
+        return self.member is not None and remote.seat >= 0 and self.member.awake.may_rest(remote.seat)
+
+    def wants_awake(self, remote: RemoteNode) -> bool:
+        return self.member is not None and remote.seat >= 0 and self.member.awake.wants(remote.seat)
 
     def arrived(self, remote: RemoteNode) -> None:
         if self.member is not None and remote.seat >= 0:

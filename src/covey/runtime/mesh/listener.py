@@ -34,9 +34,13 @@ class MeshListener:
     def link_woke(self, remote: RemoteNode) -> None:
         """Called when a link that rested was replaced by another; nothing is lost."""
 
-    def stays_awake(self, remote: RemoteNode) -> bool:
-        """Tell whether the link with a node must not rest."""
-        return True
+    def may_rest(self, remote: RemoteNode) -> bool:
+        """Tell whether the link with a node may rest."""
+        return False
+
+    def wants_awake(self, remote: RemoteNode) -> bool:
+        """Tell whether the link with a node is to be woken if it rests."""
+        return False
 
     def may_change_link(self, remote: RemoteNode) -> bool:
         """Tell whether the link in use may be changed now: messages on the old one may be overtaken."""

@@ -54,7 +54,7 @@ class RestingLinks:
             await asyncio.sleep(LOOK_SECONDS)
             for remote in list(self._mesh.met.values()):
                 if remote.is_resting:
-                    if self._mesh.listener.stays_awake(remote):
+                    if self._mesh.listener.wants_awake(remote):
                         remote.send(messages.Ping(0))
                 elif self._mesh.card.id < remote.card.id and self._may_rest(remote):
                     remote.send(messages.Rest(is_agreed=False))
@@ -81,7 +81,7 @@ class RestingLinks:
         link = remote.link
         is_plain = link is not None and not link.relay and len(remote.links) == 1 and not remote.is_measuring
         is_idle = time.monotonic() - remote.used_at > IDLE_SECONDS and not remote.is_silent()
-        if not is_plain or not is_idle or self._mesh.listener.stays_awake(remote):
+        if not is_plain or not is_idle or not self._mesh.listener.may_rest(remote):
             return False
         if remote.is_reachable is None and not remote.is_dialled and remote not in self._trying:
             self._trying.add(remote)
