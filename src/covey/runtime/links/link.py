@@ -247,6 +247,11 @@ class Link(asyncio.Protocol):
         if len(self._waiting) == 1:
             self._wake()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something was sent while this link rested, and is not on its way yet."""
+        return bool(self._waiting)
+
     def replaced(self) -> list[bytes]:
         """Return what was sent while this link rested: another link has replaced it, which sends that."""
         self.catch_up()  # the other end may have sent something before it closed the connection

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from covey.runtime.tasks import Tasks
 
 CLOSE_SECONDS: Final = 1.0
-"""How long goodbyes may take."""
+"""How long goodbyes may take, and before them links to wake over which something is to be said."""
+WAKE_LOOK_SECONDS: Final = 0.01
 
 
 class Closeable(Protocol):
@@ -24,14 +25,25 @@ class Closeable(Protocol):
     async def close(self) -> None: ...
 
 
+async def _wake(node: Node) -> None:
+    """Wait for links that are being woken: others may depend on what waits there, such as the last view."""
+    until = asyncio.get_running_loop().time() + CLOSE_SECONDS
+    while any(peer.link is not None and peer.link.has_waiting for peer in node.peers.values()):
+        if asyncio.get_running_loop().time() > until:
+            return
+        await asyncio.sleep(WAKE_LOOK_SECONDS)
+
+
 async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
     """Say goodbye to all processes, and end the tasks of the node, its parts, and all links. On the control loop."""
     node.generation_table.note_end()
     if node.generation_table.keeper is not None:
         node.generation_table.keeper.send(messages.Goodbye())
+    await _wake(node)
     links = [peer.link for peer in node.peers.values() if peer.link is not None]
     for link in links:
-        link.send(messages.encode(messages.Goodbye()))
+        if not link.is_resting:
+            link.send(messages.encode(messages.Goodbye()))
         link.close()
     await tasks.close()
     node.lanes.acceptor.stop_expecting()

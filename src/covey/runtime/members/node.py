@@ -378,7 +378,7 @@ class Node:
             self._is_closed.wait(4 * CLOSE_SECONDS)  # another thread is at it
             return
         try:
-            control.finish(leave(self, self._tasks, self._closes), 2 * CLOSE_SECONDS, self._on_close)
+            control.finish(leave(self, self._tasks, self._closes), 3 * CLOSE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
             self.lanes.quic.close()
