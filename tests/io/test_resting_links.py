@@ -111,6 +111,10 @@ def test_links_rest_between_members_that_are_no_neighbours_and_the_run_goes_on(
     expected = scene.expected(thread_run.config.topology)
     assert expected
     until(lambda: scene.resting() == expected)
+    shown = {
+        (rank, link.rank) for rank, group in scene.groups.items() for link in group.node.links() if link.is_resting
+    }
+    assert shown == expected
     assert scene.go_on(summed, summed) == [[ALL, ALL]] * SIZE
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 
 from covey.testing.netns import Lan
 
@@ -63,12 +64,7 @@ def run(lan: Lan, **options: Any) -> list[dict[str, Any]]:
         **options,
     }
     processes = [host.popen([sys.executable, "-c", PROGRAM, json.dumps(given)]) for host in lan.hosts]
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 0, err
-        said.append(json.loads(out))
-    return said
+    return pipes.reports(processes, DEADLINE)
 
 
 def test_streams_that_wait_for_acknowledgements_are_multiplied_and_kept(lan: Lan) -> None:

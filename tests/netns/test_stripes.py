@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 
 from covey.testing.netns import Lan
 
@@ -76,12 +77,7 @@ def run(
             assert process.stdout.readline() == "striped\n", process.communicate()[1]
         time.sleep(0.1)
         lan.hosts[1].run(["ip", "link", "set", dies, "down"])
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 0, err
-        said.append(json.loads(out))
-    return said
+    return pipes.reports(processes, DEADLINE)
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,7 @@ def run(lan: Lan, count: int, number: int, **options: Any) -> list[dict[str, Any
         host.popen([sys.executable, "-c", PROGRAM, json.dumps({"rank": rank, **place, **options})])
         for rank, host in enumerate(lan.hosts)
     ]
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 0, err
-        said.append(json.loads(out))
-    return said
+    return pipes.reports(processes, DEADLINE)
 
 
 def same(said: Sequence[dict[str, Any]], *names: str) -> None:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -24,13 +24,19 @@ from covey.testing.invariants import BrokenError
 from covey.testing.workers import Age, Bytes, Job, Token, Worker
 from covey.wire.membership import Fate, Record, State, Verdict, View, decode_membership, encode_membership
 
+PlayT = TypeVar("PlayT", bound=Play)
+
 
 def perform(seed: int) -> Play:
-    play = play_of(seed)
+    return performed(play_of(seed))
+
+
+def performed(play: PlayT) -> PlayT:
+    """Perform a play; fail with its story if it breaks an invariant."""
     try:
         play.perform()
     except BrokenError as broken:
-        pytest.fail(f"seed {seed}: {broken}\n{play.story()[-20_000:]}")
+        pytest.fail(f"seed {play.seed}: {broken}\n{play.story()[-20_000:]}")
     return play
 
 

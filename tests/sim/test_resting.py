@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.sim.test_membership import MUTANTS, Patches, without_the_freeze
+from tests.sim.test_membership import MUTANTS, Patches, performed, without_the_freeze
 from tests.support.seeds import seeds
 
 from covey.proto.membership import answerer
@@ -21,12 +21,7 @@ from covey.testing.resting_churn import RestingPlay, play_of
 
 
 def perform(seed: int) -> RestingPlay:
-    play = play_of(seed)
-    try:
-        play.perform()
-    except BrokenError as broken:
-        pytest.fail(f"seed {seed}: {broken}\n{play.story()[-20_000:]}")
-    return play
+    return performed(play_of(seed))
 
 
 @pytest.mark.parametrize("batch", seeds(1))

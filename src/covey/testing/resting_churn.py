@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from covey.proto.changes import Quorum
-from covey.proto.overlay import Overlay, topology_of
+from covey.proto.overlay import Overlay, Topology
 from covey.testing.churn import Play, main
 from covey.testing.resting import RestingWorld
 
@@ -52,7 +52,7 @@ class RestingPlay(Play):
         if self.topology == "ring":
             after = {ranks[(ranks.index(rank) + 1) % len(ranks)]}
         else:
-            after = set(Overlay(topology_of(self.topology, len(self.ids)), len(self.ids), ranks).neighbours(rank))
+            after = set(Overlay(cast("Topology", self.topology), len(self.ids), ranks).neighbours(rank))
         leader = core.leader(self._clock(id))
         return {self.ids[other] for other in after | {rank if leader is None else leader} if other != rank}
 

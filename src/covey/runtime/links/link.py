@@ -209,10 +209,14 @@ class Link(asyncio.Protocol):
             while data := self._sock.recv(1 << 16):
                 self.data_received(data)
 
-    def send(self, body: bytes) -> None:
-        """Send a frame. Returns at once; the frame is dropped if the link has ended or the peer does not read."""
+    def send(self, body: bytes, *, wakes: bool = True) -> None:
+        """Send a frame. Returns at once; the frame is dropped if the link has ended or the peer does not read.
+
+        If the link rests, the frame wakes it, or is dropped if it is not worth that.
+        """
         if self.is_resting:
-            self._keep(body)
+            if wakes:
+                self._keep(body)
             return
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:

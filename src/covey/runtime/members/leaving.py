@@ -42,8 +42,7 @@ async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
     await _wake(node)
     links = [peer.link for peer in node.peers.values() if peer.link is not None]
     for link in links:
-        if not link.is_resting:
-            link.send(messages.encode(messages.Goodbye()))
+        link.send(messages.encode(messages.Goodbye()), wakes=False)
         link.close()
     await tasks.close()
     node.lanes.acceptor.stop_expecting()

@@ -233,8 +233,7 @@ class Node:
         """
         peer = self.peers[seat]
         if peer.link is not None:
-            if wakes or not peer.link.is_resting:
-                peer.link.send(messages.encode(message))
+            peer.link.send(messages.encode(message), wakes=wakes)
         elif peer.vote is not None:
             peer.vote(message)
 

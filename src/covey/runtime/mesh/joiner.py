@@ -226,8 +226,8 @@ class Joiner(MeshListener):
 
     def _send_to(self, id: bytes, message: messages.Control, *, wakes: bool = True) -> None:
         remote = self.mesh.met.get(id)
-        if remote is not None and (wakes or not remote.is_resting):
-            remote.send(message)
+        if remote is not None:
+            remote.send(message, wakes=wakes)
 
     def settled(self) -> None:
         """Note whether the run has formed."""

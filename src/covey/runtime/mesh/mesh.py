@@ -257,7 +257,7 @@ class Mesh:
         self._introduce_others_to(remote)
         for each in self.all_linked:
             if each is not remote:
-                each.mention(messages.Known((card,)))
+                each.send(messages.Known((card,)))
         remote.ping()
         self.listener.linked(remote)
 

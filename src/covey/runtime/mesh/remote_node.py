@@ -124,15 +124,10 @@ class RemoteNode:
             relay=link.relay,
         )
 
-    def send(self, message: messages.Control) -> None:
-        """Send a message on the link in use, if there is one."""
+    def send(self, message: messages.Control, *, wakes: bool = True) -> None:
+        """Send a message on the link in use, if there is one; one that rests gets it only if the message `wakes`."""
         if self.link is not None:
-            self.link.send(messages.encode(message))
-
-    def mention(self, message: messages.Control) -> None:
-        """Send a message that is not worth waking a link that rests."""
-        if not self.is_resting:
-            self.send(message)
+            self.link.send(messages.encode(message), wakes=wakes)
 
     def ping(self) -> None:
         """Send a ping, unless too many are unanswered or the link rests."""

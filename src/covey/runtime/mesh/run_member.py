@@ -277,7 +277,7 @@ class RunMember:
         self._core.ended(Ending(lineage, is_finished), time.monotonic())
         self._settle()
         for remote in (*self._mesh.met.values(), *self._mesh.keepers):
-            remote.mention(messages.Ended(self._mesh.run, lineage, is_finished))
+            remote.send(messages.Ended(self._mesh.run, lineage, is_finished), wakes=False)
 
     def fail(self, error: AuthError | ConfigError) -> None:
         """End the generation that the node is in with an error."""
