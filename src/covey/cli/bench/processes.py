@@ -21,7 +21,7 @@ from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import describe_end
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from covey.cli.bench.sweep import Case, Contender, Sweep
 
@@ -147,6 +147,8 @@ class RankProcesses:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 trouble[rank] = answer.error if isinstance(answer, Failed) else ""
         if trouble:
+            if all(trouble.values()):
+                trouble |= dict.fromkeys(self._died_after_answering(answers), "")
             raise self._failure(f"in {case}", trouble)
         if waiting:
             late = tuple(waiting)
@@ -155,6 +157,12 @@ class RankProcesses:
             )
             raise DeadlineError(what + self._last_output(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
+
+    def _died_after_answering(self, answered: Iterable[int]) -> list[int]:
+        """Return the ranks whose connection closed after their answer; another rank's operation may fail for that."""
+        ranks = {self._channels[rank].sock: rank for rank in answered}
+        closed, _, _ = select.select(list(ranks), [], [], GRACE_SECONDS)  # no rank speaks before the next order
+        return [ranks[sock] for sock in closed]
 
     def _answer(self, channel: RankChannel, deadline: float) -> Answer | None:
         try:
