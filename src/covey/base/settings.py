@@ -35,7 +35,7 @@ ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
 PLANS: Final = ("auto", "plain")
 STRIPE: Final = ("auto", "off")
-TOPOLOGY: Final = ("full", "kregular", "hypercube")
+TOPOLOGY: Final = ("auto", "full", "kregular", "hypercube")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
@@ -180,10 +180,10 @@ _ROWS: Final = (
         "that is measured to be faster. Linux only.",
     ),
     _of_group(
-        _NETWORK, "topology", OneOf(TOPOLOGY), "full",
+        _NETWORK, "topology", OneOf(TOPOLOGY), "auto",
         "Which control links stay open in a run of a cluster with `on_loss=\"continue\"`: `full` keeps all; `kregular` "
         "and `hypercube` keep those of each node with a few others and with the leader, and open others when there is "
-        "something to say. There, a newcomer may wait long for its seat.",
+        "something to say; `auto` is `kregular` for more than 32 nodes.",
     ),
     _of_group(
         _NETWORK, "limit", Rate(100_000, 10**12), 0,

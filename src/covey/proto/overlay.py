@@ -16,16 +16,25 @@ of its neighbours, at an end.
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 Topology: TypeAlias = Literal["full", "kregular", "hypercube"]
 SPARSE: Final[tuple[Topology, ...]] = ("kregular", "hypercube")
+FULL_UP_TO: Final = 32
+"""Members up to which `auto` keeps all links: below, a full mesh costs little, and no news takes a second step."""
 SCATTER: Final = 0x9E3779B1
 """Near 2**32 divided by the golden ratio, so that its multiples are spread evenly (Knuth, volume 3, 6.4); and one more
 than a multiple of four, so that repeated multiplication and addition passes all places (volume 2, 3.2.1.2)."""
+
+
+def topology_of(setting: str, size: int) -> Topology:
+    """Return the topology that a setting means for a run of this size; `auto` is full up to FULL_UP_TO members."""
+    if setting == "auto":
+        return "full" if size <= FULL_UP_TO else "kregular"
+    return cast("Topology", setting)
 
 
 class Overlay:

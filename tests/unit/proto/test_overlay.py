@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from tests.support.seeds import TIMES
 
-from covey.proto.overlay import SPARSE, Overlay, Topology
+from covey.proto.overlay import FULL_UP_TO, SPARSE, Overlay, Topology, topology_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -122,3 +122,9 @@ def test_a_member_alone_has_no_neighbours_and_one_of_two_has_the_other(topology:
     assert links_of(topology, 1, [0]) == {0: frozenset()}
     assert links_of(topology, 9, [7]) == {7: frozenset()}
     assert links_of(topology, 9, [7, 2]) == {7: {2}, 2: {7}}
+
+
+def test_a_setting_is_taken_as_it_is_and_auto_is_sparse_only_for_many() -> None:
+    assert [topology_of(setting, 1024) for setting in get_args(Topology)] == list(get_args(Topology))
+    assert topology_of("auto", FULL_UP_TO) == "full"
+    assert topology_of("auto", FULL_UP_TO + 1) == "kregular"

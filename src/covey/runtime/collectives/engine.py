@@ -162,6 +162,11 @@ class Engine:
         return self.atomic is not None
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether links with most ranks may rest."""
+        return self.generation is not None and self.generation.is_sparse
+
+    @property
     def live(self) -> tuple[Rank, ...]:
         """The ranks that have not been lost."""
         return self.roster.present() if self.atomic is None else self.atomic.attempt.ranks
@@ -283,7 +288,7 @@ class Engine:
         operation.call = call
         operation.timeout = limit
         operation.deadline = time.monotonic() + limit
-        operation.is_announced = False
+        operation.is_announced = operation.are_all_asked = False
         operation.warn_at = 0.0
         operation.info = NO_INFO
         operation.is_running = has_failed = True

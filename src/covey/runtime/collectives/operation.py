@@ -22,6 +22,8 @@ NO_INFO: Final[dict[str, Any]] = {}
 
 ANNOUNCE_SECONDS: Final = 0.2
 """After a stall of this length a rank asks the others which operation they are in."""
+WAKE_SECONDS: Final = 1.0
+"""How long ranks whose links rest have to answer: a link needs a handshake to wake."""
 
 
 class CurrentOperation(EnginePart):
@@ -36,7 +38,9 @@ class CurrentOperation(EnginePart):
         """The number of the last operation that returned, in a group that ends with its first loss."""
         self.timeout = self.deadline = 0.0
         self.is_announced = False
-        """Whether the other ranks were asked where they are."""
+        """Whether the other ranks were asked where they are; those whose links rest are not, at first."""
+        self.are_all_asked = False
+        """Whether the ranks whose links rest were asked as well, since the last warning."""
         self.warn_at = 0.0
         """When to warn about the stall next; 0 before the first stall."""
         self.is_running = False
@@ -51,6 +55,8 @@ class CurrentOperation(EnginePart):
         """Fail the group if the deadline has passed; `trouble` says what keeps the operation from finishing."""
         if time.monotonic() >= self.deadline:
             engine = self.engine
+            if engine.is_sparse:
+                self._ask_all()
             late = engine.stalls.late(())
             names = f"{engine.roster.describe(late)} {engine.stalls.excuse(late)}; " if late else ""
             text = (
@@ -70,12 +76,17 @@ class CurrentOperation(EnginePart):
             self._time_out(attempt, waiting_for)
         if not self.is_announced and now >= since + ANNOUNCE_SECONDS:
             self.is_announced = True
-            stalls.announce(self.sequence)
+            stalls.announce(self.sequence, wakes=False)
             if self.warn_at:  # this process itself was stopped: the others need time to answer
                 self.warn_at = max(self.warn_at, now + ANSWER_SECONDS)
         if not self.warn_at:
             self.warn_at = now + self.engine.config.warn_after
+        elif now >= self.warn_at and self.engine.is_sparse and not self.are_all_asked:
+            self.are_all_asked = True
+            stalls.announce(self.sequence)
+            self.warn_at = now + WAKE_SECONDS
         elif now >= self.warn_at:
+            self.are_all_asked = False
             self.warn_at = now + self.engine.config.warn_after
             waited = now - (self.deadline - self.timeout)
             late = stalls.late(waiting_for)
@@ -88,8 +99,7 @@ class CurrentOperation(EnginePart):
     def _time_out(self, attempt: Attempt, waiting_for: tuple[Rank, ...]) -> None:
         """Fail the group with a DeadlineError that names the late ranks."""
         engine, stalls = self.engine, self.engine.stalls
-        stalls.announce(self.sequence)  # a rank that could not answer before may answer now, and then is not late
-        engine.lane_trouble.await_news(ANSWER_SECONDS, lambda: engine.failure.has_happened)
+        self._ask_all()  # a rank that could not answer before may answer now, and then is not late
         attempt.check()
         late = stalls.late(waiting_for)
         text = (
@@ -98,3 +108,10 @@ class CurrentOperation(EnginePart):
         )
         engine.failure.declare(Fault("DeadlineError", text, late))
         attempt.check()
+
+    def _ask_all(self) -> None:
+        """Ask all ranks where they are, and give them time to answer."""
+        engine = self.engine
+        engine.stalls.announce(self.sequence)
+        seconds = WAKE_SECONDS if engine.is_sparse else ANSWER_SECONDS
+        engine.lane_trouble.await_news(seconds, lambda: engine.failure.has_happened)

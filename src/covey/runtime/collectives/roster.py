@@ -60,10 +60,10 @@ class GroupRoster:
         """Return the ranks whose processes have neither left nor been lost."""
         return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.is_gone)
 
-    def tell_others(self, message: messages.Control) -> None:
-        """Send a control message to all other ranks. Returns at once."""
+    def tell_others(self, message: messages.Control, *, wakes: bool = True) -> None:
+        """Send a control message to all other ranks; over links that rest only if it `wakes`. Returns at once."""
         if self.node is not None:
-            self.node.tell(self.others(), message)
+            self.node.tell(self.others(), message, wakes=wakes)
 
     def describe(self, ranks: tuple[Rank, ...]) -> str:
         """Return the ranks with their hosts and process ids, as error messages name them."""

@@ -66,12 +66,16 @@ class StallDiagnosis(EnginePart):
         self._is_concluded = False
         self._parted: set[Rank] = set()
 
-    def announce(self, sequence: int) -> None:
-        """Tell the other ranks what this rank called as operation `sequence`, and ask what they called."""
+    def announce(self, sequence: int, *, wakes: bool = True) -> None:
+        """Tell the other ranks what this rank called as operation `sequence`, and ask what they called.
+
+        Ranks whose links rest are left out unless it `wakes` them. Links that are awake connect all ranks, so if any
+        two called different things, two of them notice, and these ask all.
+        """
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
         engine = self.engine
-        engine.roster.tell_others(messages.Announce(engine.id, sequence, *self._mine(sequence)))
+        engine.roster.tell_others(messages.Announce(engine.id, sequence, *self._mine(sequence)), wakes=wakes)
 
     @property
     def is_comparing(self) -> bool:
@@ -83,7 +87,10 @@ class StallDiagnosis(EnginePart):
         return rank in self._parted
 
     def part(self) -> None:
-        """Send this rank's last calls to the others: a rank that only sends may exit before they compare."""
+        """Send this rank's last calls to the others: a rank that only sends may exit before they compare.
+
+        Ranks whose links rest hear of a difference from those that notice it.
+        """
         engine = self.engine
         if engine.node is None:
             return
@@ -97,7 +104,7 @@ class StallDiagnosis(EnginePart):
             else:
                 runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
         if runs:
-            engine.roster.tell_others(messages.Calls(engine.id, tuple(runs)))
+            engine.roster.tell_others(messages.Calls(engine.id, tuple(runs)), wakes=False)
 
     def recall(self, rank: Rank, calls: messages.Calls) -> None:
         """Note the last calls of a rank that has closed the group, and compare. On the control loop."""

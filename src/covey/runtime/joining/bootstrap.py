@@ -99,8 +99,8 @@ def join(
             uses more where that is measured to be faster (COVEY_STREAMS).
         stripe: `auto`: a secure lane uses several networks at once if that is measured to be faster; `off`: one
             (COVEY_STRIPE). Linux only.
-        topology: which control links of a run of many nodes stay open: `full`, `kregular` or `hypercube`
-            (COVEY_TOPOLOGY; default `full`): see docs/guides/networks.md.
+        topology: which control links of a run of many nodes stay open: `full`, `kregular`, `hypercube`, or `auto`
+            (COVEY_TOPOLOGY): see docs/guides/networks.md.
         limit: how much the processes of the run on this machine send to other machines together: `20M` or a number is
             bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux only.
         op_timeout: seconds that an operation may take, unless its own `timeout` is given (COVEY_TIMEOUT; default 30

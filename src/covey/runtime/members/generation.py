@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from covey.base.errors import ClosedError
 from covey.base.numbers import Rank
 from covey.base.text import FEW, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
+from covey.proto.overlay import topology_of
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.proto.changes import Quorum, QuorumLost, Waiting
-    from covey.proto.overlay import Topology
     from covey.runtime.members.node import Node
     from covey.wire import messages
     from covey.wire.membership import Record, View
@@ -88,7 +88,7 @@ class Generation:
         self.patience = patience
         # A launcher's ranks dial each other by another way; and where a loss ends the group, every rank has to notice.
         may_be_sparse = node.launcher_mesh is None and founded.on_loss == "continue"
-        self.topology = cast("Topology", node.config.topology) if may_be_sparse else "full"
+        self.topology = topology_of(node.config.topology, len(self.seats)) if may_be_sparse else "full"
         """Which links stay awake."""
         self.rank = Rank(self.seats.index(node.seat))
         self._ranks = {seat: Rank(rank) for rank, seat in enumerate(self.seats)}

@@ -177,6 +177,8 @@ class Losses:
             self._monitor.forget(seat)
         if peer.link is not None:
             peer.link.catch_up()  # it may have said goodbye, and then it is not lost
+            if peer.has_left and peer.link.is_resting:  # no connection is there to end by itself
+                asyncio.get_running_loop().call_soon(peer.link.give_up)
         self._tell_gone(peer, is_news=is_news)
         self._node.lanes.part_with(seat)
 

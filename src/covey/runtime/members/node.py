@@ -212,19 +212,25 @@ class Node:
 
     # Messages
 
-    def tell(self, seats: Iterable[Seat], message: messages.Control) -> None:
-        """Send a control message to some seats, skipping those without a link. Returns at once; on any thread."""
-        control.soon(self._send_each, tuple(seats), message)
+    def tell(self, seats: Iterable[Seat], message: messages.Control, *, wakes: bool = True) -> None:
+        """Send a control message to some seats, skipping those without a link. Returns at once; on any thread.
 
-    def _send_each(self, seats: tuple[Seat, ...], message: messages.Control) -> None:
+        Links that rest get it only if the message `wakes`.
+        """
+        control.soon(self._send_each, tuple(seats), message, wakes)
+
+    def _send_each(self, seats: tuple[Seat, ...], message: messages.Control, wakes: bool) -> None:
         for seat in seats:
-            self.send(seat, message)
+            self.send(seat, message, wakes=wakes)
 
-    def send(self, seat: Seat, message: messages.Control) -> None:
-        """Send a control message to a seat; do nothing if it has no link. On the control loop."""
+    def send(self, seat: Seat, message: messages.Control, *, wakes: bool = True) -> None:
+        """Send a control message to a seat; do nothing if it has no link. On the control loop.
+
+        A link that rests gets it only if the message `wakes`.
+        """
         link = self.peers[seat].link
         if link is not None:
-            link.send(messages.encode(message))
+            link.send(messages.encode(message), wakes=wakes)
 
     def send_vote(self, seat: Seat, message: messages.Control, *, wakes: bool = True) -> None:
         """Send a message about views; a later life of the peer's node may get it instead. On the control loop.
@@ -238,8 +244,11 @@ class Node:
             peer.vote(message)
 
     def fail(self, reason: str) -> None:
-        """Tell all other processes with which error this process's program ends. Returns at once; on any thread."""
-        self.tell(tuple(self.peers), messages.Failing(reason))
+        """Tell all other processes with which error this process's program ends. Returns at once; on any thread.
+
+        The leader tells those whose links rest.
+        """
+        self.tell(tuple(self.peers), messages.Failing(reason), wakes=False)
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take a frame that came over the link with a process."""

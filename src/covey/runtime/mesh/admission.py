@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.rules import Rules
 
 TAKEOVER_SECONDS: Final = 1.0
-"""How long an earlier life of a node has to answer a ping when a later one asks for a link."""
+"""How long an earlier life of a node has to answer a ping when a later one asks for a link. If the link with the
+earlier life rests, dialling it shows whether it lives."""
 
 
 class AdmissionHost(Protocol):
@@ -96,6 +97,9 @@ class Admission:
         elif (old := self._host.met.get(card.id)) is not None and old.card.life != card.life:
             if card.life > old.card.life and old.unanswered_seconds() > TAKEOVER_SECONDS:
                 self._host.part(old)  # the earlier life does not answer any more
+            elif old.is_resting:
+                old.wake()
+                return f"whether {_in_use(old.card)} is being found out"  # mostly it is not, so this is no trouble
             else:
                 old.ping()
                 reason = _in_use(old.card)

@@ -27,11 +27,15 @@ class AwakeLinks:
         self._neighbours: frozenset[int] = frozenset()
 
     def wants(self, seat: Seat) -> bool:
-        """Tell whether the link with a seat is to be awake, and to be woken if it rests."""
+        """Tell whether the link with a seat is to be awake, and to be woken if it rests.
+
+        So is that of a node which is no member any more: if the node lives, it has to learn that; if not, the link
+        ends, and a later life of the node gets one.
+        """
         generation = self._generation()
         if generation is None or not generation.is_sparse:
             return generation is not None
-        return self._are_members(generation, seat) and self._are_near(generation, seat)
+        return not self._are_members(generation, seat) or self._are_near(generation, seat)
 
     def may_rest(self, seat: Seat) -> bool:
         """Tell whether the link with a seat may rest: not while it is open which members there are, or which leads."""

@@ -76,12 +76,9 @@ class HintFollower:
         now = time.monotonic()
         if self._is_closed or now < self._scarce_until:
             return
-        for hint in self._hints.due(now, HINTS_AT_ONCE - len(self.dialling), self._is_linked_or_dialled):
+        for hint in self._hints.due(now, HINTS_AT_ONCE - len(self.dialling), self._is_linked, self.dialling):
             self.dialling.add(hint)
             self._spawn(self._try(hint))
-
-    def _is_linked_or_dialled(self, hint: Hint) -> bool:
-        return hint in self.dialling or self._is_linked(hint)
 
     async def _try(self, hint: Hint) -> None:
         try:

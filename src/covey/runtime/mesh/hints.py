@@ -7,16 +7,21 @@ pauses, and then sleeps. Fresh evidence causes one try at once; a repeated packe
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from covey.wire.messages import Address
 
 AGAIN_SECONDS: Final = 1.0
 """How soon a hint is tried again after its first failure; the pauses double."""
+WAIT_SECONDS: Final = 5.0
+"""How long a hint waits, in all, while others are dialled that may be of the same node."""
+LOOK_SECONDS: Final = 0.25
+"""How often it is looked whether a hint still has to wait."""
 SELDOM_SECONDS: Final = 15.0
 TRIES: Final = 6
 """Failures in a row after which a hint sleeps: half a minute after the first failure."""
@@ -51,6 +56,14 @@ class Hint:
     relay: bytes = b""
     """The token under which the node may be registered with this node's relays; empty: none."""
 
+    def may_be(self, other: Hint) -> bool:
+        """Tell whether another hint may be of the same node: they have an address in common."""
+        ports = {address.port for address in self.addresses} & {address.port for address in other.addresses}
+        if not ports or (self.same_host and other.same_host):
+            return bool(ports)
+        own, others = ({(each.ip, each.port) for each in hint.addresses} for hint in (self, other))
+        return bool(own & others)
+
 
 @dataclass
 class _State:
@@ -58,10 +71,15 @@ class _State:
     next_at: float
     failures: int = 0
     naps: int = 0
+    waits_until: float = math.inf
+    """How long it waits for another hint that is dialled; inf if it has not waited yet."""
 
     @property
     def is_asleep(self) -> bool:
         return self.failures >= TRIES and self.origin is not Origin.HOST
+
+    def is_due(self, now: float) -> bool:
+        return self.next_at <= now and (self.naps > 0 or not self.is_asleep)
 
     @property
     def pause(self) -> float:
@@ -93,25 +111,32 @@ class Hints:
         elif origin is not Origin.HOST:
             state.wake(now)
 
-    def due(self, now: float, most: int, is_linked: Callable[[Hint], bool]) -> list[Hint]:
+    def due(
+        self, now: float, most: int, is_linked: Callable[[Hint], bool], dialled: Collection[Hint] = ()
+    ) -> list[Hint]:
         """Return up to `most` hints to try now, fewest failures first; they are due again later.
 
-        Hints for which `is_linked` is true are skipped for a while.
+        Hints for which `is_linked` is true are skipped for a while. One that may be of the same node as a hint that is
+        being `dialled` waits for that, so that a node which several ways of discovery find gets one link and not one
+        for each; but not for long, since a stranger may name an address together with others that do not answer.
         """
-        ready = []
-        for hint, state in self._hints.items():
-            if state.next_at > now or (state.is_asleep and not state.naps):
-                continue
+        ready = [hint for hint, state in self._hints.items() if state.is_due(now) and hint not in dialled]
+        chosen: list[Hint] = []
+        for hint in sorted(ready, key=lambda hint: self._hints[hint].failures):
+            if len(chosen) >= most:
+                break
+            state = self._hints[hint]
             if is_linked(hint):
                 state.next_at = now + SELDOM_SECONDS
+                continue
+            if now < state.waits_until and any(map(hint.may_be, (*dialled, *chosen))):
+                state.waits_until, state.next_at = min(state.waits_until, now + WAIT_SECONDS), now + LOOK_SECONDS
                 continue
             if state.is_asleep:
                 state.naps -= 1
                 state.wake(now)
-            ready.append((state.failures, hint))
-        chosen = [hint for _, hint in sorted(ready, key=lambda each: each[0])[:most]]
-        for hint in chosen:
-            self._hints[hint].next_at = now + self._hints[hint].pause
+            state.next_at = now + state.pause
+            chosen.append(hint)
         return chosen
 
     def failed(self, hint: Hint, now: float) -> None:
@@ -124,7 +149,7 @@ class Hints:
     def worked(self, hint: Hint) -> None:
         """Note that there is a link with the node: after the link ends, the hint is tried like a new one."""
         if (state := self._hints.get(hint)) is not None:
-            state.failures = 0
+            state.failures, state.waits_until = 0, math.inf
 
     def forget(self, hint: Hint) -> None:
         """Drop a hint: this process itself answered there."""

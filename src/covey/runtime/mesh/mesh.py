@@ -256,8 +256,8 @@ class Mesh:
         self._take_offer(card, link)
         self._introduce_others_to(remote)
         for each in self.all_linked:
-            if each is not remote:
-                each.send(messages.Known((card,)))
+            if each is not remote:  # those whose links rest hear it from others, and the node itself dials all
+                each.send(messages.Known((card,)), wakes=False)
         remote.ping()
         self.listener.linked(remote)
 

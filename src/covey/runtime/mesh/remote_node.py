@@ -49,8 +49,10 @@ class RemoteNode:
         """When the last message arrived on the link in use."""
         self.used_at = time.monotonic()
         """When the last message arrived that was no ping, nor the answer to one."""
-        self.is_reachable: bool | None = None
-        """Whether this node can dial the other one; None if that has not been tried."""
+        self.is_reachable = False
+        """Whether this node is known to be able to dial the other one."""
+        self.try_again_at = 0.0
+        """When to find out whether it can, if that failed before."""
         self.pings: dict[int, float] = {}
         """Pings without an answer, and when they were sent."""
         self.early = EarlyMessages[messages.Control]()
@@ -105,8 +107,14 @@ class RemoteNode:
         """Tell whether it is the node of a hint; `host` is this one."""
         if hint.relay and hint.relay == self.card.contact.relay:
             return True
-        wanted = {(address.ip, address.port) for address in hint.addresses}
-        return bool(wanted & (self.listens_on_loopback(host) if hint.same_host else self.listens_at()))
+        contact = self.card.contact
+        if hint.same_host and contact.host != host:
+            return False
+        return any(  # asked of every node for every hint, so without sets
+            mine.port == address.port and ("127.0.0.1" if hint.same_host else mine.ip) == address.ip
+            for mine in contact.addresses
+            for address in hint.addresses
+        )
 
     def report(self, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
         """Return how it is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""
@@ -135,6 +143,10 @@ class RemoteNode:
             number = secrets.randbits(32)
             self.pings[number] = time.monotonic()
             self.send(messages.Ping(number))
+
+    def wake(self) -> None:
+        """Make sure that the link in use has a connection: one that rests gets another, or ends."""
+        self.send(messages.Ping(0))
 
     def pong(self, number: int, clock: float) -> None:
         """Take the answer to a ping: it measures the round trip, and the offset of the other node's clock."""

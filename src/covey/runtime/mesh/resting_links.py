@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS: Final = 2.0
 IDLE_SECONDS: Final = 5.0
 """How long nothing but pings has arrived when a link may rest: waking it costs a handshake."""
+TRY_AGAIN_SECONDS: Final = 30.0
+"""How long a link stays awake after this node could not reach the other one, which may only have been busy."""
 WAKE_SECONDS: Final = 3.0
 """How long dialling may fail until a link that should wake counts as ended."""
 
@@ -55,7 +57,7 @@ class RestingLinks:
             for remote in list(self._mesh.met.values()):
                 if remote.is_resting:
                     if self._mesh.listener.wants_awake(remote):
-                        remote.send(messages.Ping(0))
+                        remote.wake()
                 elif self._mesh.card.id < remote.card.id and self._may_rest(remote):
                     remote.send(messages.Rest(is_agreed=False))
 
@@ -83,15 +85,18 @@ class RestingLinks:
         is_idle = time.monotonic() - remote.used_at > IDLE_SECONDS and not remote.is_silent()
         if not is_plain or not is_idle or not self._mesh.listener.may_rest(remote):
             return False
-        if remote.is_reachable is None and not remote.is_dialled and remote not in self._trying:
+        if remote.is_dialled or remote.is_reachable:
+            return True
+        if time.monotonic() >= remote.try_again_at and remote not in self._trying:
             self._trying.add(remote)
             self._mesh.spawn(self._try_to_reach(remote))
-        return remote.is_dialled or remote.is_reachable is True
+        return False
 
     async def _try_to_reach(self, remote: RemoteNode) -> None:
         try:
             _, round_trip = await best_way(self._ways(remote.card), self._mesh.endpoint.credentials, None, self._limits)
             remote.is_reachable = round_trip >= 0
+            remote.try_again_at = time.monotonic() + TRY_AGAIN_SECONDS
         finally:
             self._trying.discard(remote)
 

@@ -6,7 +6,18 @@ import itertools
 
 import pytest
 
-from covey.runtime.mesh.hints import HINTS_LIMIT, NAP_SECONDS, NAPS, SELDOM_SECONDS, TRIES, Hint, Hints, Origin
+from covey.runtime.mesh.hints import (
+    HINTS_LIMIT,
+    LOOK_SECONDS,
+    NAP_SECONDS,
+    NAPS,
+    SELDOM_SECONDS,
+    TRIES,
+    WAIT_SECONDS,
+    Hint,
+    Hints,
+    Origin,
+)
 from covey.wire.messages import Address
 
 
@@ -143,3 +154,26 @@ def test_a_hint_that_leads_to_ourselves_is_forgotten() -> None:
     hints.add(hint(), Origin.MULTICAST, 0.0)
     hints.forget(hint())
     assert hints.due(100.0, 100, nobody_is_met) == []
+
+
+def test_a_hint_waits_for_a_while_if_another_one_of_the_same_node_is_dialled() -> None:
+    near, far = Hint((Address("127.0.0.1", 7),), same_host=True), Hint((Address("10.0.0.1", 7), Address("::1", 8)))
+    known = Hint((Address("10.0.0.1", 7),), same_host=True)
+    stranger = Hint((Address("10.0.0.2", 7),))
+    hints = Hints()
+    for each in (near, known, far, stranger):
+        hints.add(each, Origin.MULTICAST, 0.0)
+    assert hints.due(0.0, 100, nobody_is_met) == [near, far, stranger]
+    dialled = {near, far, stranger}
+    assert hints.due(WAIT_SECONDS - 0.1, 100, nobody_is_met, dialled) == []
+    assert hints.due(WAIT_SECONDS + LOOK_SECONDS, 100, nobody_is_met, dialled) == [
+        known
+    ]  # though they are still dialled
+
+
+def test_a_hint_is_not_dialled_twice_at_the_same_time() -> None:
+    hints = Hints()
+    hints.add(hint(), Origin.HOST, 0.0)
+    assert hints.due(0.0, 100, nobody_is_met) == [hint()]
+    assert hints.due(100.0, 100, nobody_is_met, {hint()}) == []
+    assert hints.due(100.0, 100, nobody_is_met) == [hint()]
