@@ -68,6 +68,31 @@ def test_sums_messages_and_calls_take_at_least_as_long_as_the_limit_says(lanes: 
         assert max(report["taken"][what] for report in reports) > least, reports
 
 
+def send_to_the_limited(count: int, limit: str) -> dict[str, Any]:
+    is_limited = os.environ["COVEY_RANK"] == "1"
+    with covey.join(limit=limit if is_limited else None) as group:
+        group.barrier()
+        began, mine, is_right = time.monotonic(), np.arange(count, dtype=np.float32), True
+        if is_limited:
+            is_right = bool((group.recv(0, out=np.empty_like(mine)) == mine).all())
+        else:
+            group.send(mine, 1)
+        taken = time.monotonic() - began
+        group.barrier()
+        return {"right": is_right, "taken": taken}
+
+
+@pytest.mark.parametrize("lanes", ["tcp", "secure"])
+def test_peers_send_no_faster_to_a_machine_than_its_limit_says(lanes: str) -> None:
+    count = 1_500_000
+    with Ranks(2, send_to_the_limited, count, LIMIT, lanes=lanes) as ranks:
+        reports = ranks.results()
+        ranks.await_exit()
+    assert all(report["right"] for report in reports)
+    # What was on its way before the sender heard of its share is made up for, in part after this message.
+    assert max(report["taken"] for report in reports) > (4 * count - 2 * FREE_BYTES) / PER_RANK * 0.75, reports
+
+
 def test_lanes_that_leave_no_machine_have_no_limit() -> None:
     with Ranks(2, move, 2_000_000, lanes="unix", env={"COVEY_LIMIT": "1M"}) as ranks:
         reports = ranks.results()  # 8 MB would take longer than the deadline

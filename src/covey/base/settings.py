@@ -187,8 +187,8 @@ _ROWS: Final = (
     ),
     _of_group(
         _NETWORK, "limit", Rate(100_000, 10**12), 0,
-        "How much the processes of a run on this machine send over TCP together: `20M` is 20 million bits a second, "
-        "`2.5MB` as much in bytes. Calls come before tensors. Linux only.",
+        "How much the processes of a run on this machine send over TCP together, and how much they receive: `20M` is "
+        "20 million bits a second, `2.5MB` as much in bytes. Calls come before tensors. Linux only.",
     ),
     _of_group(
         _NETWORK, "insecure", Flag(), False,

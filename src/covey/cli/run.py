@@ -130,7 +130,9 @@ def run(
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Send at most this from this machine: 20M (bits a second) or 2.5MB (bytes)."),
+        typer.Option(
+            metavar="RATE", help="Send and receive at most this on this machine: 20M (bits a second) or 2.5MB."
+        ),
     ] = None,
     on_loss: Annotated[
         OnLoss | None,

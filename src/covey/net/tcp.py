@@ -42,6 +42,8 @@ _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
 _ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
 """tcpi_unacked, tcpi_bytes_acked, and tcpi_notsent_bytes."""
+_RECEIVED: Final = struct.Struct("=128xQ")
+"""tcpi_bytes_received."""
 _LEAST_ROUND_TRIP: Final = struct.Struct("=148xI")
 """tcpi_min_rtt: microseconds."""
 _RETRANSMITTED: Final = struct.Struct("=100xI32xI")
@@ -177,6 +179,12 @@ def progress(sock: Connection) -> SendingProgress | None:
     return SendingProgress(acked, unacked + unsent > 0)
 
 
+def received_bytes(sock: Connection) -> int | None:
+    """Return how much has arrived on a connection; None if that is not known, or if the socket is closed."""
+    known = _tcp_info(sock, _RECEIVED)
+    return None if known is None else known[0]
+
+
 BBR: Final = "bbr"
 """A congestion control of Linux that measures what a path carries, instead of waiting for losses."""
 _NAME_BYTES: Final = 16
@@ -219,6 +227,10 @@ def use_bbr(sock: socket.socket) -> bool:
     except (AttributeError, OSError):
         return False
     return True
+
+
+UNPACED: Final = 2 ** (8 * struct.calcsize("@L")) - 1
+"""The rate of a connection whose packets the kernel does not space out."""
 
 
 def pace(sock: socket.socket, bytes_per_second: int) -> None:

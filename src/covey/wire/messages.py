@@ -690,6 +690,12 @@ class Rest(msgspec.Struct, frozen=True, array_like=True, tag=42):
     is_agreed: bool
 
 
+class Allowance(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """So many bytes a second may the receiver send to the sender of this message, over all lanes together."""
+
+    rate: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+
+
 class Departures(msgspec.Struct, frozen=True, array_like=True, tag=43):
     """Members that said to the sender, which leads the view, that they leave or fail."""
 
@@ -749,6 +755,7 @@ Control = (
     | RelayTrips
     | Rest
     | Departures
+    | Allowance
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -101,8 +101,9 @@ def join(
             (COVEY_STRIPE). Linux only.
         topology: which control links of a run of many nodes stay open: `full`, `kregular`, `hypercube`, or `auto`
             (COVEY_TOPOLOGY): see docs/guides/networks.md.
-        limit: how much the processes of the run on this machine send to other machines together: `20M` or a number is
-            bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux only.
+        limit: how much the processes of the run on this machine send to other machines together, and how much they
+            receive: `20M` or a number is bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux
+            only.
         op_timeout: seconds that an operation may take, unless its own `timeout` is given (COVEY_TIMEOUT; default 30
             minutes).
         insecure: let the ranks of a launcher talk to other machines in clear text (COVEY_INSECURE).

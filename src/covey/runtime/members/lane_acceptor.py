@@ -155,7 +155,7 @@ class LaneAcceptor:
     async def _take_over(self, seat: Seat, offer: messages.Offer, socks: list[socket.socket]) -> Any:
         """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
         if not offer.capacity:
-            return lane_of_sockets(self._node, socks, offer, dialler=False)
+            return lane_of_sockets(self._node, seat, socks, offer, dialler=False)
         sock, nbytes = socks[0], memory_bytes(offer.capacity)
         segment: Any
         if offer.kind == "shm":

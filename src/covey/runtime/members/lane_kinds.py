@@ -136,10 +136,11 @@ def lane_of_memory(
     return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
-def lane_of_sockets(node: Node, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
-    """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
+def lane_of_sockets(node: Node, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that sockets make which a peer is connected to."""
     factory = node.lanes.factory
-    node.lanes.limit.watch(socks, offer.group)
+    node.lanes.limit.watch(socks, offer.group, peer)
+    node.lanes.receiving_limit.watch(socks, peer)
     node.lanes.losses.watch(socks)
     if offer.purpose != "messages":
         if offer.is_striped:

@@ -20,6 +20,7 @@ from covey.runtime.members.lane_moves import LaneMoves
 from covey.runtime.members.lane_table import LaneKey, LaneTable
 from covey.runtime.members.packet_losses import PacketLosses
 from covey.runtime.members.quic_paths import QuicPaths
+from covey.runtime.members.receiving_limit import ReceivingLimit
 from covey.runtime.members.sending_limit import SendingLimit
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Lanes:
         self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.limit = SendingLimit(node)
-        """Spaces out what the lanes send, if there is a limit."""
+        """Spaces out what the lanes send, if there is a limit here or at the other end."""
+        self.receiving_limit = ReceivingLimit(node)
+        """Tells peers how fast they may send, if there is a limit."""
         self.losses = PacketLosses(node)
         """Changes how lanes send on which packets get lost."""
         self.quic = QuicPaths(node)

@@ -290,6 +290,8 @@ class Node:
                 self.lanes.dialler.accepted(seat, lane, udp_port)
             case messages.NoLane(group, purpose, reason, attempt):
                 self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
+            case messages.Allowance(rate):
+                self.lanes.limit.allowed(seat, rate)
             case messages.MoveLane():
                 self.lanes.moves.heard(seat, message)
             case messages.RelayTrips(trips):
