@@ -73,6 +73,10 @@ def ports(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+def story(entries: list[dict[str, Any]]) -> str:
+    return "\n".join(json.dumps(entry) for entry in entries)
+
+
 def test_nodes_that_join_and_leave_and_one_that_is_killed_are_in_the_logs_of_both_machines(lab: Lab) -> None:
     one, two = (lab.machine(name, "lab", KEY) for name in ("one", "two"))
     nodes = [one.node("mine", size=3), one.node("mine", size=3), two.node("mine", size=3)]
@@ -91,12 +95,13 @@ def test_nodes_that_join_and_leave_and_one_that_is_killed_are_in_the_logs_of_bot
     (victim,) = joined - ids
     assert met == joined == ids | {victim}
     assert [entry["node"] for entry in found if entry["event"] == "joined"].count(victim) == 1  # by one of the two
-    assert [entry["node"] for entry in found if entry["event"] == "lost"] == [victim]
+    assert [entry["node"] for entry in found if entry["event"] == "lost"] == [victim], story(found)
     assert {entry["node"] for entry in found if entry["event"] == "ended"} == ids
     assert {entry["cluster"] for entry in found} == {"lab"}
     assert {entry["run"] for entry in found} == {"mine"}
     assert {entry["address"] for entry in found if entry["event"] == "met"} == {"127.0.0.1"}
-    assert {entry["event"] for entry in log(two)} == {"met", "began", "joined"}  # it was killed
+    noted = log(two)
+    assert {entry["event"] for entry in noted} == {"met", "began", "joined"}, story(noted)  # it was killed
     assert_whole(one)
     assert_whole(two)
 

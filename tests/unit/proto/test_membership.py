@@ -723,8 +723,16 @@ def test_a_member_that_left_is_known_to_have_left_even_if_the_view_without_it_is
     assert 2 not in core.leaving
     core.received(seat("c").id, Trouble(LINEAGE, 0, leaves=True), 1.1)
     assert 2 in core.leaving
-    core.received(seat("a").id, Trouble(LINEAGE, 0, leaves=True), 1.1)  # of a view that is past: it is in this one
-    assert 0 not in core.leaving
+
+
+def test_a_member_that_asked_to_leave_in_an_earlier_view_leaves_in_this_one_too() -> None:
+    core = answering(lone())
+    core.received(seat("c").id, Decided(View(LINEAGE, 1, (1, 2), 1)), 1.0)
+    sent(core, Decided)
+    core.received(seat("c").id, Trouble(LINEAGE, 0, leaves=True), 1.1)  # it had not heard of the view yet
+    assert 2 in core.leaving
+    assert [view.view.number for view in sent(core, Decided)] == [1]  # so it is told
+    assert core.next_deadline() < 2.0  # for the ballot of a view without it
 
 
 def test_a_member_in_the_middle_of_an_operation_is_told_what_became_of_it_before_a_generation_ends() -> None:

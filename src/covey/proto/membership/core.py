@@ -202,8 +202,9 @@ class Membership:
             case Pulse() if message.number < number:
                 self._installer.send_view(rank, message.number + 1)
             case Trouble() if message.number < number + self.is_last:
-                if message.leaves and rank not in self.view.ranks:
-                    self._presence.leaving.add(rank)  # why a view is without it: the view came first, on another link
+                if message.leaves:  # for good: whichever view it knew, and also if a view is without it already
+                    self._need.heard(rank, message)
+                    self._need.review(now)
                 self._installer.send_view(rank, message.number + 1)
             case Prepare() | Accept() if not self._installer.is_next(rank, _number(message)):
                 pass

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import AuthError, ConfigError, CoveyError
+from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
 from covey.base.pace import Bucket, Buckets
 from covey.net import audit
 from covey.net.audit import Note
@@ -113,11 +113,12 @@ class Auditor:
 
         A connection that just ended is not written: a node that dials several addresses of another drops all but one.
         """
+        cause = error.__cause__ if isinstance(error, ConnectError) else None
         if isinstance(error, AuthError):
             self.refused(address, f"secret: {error}")
-        elif isinstance(error, TimeoutError):
+        elif isinstance(error, TimeoutError) or isinstance(cause, TimeoutError):
             self.refused(address, "silent: it did not finish the handshake in time")
-        elif isinstance(error, CoveyError):
+        elif isinstance(error, CoveyError) and not isinstance(cause, ConnectionError):
             self.refused(address, f"limited: {error}")
 
     def founded(

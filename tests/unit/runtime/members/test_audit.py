@@ -145,6 +145,23 @@ def test_a_connection_that_just_ended_is_no_refusal() -> None:
     assert list(audit_reader.entries()) == []
 
 
+@pytest.mark.parametrize(
+    ("cause", "noted"),
+    [
+        (ConnectionResetError("in mid-handshake"), []),
+        (TimeoutError(), ["silent: it did not finish the handshake in time"]),
+        (OSError("the disk is full"), ["limited: no TLS handshake"]),
+    ],
+)
+def test_a_handshake_that_failed_is_noted_by_its_cause(cause: OSError, noted: list[str]) -> None:
+    auditor = Auditor("lab", "run")
+    error = ConnectError("no TLS handshake")
+    error.__cause__ = cause
+    on_a_loop(lambda: auditor.refused_connection("10.0.0.1", error))
+    auditor.flush()
+    assert [entry.reason for entry in audit_reader.entries()] == noted
+
+
 def test_where_there_is_no_cluster_nothing_is_noted(home: Path) -> None:
     SILENT.note("joined", card(1))
     SILENT.refused("10.0.0.1", "x")
