@@ -53,6 +53,10 @@ def striped(stack: contextlib.ExitStack, socks: list[socket.socket], *, is_nativ
 def kill(sock: socket.socket) -> None:
     """Reset a connection: what this end has sent and the other end's kernel has not is lost."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # A reset wakes a thread that polls the connection, which replacing its descriptor does not: what a poll waits for
+    # is then gone without a word.
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
     with socket.socket() as unconnected:
         os.dup2(unconnected.fileno(), sock.fileno())
 

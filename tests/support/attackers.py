@@ -133,11 +133,13 @@ def dial_door(
 
 
 class Tls:
-    """TLS on a socket, as a dialler; its ClientHello is there before the socket is."""
+    """TLS on a socket, as a dialler; its ClientHello is there before the socket is. Two threads may use it."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._arrived, self._leaving)
+        self._lock = threading.Lock()
+        """Held while records are made and sent: one thread may speak while another one listens."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self._session.do_handshake()
         self.hello = self._leaving.read()
@@ -152,16 +154,16 @@ class Tls:
     def _until_done(self, step: Callable[[], T]) -> T:
         assert self._sock is not None
         while True:
-            try:
-                return step()
-            except ssl.SSLWantReadError:
-                self._send()
-                data = self._sock.recv(1 << 16)
-                if not data:
-                    raise EOFError("the other side has ended the connection") from None
+            with self._lock, contextlib.suppress(ssl.SSLWantReadError):
+                try:
+                    return step()
+                finally:
+                    self._send()
+            data = self._sock.recv(1 << 16)
+            if not data:
+                raise EOFError("the other side has ended the connection")
+            with self._lock:
                 self._arrived.write(data)
-            finally:
-                self._send()
 
     def _send(self) -> None:
         assert self._sock is not None
@@ -169,8 +171,9 @@ class Tls:
             self._sock.sendall(data)
 
     def sendall(self, data: bytes) -> None:
-        self._session.write(data)
-        self._send()
+        with self._lock:
+            self._session.write(data)
+            self._send()
 
     def recv(self, count: int) -> bytes:
         try:
