@@ -212,6 +212,22 @@ def test_a_stalled_operation_wakes_no_link_and_different_calls_are_found(thread_
     assert still_resting  # a link that was woken is another one when it rests again; some are if the leader changes
 
 
+def test_different_calls_of_two_ranks_whose_link_rests_are_found(thread_run: ThreadRun) -> None:
+    scene = Scene(thread_run)
+    pair = min(scene.await_rest())
+
+    def differ(group: Group) -> None:
+        part = group.split(color=group.rank if group.rank not in pair else pair[0])
+        part.barrier()  # opens the lane
+        if group.rank in pair:
+            until(lambda: scene.remote(*pair).is_resting and scene.remote(*reversed(pair)).is_resting)
+            with pytest.raises(MismatchError, match="called different things"):
+                part.broadcast(np.zeros(5), 1 - part.rank)  # each waits for the other one
+        group.barrier()
+
+    scene.go_on(differ)
+
+
 def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
     scene = Scene(thread_run)

@@ -61,9 +61,20 @@ class GroupRoster:
         return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.is_gone)
 
     def tell_others(self, message: messages.Control, *, wakes: bool = True) -> None:
-        """Send a control message to all other ranks; over links that rest only if it `wakes`. Returns at once."""
-        if self.node is not None:
-            self.node.tell(self.others(), message, wakes=wakes)
+        """Send a control message to all other ranks. Returns at once.
+
+        Unless it `wakes` all links that rest, of those it is sent only over the ones with the rank before and the rank
+        after this one: so what each rank hears still connects all ranks of the group.
+        """
+        if self.node is None:
+            return
+        beside: set[Seat] = set()
+        if not wakes:
+            present = self.present()
+            index = present.index(self.rank) if self.rank in present else 0
+            beside = {self.seats[present[(index + step) % len(present)]] for step in (1, -1)} - {self.node.seat}
+            self.node.tell(beside, message)
+        self.node.tell([seat for seat in self.others() if seat not in beside], message, wakes=wakes)
 
     def describe(self, ranks: tuple[Rank, ...]) -> str:
         """Return the ranks with their hosts and process ids, as error messages name them."""

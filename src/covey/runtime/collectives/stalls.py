@@ -69,8 +69,8 @@ class StallDiagnosis(EnginePart):
     def announce(self, sequence: int, *, wakes: bool = True) -> None:
         """Tell the other ranks what this rank called as operation `sequence`, and ask what they called.
 
-        Ranks whose links rest are left out unless it `wakes` them. Links that are awake connect all ranks, so if any
-        two called different things, two of them notice, and these ask all.
+        Unless it `wakes` all links that rest, most ranks on them are left out. If any two ranks called different
+        things, two that hear of each other did, and these ask all.
         """
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
