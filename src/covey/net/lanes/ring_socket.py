@@ -158,13 +158,14 @@ class RingSocket(MessageSocket):
         """End what `park` began; `is_rung` tells whether the doorbell is readable."""
         self._words[self._out_words + WRITER_ASLEEP] = self._words[self._in_words + READER_ASLEEP] = 0
         if is_rung:
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    while len(rung := self._doorbell.recv(4096)) == 4096:
-                        pass
-                    self._peer_gone = not rung
-                except ConnectionError:
-                    self._peer_gone = True
+            try:
+                while len(rung := self._doorbell.recv(4096)) == 4096:
+                    pass
+                self._peer_gone = not rung
+            except BlockingIOError:
+                pass
+            except OSError:  # it broke, or another thread has closed it meanwhile
+                self._peer_gone = True
 
     # Messages that pass without Python
 
