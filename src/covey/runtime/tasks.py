@@ -1,13 +1,17 @@
-"""Tasks of one object on the control loop: held while they run, logged if they fail, cancelled together."""
+"""Tasks of one object on the control loop: held while they run, logged if they fail, cancelled together.
+
+And work that recurs: done every few moments while there is a need for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     T = TypeVar("T")
 
@@ -40,3 +44,35 @@ class Tasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Recurring:
+    """Work that is done again and again while there is a need for it. On the control loop only."""
+
+    def __init__(
+        self,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        seconds: float,
+        work: Callable[[float], object],
+        *,
+        is_needed: Callable[[], object],
+    ) -> None:
+        """Once begun, `work` is called every `seconds`, with the time since the last call, while `is_needed()`."""
+        self._spawn, self._seconds, self._work, self._is_needed = spawn, seconds, work, is_needed
+        self.is_going_on = False
+
+    def begin(self) -> None:
+        """Begin, unless it goes on already or there is no need."""
+        if not self.is_going_on and self._is_needed():
+            self.is_going_on = True
+            self._spawn(self._go_on())
+
+    async def _go_on(self) -> None:
+        at = time.monotonic()
+        try:
+            while self._is_needed():
+                await asyncio.sleep(self._seconds)
+                before, at = at, time.monotonic()
+                self._work(at - before)
+        finally:
+            self.is_going_on = False

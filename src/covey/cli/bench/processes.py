@@ -147,7 +147,7 @@ class RankProcesses:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 trouble[rank] = answer.error if isinstance(answer, Failed) else ""
         if trouble:
-            if all(trouble.values()):
+            if answers and all(trouble.values()):
                 trouble |= dict.fromkeys(self._died_after_answering(answers), "")
             raise self._failure(f"in {case}", trouble)
         if waiting:

@@ -288,7 +288,7 @@ class Engine:
         operation.call = call
         operation.timeout = limit
         operation.deadline = time.monotonic() + limit
-        operation.is_announced = operation.are_all_asked = False
+        operation.is_announced = False
         operation.warn_at = 0.0
         operation.info = NO_INFO
         operation.is_running = has_failed = True

@@ -80,7 +80,7 @@ class CurrentOperation(EnginePart):
             if self.warn_at:  # this process itself was stopped: the others need time to answer
                 self.warn_at = max(self.warn_at, now + ANSWER_SECONDS)
         if not self.warn_at:
-            self.warn_at = now + self.engine.config.warn_after
+            self.warn_at, self.are_all_asked = now + self.engine.config.warn_after, False
         elif now >= self.warn_at and self.engine.is_sparse and not self.are_all_asked:
             self.are_all_asked = True
             stalls.announce(self.sequence)

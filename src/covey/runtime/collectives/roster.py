@@ -71,7 +71,7 @@ class GroupRoster:
         beside: set[Seat] = set()
         if not wakes:
             present = self.present()
-            index = present.index(self.rank) if self.rank in present else 0
+            index = present.index(self.rank)
             beside = {self.seats[present[(index + step) % len(present)]] for step in (1, -1)} - {self.node.seat}
             self.node.tell(beside, message)
         self.node.tell([seat for seat in self.others() if seat not in beside], message, wakes=wakes)

@@ -8,13 +8,13 @@ middle of a transfer. On the control loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.net import tcp
+from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:
     import socket
@@ -47,10 +47,11 @@ class PacketLosses:
     """Watches the connections of one node's lanes."""
 
     def __init__(self, node: Node) -> None:
-        self._node, self._watched = node, list[_Watched]()
+        self._watched = list[_Watched]()
         self._lossy: set[str] = set()
         """Addresses to which a path is lossy: new connections to them use BBR from the beginning."""
-        self._is_looking = self._is_told = False
+        self._is_told = False
+        self._looking = Recurring(node.spawn, LOOK_SECONDS, self._look, is_needed=lambda: self._watched)
 
     def watch(self, socks: Sequence[socket.socket]) -> None:
         """Watch the connections of a lane until they are closed. Only TCP of Linux tells of losses."""
@@ -65,17 +66,10 @@ class PacketLosses:
             if own == address or (address in self._lossy and tcp.use_bbr(sock)):
                 continue
             self._watched.append(_Watched(weakref.ref(sock), address, sent))
-        if self._watched and not self._is_looking:
-            self._is_looking = True
-            self._node.spawn(self._keep_looking())
+        self._looking.begin()
 
-    async def _keep_looking(self) -> None:
-        try:
-            while self._watched:
-                await asyncio.sleep(LOOK_SECONDS)
-                self._watched = [each for each in self._watched if self._is_still_watched(each)]
-        finally:
-            self._is_looking = False
+    def _look(self, _seconds: float) -> None:
+        self._watched = [each for each in self._watched if self._is_still_watched(each)]
 
     def _is_still_watched(self, watched: _Watched) -> bool:
         """Look at a connection; return whether to look again: it is open, and has not changed to BBR."""

@@ -8,9 +8,7 @@ heard of its share is made up for afterwards. A peer whose system cannot space o
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import time
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -19,6 +17,7 @@ from covey.net import tcp
 from covey.runtime.members.rate_shares import Demand, RateBudget, divide
 from covey.runtime.members.sending_limit import own_limit
 from covey.runtime.members.urgency import Urgency
+from covey.runtime.tasks import Recurring
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class ReceivingLimit:
         self._node = node
         self._senders: dict[Seat, _Sender] = {}
         self._budget = RateBudget(REPAY_SECONDS)
-        self._is_dividing = False
+        self._dividing = Recurring(node.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._senders)
 
     def watch(self, socks: Sequence[socket.socket], peer: Seat) -> None:
         """Count what a peer sends over the connections of a lane, until they are closed."""
@@ -74,19 +73,7 @@ class ReceivingLimit:
             return
         self._senders.setdefault(peer, _Sender()).received.update({weakref.ref(sock): 0 for sock in fresh})
         self._divide(0.0)
-        if not self._is_dividing:
-            self._is_dividing = True
-            self._node.spawn(self._keep_dividing())
-
-    async def _keep_dividing(self) -> None:
-        at = time.monotonic()
-        try:
-            while self._senders:
-                await asyncio.sleep(DIVIDE_SECONDS)
-                before, at = at, time.monotonic()
-                self._divide(at - before)
-        finally:
-            self._is_dividing = False
+        self._dividing.begin()
 
     def _divide(self, seconds: float) -> None:
         """Divide the limit anew, `seconds` after the last time."""

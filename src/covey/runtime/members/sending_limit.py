@@ -11,10 +11,8 @@ they leave, and parts have most of it while there are any. Control messages on l
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
-import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -23,6 +21,7 @@ from covey.base.errors import ConfigError
 from covey.net import tcp
 from covey.runtime.members.rate_shares import Demand, RateBudget, divide
 from covey.runtime.members.urgency import Urgency
+from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ class SendingLimit:
         self._allowed: dict[Seat, int] = {}
         """Bytes a second that peers take."""
         self._budget = RateBudget(REPAY_SECONDS)
-        self._is_dividing = False
+        self._dividing = Recurring(node.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
         if node.config.limit and not tcp.can_pace():
             raise ConfigError("limit= needs Linux, which spaces out what is sent; this system has no means for it")
 
@@ -76,28 +75,15 @@ class SendingLimit:
 
     def allowed(self, peer: Seat, rate: int) -> None:
         """Send a peer at most so many bytes a second, because it says so; a system that cannot do that goes on."""
-        if tcp.can_pace():
+        if peer in self._allowed or tcp.can_pace():
             self._allowed[peer] = rate
-            if not self._is_dividing:  # else it is soon divided anew: a peer may say so often
+            if not self._dividing.is_going_on:  # else it is soon divided anew: a peer may say so often
                 self._begin()
 
     def _begin(self) -> None:
-        if not self._paced or not (self._node.config.limit or self._allowed):
-            return
-        self._divide(0.0)
-        if not self._is_dividing:
-            self._is_dividing = True
-            self._node.spawn(self._keep_dividing())
-
-    async def _keep_dividing(self) -> None:
-        at = time.monotonic()
-        try:
-            while self._paced:
-                await asyncio.sleep(DIVIDE_SECONDS)
-                before, at = at, time.monotonic()
-                self._divide(at - before)
-        finally:
-            self._is_dividing = False
+        if self._node.config.limit or self._allowed:
+            self._divide(0.0)
+            self._dividing.begin()
 
     def _divide(self, seconds: float) -> None:
         """Divide the limits anew, `seconds` after the last time."""

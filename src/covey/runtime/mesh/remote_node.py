@@ -82,18 +82,11 @@ class RemoteNode:
         """Tell whether the link in use carries nothing: a reachable node answers a ping every half second."""
         return not self.is_resting and time.monotonic() - self.heard_at > SILENT_SECONDS
 
-    def listens_at(self) -> set[tuple[str, int]]:
-        """Return the addresses and ports that it advertises."""
-        return {(address.ip, address.port) for address in self.card.contact.addresses}
-
-    def listens_on_loopback(self, host: str) -> set[tuple[str, int]]:
-        """Return its addresses and ports on the loopback interface of `host`; none if it runs on another host."""
-        contact = self.card.contact
-        return {("127.0.0.1", address.port) for address in contact.addresses if contact.host == host}
-
     def listens_anywhere(self, host: str) -> set[tuple[str, int]]:
-        """Return its addresses and ports, those on the loopback interface of `host` included."""
-        return self.listens_at() | self.listens_on_loopback(host)
+        """Return its addresses and ports, those on the loopback interface of `host` included if it runs there."""
+        contact = self.card.contact
+        ips = ("127.0.0.1",) if contact.host == host else ()
+        return {(ip, address.port) for address in contact.addresses for ip in (address.ip, *ips)}
 
     def take_addresses(self, card: messages.Card) -> bool:
         """Take the addresses that a card of this node has, which it sent itself; tell whether they are new."""
