@@ -130,9 +130,7 @@ def run(
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE", help="Send and receive at most this on this machine: 20M (bits a second) or 2.5MB."
-        ),
+        typer.Option(metavar="RATE", help="Send and receive at most this here: 20M (bits a second) or 2.5MB (bytes)."),
     ] = None,
     on_loss: Annotated[
         OnLoss | None,
