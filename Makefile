@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
+.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -18,22 +18,34 @@ demo: $(VENV)/.package
 
 # Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
 WORKERS ?= 6
+PYTEST := $(BIN)/python -m pytest -q --workers $(WORKERS) $(if $(SHUFFLE),--shuffle $(SHUFFLE))
+define with-types
+$(BIN)/ruff format --check .
+$(BIN)/ruff check .
+@$(BIN)/mypy & types=$$!; \
+$(1); tests=$$?; \
+wait $$types && exit $$tests
+endef
+
+# What a change usually breaks.
 test: $(VENV)/.built
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q --workers $(WORKERS) -m 'not alone'; tests=$$?; \
-	wait $$types && exit $$tests
-	$(BIN)/python -m pytest -q -m alone
+	$(call with-types,$(PYTEST) -m 'not thorough')
+
+# Everything, and the contract of groups once more with the Python executor alone.
+test-all: $(VENV)/.all
+	$(call with-types,$(PYTEST))
+	COVEY_TEST_EXECUTORS=python $(PYTEST) tests/contract
+
+# What CI adds to `make test`: a fifth of what only `make test-all` has, chosen by the commit's hash.
+COMMIT ?= $(shell git rev-parse HEAD)
+test-fifth: $(VENV)/.all
+	$(PYTEST) --fifth $(COMMIT)
+	COVEY_TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
 
 # The inner loop: what needs no second process and no network.
 check: $(VENV)/.built
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q --workers 3 -m 'not alone' \
-		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py; tests=$$?; \
-	wait $$types && exit $$tests
+	$(call with-types,$(PYTEST) -m 'not thorough and not alone' \
+		tests/unit tests/contract tests/sim tests/test_architecture.py tests/test_public_api.py)
 
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
@@ -85,7 +97,12 @@ $(VENV)/.package: pyproject.toml $(NATIVE) | $(BIN)/python
 
 # Everything but torch is checked against the hashes in the lock, and a build fetches nothing.
 $(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml tools/install.py | $(BIN)/python
-	$(BIN)/python tools/install.py
+	$(BIN)/python tools/install.py requirements-dev.lock
+	@touch $@
+
+$(VENV)/.all: requirements-all.lock $(VENV)/.built
+	$(BIN)/python tools/install.py requirements-all.lock
+	$(BIN)/python -m pip check
 	@touch $@
 
 # Builds the compiled executor, too; without a working compiler the rest is installed all the same.
@@ -94,7 +111,7 @@ $(VENV)/.built: $(VENV)/.dev $(NATIVE)
 	$(BIN)/python -m pip check
 	@touch $@
 
-lock: $(VENV)/.built
+lock: $(VENV)/.all
 	$(BIN)/python -m tools.lock
 
 wheel: $(VENV)/.built

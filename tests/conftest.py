@@ -1,13 +1,9 @@
-"""What holds for every test.
-
-Its processes compute on one thread each, what they keep in covey's folder is gone afterwards, and no process imports
-tests that do not run.
-"""
+"""What holds for every test: its processes compute on one thread each, and what they keep in covey's folder is gone
+afterwards."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -15,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from tests.support import workers
+from tests.support import sets, workers
 from tests.support.durations import Durations
+from tests.support.guard import Guard
 from tests.support.seeds import seeds
-from tests.support.workers import pytest_addoption as pytest_addoption
 
 from covey.net.keys.secret_sources import forgetting_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # numpy starts a thread for every core, and each spins for a while before it sleeps: a quarter of the processor time it
 # takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
@@ -52,9 +47,20 @@ settings.register_profile("covey", deadline=None, max_examples=len(seeds(40)))
 settings.load_profile("covey")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    workers.pytest_addoption(parser)
+    sets.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations())
+    config.pluginmanager.register(Guard())
     workers.pytest_configure(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sets.pytest_collection_modifyitems(config, items)
+    workers.pytest_collection_modifyitems(config, items)
 
 
 def pytest_unconfigure() -> None:
@@ -67,10 +73,3 @@ def _forgetting_secrets() -> Iterator[None]:
     """No test joins with the secret that a test before it, in the same process, was given."""
     with forgetting_secrets():
         yield
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m alone`, leave out the files without that mark: importing all of them takes as long as several tests."""
-    if config.option.markexpr != "alone" or collection_path.suffix != ".py":
-        return None
-    return None if re.search(r"\bmark\.alone\b", collection_path.read_text()) else True

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+THOROUGH = "pytest.mark.thorough"
 WITHOUT_TESTS = ("= names", "= advice", "= concedes")
 
 
@@ -75,12 +76,19 @@ def claims(page: str) -> dict[str, list[str]]:
 
 
 @functools.cache
-def tests_of(path: str) -> frozenset[str]:
-    """Return the test functions of a file below `tests`."""
+def tests_of(path: str) -> dict[str, bool]:
+    """Return the test functions of a file below `tests`, and whether `make test` runs each."""
     file = ROOT / "tests" / path
     tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
-    names = (node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return frozenset(name for name in names if name.startswith("test_"))
+    marks = (
+        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    )
+    is_left = any(THOROUGH in ast.unparse(node.value) for node in marks)
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            found[node.name] = not is_left and THOROUGH not in map(ast.unparse, node.decorator_list)
+    return found
 
 
 def faults(page: str) -> list[str]:
@@ -93,13 +101,17 @@ def faults(page: str) -> list[str]:
             found.append(f"no test: {sentence}")
         elif len(holders) > 1 and any(holder.startswith("=") for holder in holders):
             found.append(f"either tests or a reason for none: {sentence}")
+        in_test = []
         for holder in holders:
             path, _, name = holder.partition("::")
             if not (holder in WITHOUT_TESTS or name in tests_of(path)):
                 found.append(f"no such test: {holder}")
+            in_test.append(holder in WITHOUT_TESTS or tests_of(path).get(name, True))
+        if holders and not any(in_test):
+            found.append(f"only tests that `make test` leaves to `make test-all`: {sentence}")
     return found
 
 
 if __name__ == "__main__":
-    for page in sys.argv[1:] or ("security", "wire"):
+    for page in sys.argv[1:] or ("security",):
         print(*faults(page), sep="\n")

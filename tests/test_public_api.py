@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 import covey
 import covey.testing
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
-DEADLINE = 110.0
 
 PUBLIC = {
     *("join", "join_async", "wait_all", "wait_any", "MessageInfo", "CancelledError"),

@@ -1,6 +1,6 @@
-"""Install requirements-dev.lock and torch into the environment of the Python that runs this, with several pips at once.
+"""Install a lock and torch into the environment of the Python that runs this, with several pips at once.
 
-    .venv/bin/python tools/install.py
+    .venv/bin/python tools/install.py requirements-dev.lock
 
 One pip fetches and unpacks packages one after the other, and waits for the index or the disk most of the time. The
 packages of the lock need no order, because `--no-deps` takes each as it is. torch comes without what it needs first:
@@ -33,10 +33,10 @@ def parts_of(lock: str, count: int) -> list[str]:
     return ["".join(requirements[part::count]) for part in range(count)]
 
 
-def at_once(folder: Path) -> list[list[str]]:
-    """Write the parts of the lock into a folder; return the arguments of the pips that run at the same time."""
+def at_once(lock: Path, folder: Path) -> list[list[str]]:
+    """Write the parts of a lock into a folder; return the arguments of the pips that run at the same time."""
     arguments = [["--no-deps", *TORCH]]
-    for part, text in enumerate(parts_of((ROOT / "requirements-dev.lock").read_text(), PARTS)):
+    for part, text in enumerate(parts_of(lock.read_text(), PARTS)):
         path = folder / f"part{part}.lock"
         path.write_text(text)
         arguments.append(["--require-hashes", "--no-deps", "-r", str(path)])
@@ -46,7 +46,7 @@ def at_once(folder: Path) -> list[list[str]]:
 def main() -> None:
     """Run the pips; exit with 1 if one of them fails, after all have ended."""
     with tempfile.TemporaryDirectory() as folder:
-        pips = [subprocess.Popen([*PIP, *arguments]) for arguments in at_once(Path(folder))]
+        pips = [subprocess.Popen([*PIP, *arguments]) for arguments in at_once(Path(sys.argv[1]), Path(folder))]
         codes = [pip.wait() for pip in pips]
     if any(codes):
         sys.exit(1)

@@ -1,12 +1,14 @@
-"""Write requirements-dev.lock: exact versions of everything that `make test` installs, with the hashes of their files.
+"""Write the locks: exact versions of everything that `make test` and `make test-all` install, with their hashes.
 
     python -m tools.lock [--index URL]
 
 pip chooses the versions, for the Python and the platform that this runs on: use Python 3.11 on Linux, as CI does. The
 hashes are those of all files of a version that fit Python 3.11 or newer, on any platform, as the index lists them.
-Nothing in the lock names an index: pip looks where its user has configured, and checks that the files are these.
+Nothing in a lock names an index: pip looks where its user has configured, and checks that the files are these.
 
-torch is not in the lock. Its builds (CPU only, CUDA, ROCm) are different files of one version, in different places, and
+requirements-all.lock has only what is not in requirements-dev.lock.
+
+torch is in neither. Its builds (CPU only, CUDA, ROCm) are different files of one version, in different places, and
 each platform brings other libraries along. requirements-torch.txt pins its version alone.
 """
 
@@ -23,7 +25,7 @@ import tempfile
 import tomllib
 import urllib.request
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from packaging.requirements import Requirement
 from packaging.utils import (
@@ -35,17 +37,20 @@ from packaging.utils import (
 )
 from packaging.version import Version
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 ROOT: Final = Path(__file__).parents[1]
 LOCK: Final = ROOT / "requirements-dev.lock"
-WANTED: Final = ROOT / "requirements-dev.txt"
+LOCK_ALL: Final = ROOT / "requirements-all.lock"
 TORCH: Final = ROOT / "requirements-torch.txt"
 OLDEST_PYTHON: Final = 11
 """The minor number of the oldest Python 3 whose wheels are listed."""
 OF_TORCH: Final = re.compile(r"(torch|triton|pytorch-triton|nvidia-.*|cuda-.*|intel-.*)")
 """torch, and the libraries that only some of its builds need."""
 HEADER: Final = """\
-# Made by tools/lock.py from requirements-dev.txt and pyproject.toml: do not edit. Install it with
-#     pip install --require-hashes --no-deps -r requirements-dev.lock
+# Made by tools/lock.py: do not edit. Install it with
+#     pip install --require-hashes --no-deps -r {name}
 # torch is in requirements-torch.txt.
 """
 
@@ -57,19 +62,30 @@ def main() -> None:
         "--index", default=default, metavar="URL", help="where to read hashes; default: PIP_INDEX_URL, or PyPI"
     )
     index = parser.parse_args().index
-    LOCK.write_text(HEADER + "".join(entry(name, version, index) for name, version in resolve().items()))
-    print(f"{LOCK.name} has {LOCK.read_text().count('==')} packages", file=sys.stderr)
+    versions = resolve([LOCK, LOCK_ALL])
+    of_test = resolve([LOCK], versions)
+    for path, names in ((LOCK, of_test.keys()), (LOCK_ALL, versions.keys() - of_test.keys())):
+        entries = [entry(name, versions[name], index) for name in sorted(names)]
+        path.write_text(HEADER.format(name=path.name) + "".join(entries))
+        print(f"{path.name} has {len(entries)} packages", file=sys.stderr)
 
 
-def resolve() -> dict[str, str]:
-    """Return what pip would install into an empty environment: versions by name."""
+def resolve(locks: list[Path], versions: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what pip would install for these locks into an empty environment: versions by name, the given ones."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        report, constraints = Path(folder) / "report.json", Path(folder) / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in (versions or {}).items()))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        subprocess.run([*pip, "--report", report, "-r", WANTED, "-r", TORCH, *of_project()], check=True)
+        files = [word for path in (*map(wanted_of, locks), TORCH) for word in ("-r", str(path))]
+        subprocess.run([*pip, "--report", report, "-c", constraints, *files, *of_project()], check=True)
         chosen = [each["metadata"] for each in json.loads(report.read_text())["install"]]
     found = {canonicalize_name(each["name"]): each["version"] for each in chosen}
-    return {name: found[name] for name in sorted(found) if not OF_TORCH.fullmatch(name)}
+    return {name: version for name, version in found.items() if not OF_TORCH.fullmatch(name)}
+
+
+def wanted_of(lock: Path) -> Path:
+    """Return the file from which a lock is made."""
+    return lock.with_suffix(".txt")
 
 
 def of_project() -> list[str]:
@@ -131,10 +147,10 @@ def _is_recent(interpreter: str, abi: str) -> bool:
     return match[1] == "py" or abi == "abi3" or int(match[2] or 0) >= OLDEST_PYTHON
 
 
-def locked() -> dict[str, tuple[Version, frozenset[str]]]:
-    """Return what the lock holds: the version and the hashes of each package, by name."""
+def locked(*locks: Path) -> dict[str, tuple[Version, frozenset[str]]]:
+    """Return what locks hold: the version and the hashes of each package, by name."""
     found = {}
-    for line in LOCK.read_text().replace("\\\n", "").splitlines():
+    for line in "".join(lock.read_text() for lock in locks).replace("\\\n", "").splitlines():
         if line and not line.startswith("#"):
             requirement, *hashes = line.split()
             name, _, version = requirement.partition("==")
@@ -142,9 +158,10 @@ def locked() -> dict[str, tuple[Version, frozenset[str]]]:
     return found
 
 
-def wanted() -> list[Requirement]:
-    """Return what requirements-dev.txt and pyproject.toml ask for."""
-    lines = [line.partition("#")[0].strip() for line in WANTED.read_text().splitlines()]
+def wanted(*locks: Path) -> list[Requirement]:
+    """Return what the files of these locks and pyproject.toml ask for."""
+    text = "".join(wanted_of(lock).read_text() for lock in locks)
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return [Requirement(text) for text in (*filter(None, lines), *of_project())]
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import covey.metrics
+from covey.base.settings import LANES
+from covey.runtime.counters import CODECS_LIMIT
 from covey.runtime.metrics.samples import BOUNDS
 from covey.runtime.metrics.table import OTHER_PEERS, PEERS_LIMIT, TABLE
 
@@ -37,9 +39,9 @@ TAIL: Final = f"""
 | label | values |
 |---|---|
 | `op` | the name of the operation: `all_reduce`, `barrier` and so on |
-| `lane` | the kind of lane: `shm`, `unix`, `tcp`, `secure` or `memory` |
+| `lane` | the kind of lane: {", ".join(f"`{lane}`" for lane in LANES[1:])} or `memory` |
 | `peer` | the seat of the other process: its rank in the first generation; `{OTHER_PEERS}` from {PEERS_LIMIT} on |
-| `codec` | the codec, such as `int8`; `other` after the first 32 of a group |
+| `codec` | the codec, such as `int8`; `other` after the first {CODECS_LIMIT} of a group |
 | `kind` | the kind of event, as in `group.events()` |
 | `rank` | the rank in the current generation |
 

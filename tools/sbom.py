@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.lock import locked
+from tools.lock import LOCK, locked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +55,7 @@ def bill(wheel: Path) -> dict[str, Any]:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     product = _component(about, [digest])
     needs = closure(about.get_all("Requires-Dist", []))
-    lock = locked()
+    lock = locked(LOCK)
     components = []
     for name in sorted(needs):
         found = metadata.metadata(name)

@@ -53,7 +53,7 @@ FILES: Final = {ANY_FILE: "yes", USER_FILE: "user", "": ""}
 
 def _row(setting: Setting) -> str:
     argument = f"`{setting.argument}`" if setting.argument else ""
-    default = f"`{setting.show(setting.default)}`" if setting.default not in (None, "") else ""
+    default = f"`{setting.shown_default}`" if setting.default not in (None, "") else ""
     shared = " **=**" if setting.is_shared else ""
     cells = (f"`{setting.name}`{shared}", setting.kind.words, default, argument, FILES[setting.files], setting.meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -27,6 +27,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from tests.support.guard import descendants
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -132,7 +134,7 @@ def run(freezer: Freezer, seed: int, workers: int, words: list[str]) -> list[str
     try:
         while tests.poll() is None:
             time.sleep(chance.uniform(*RUNNING_SECONDS))
-            pids = _descendants(tests.pid)
+            pids = descendants(tests.pid)[1:]  # the one that prints goes on
             if freezer.is_exact and pids:
                 pids = chance.choice([pids, [pid for pid in pids if chance.random() < 0.5], [chance.choice(pids)]])
             try:
@@ -164,18 +166,6 @@ def _freezer() -> Iterator[Freezer]:
         yield freezer
     finally:
         freezer.close()
-
-
-def _descendants(root: int) -> list[int]:
-    """Return the processes that descend from one, parents before children."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            children[int(entry.read_text().rpartition(")")[2].split()[1])].append(int(entry.parent.name))
-    found = [root]
-    for pid in found:
-        found += children[pid]
-    return found[1:]  # the one that prints goes on
 
 
 def _state(pid: int) -> str:

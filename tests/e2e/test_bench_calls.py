@@ -12,8 +12,6 @@ from tests.support import forked
 from covey.base.errors import ConfigError
 from covey.cli.bench.calls import CallTrial
 
-pytestmark = pytest.mark.slow
-
 
 def bench(*arguments: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 SHORT = ("--sizes", "4,100K", "--reps", "2", "--quick", "--pair-seconds", "0.1")
 ENDLESS = ("--sizes", ",".join(str(4 * n) for n in range(1, 5000)), "--reps", "1", "--quick", "--pair-seconds", "0.1")
 """Many short cases, so that the first is over soon and the last is far away."""

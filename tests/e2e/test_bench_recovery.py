@@ -8,10 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-pytestmark = pytest.mark.slow
-
-DEADLINE = 90.0
+from tests.support.waiting import DEADLINE
 
 
 @pytest.mark.alone

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support import pipes
-from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import Ended, Job, finish, finish_all, new_job
+from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.slow
 
 NOBODY = 65534
 QUICKLY = 10.0

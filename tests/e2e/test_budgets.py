@@ -14,8 +14,6 @@ from tests.support.jobs import Job, finish, finish_all, new_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def job() -> Iterator[Job]:

@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.jobs import DEADLINE as JOB_DEADLINE
 from tests.support.jobs import finish, finish_all, new_job
 from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say, timed
 from tests.support.survivors import CoveyRun
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.testing.call_stress import CallStress, run
-
-pytestmark = pytest.mark.slow
 
 VICTIM = 1
 NOTICE_SECONDS = 2.0
@@ -72,7 +70,7 @@ def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
     with new_job() as job:
         settings = {"COVEY_SECRET": secrets.token_hex(32), "COVEY_INTERFACES": "lo", "COVEY_LANES": lanes}
         settings["COVEY_RUN_PROGRAM"] = "calls.py"
-        code = PROGRAM.format(arguments=f"'run-a', size=3, timeout={JOB_DEADLINE}", by_name=True)
+        code = PROGRAM.format(arguments=f"'run-a', size=3, timeout={DEADLINE}", by_name=True)
         reports = [each.report for each in finish_all([job.start(code, **settings) for _ in range(3)])]
     check_program(reports, 3)
     assert all(report["names"] == [True] * 6 for report in reports), "by name and by id"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from tests.support.jobs import Job
 
-pytestmark = pytest.mark.slow
-
 FAULT = re.compile(r"covey: +\d+\.\d+ s  (\w+) ranks? ")
 EXACT = """
 import os, time

@@ -7,17 +7,15 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.e2e.test_cluster_commands import Terminal
 from tests.e2e.test_cluster_elastic import NodeHome
 from tests.support import pipes
-from tests.support.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
+from tests.support.machines import Lab, Machine, end, heard, wait_until_joined
 from tests.support.members import check_same_end, together
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     import subprocess
-
-pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
 MEMBER = """

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.jobs import SOURCE, wait_until
-from tests.support.survivors import DEADLINE, Members, covey, np, say
+from tests.support.jobs import SOURCE
+from tests.support.survivors import Members, covey, np, say
+from tests.support.waiting import DEADLINE, wait_until
 
 
 def train(on_loss: str) -> dict[str, Any]:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from covey.runtime.members.node import Node
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., LaunchedRank]]:

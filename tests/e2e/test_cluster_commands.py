@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys import clusters
 from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code, is_weak
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 
     from tests.support.machines import Machine as LabMachine
 
-pytestmark = pytest.mark.slow
-
 COVEY = Path(sys.executable).with_name("covey")
-DEADLINE = 30.0
 CODE = re.compile(r"^ +(covey1-[0-9a-z-]+)$", re.MULTILINE)
 PASSPHRASE = "correct horse battery staple"
 

@@ -11,13 +11,11 @@ import signal
 import time
 from typing import Any
 
-import pytest
-from tests.support.machines import DEADLINE, Lab, Machine, end, heard
+from tests.support.machines import Lab, Machine, end, heard
 from tests.support.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys.identity import NodeIdentity
-
-pytestmark = pytest.mark.slow
 
 QUICKLY = 8.0
 KEY = secrets.token_bytes(32)

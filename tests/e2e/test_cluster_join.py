@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import Ended, Job, finish, finish_all, new_job
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.native import native
 from covey.base.version import __version__
@@ -24,8 +25,6 @@ from covey.runtime.mesh.situation import FIRST_LOG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.slow
 
 ON_ONE_HOST = "unix" if shm.obstacle_here(is_native=native().module is not None) else "shm"
 JOIN = """

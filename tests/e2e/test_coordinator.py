@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.support import pipes
 from tests.support.coordinators import ask, coordinate, free_port, status, until, work
 from tests.support.machines import end, heard
@@ -16,7 +15,6 @@ from tests.support.machines import end, heard
 if TYPE_CHECKING:
     from tests.support.machines import Lab
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SUM = [111.0 + 3 * position for position in range(5)]
 """The sum over three ranks of 10 ** rank plus the position."""

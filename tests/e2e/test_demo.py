@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import RankFailedError
 from covey.cli.demo import processes
@@ -21,10 +22,7 @@ from covey.cli.demo.worker import BATCH
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 COVEY = [sys.executable, "-m", "covey"]
-DEADLINE = 90.0
 UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 

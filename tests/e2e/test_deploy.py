@@ -20,8 +20,6 @@ from tests.support.jobs import LAUNCHERS, Job, finish_all, new_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = ("1.28", "1.33")

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support import pipes
 from tests.support.compiled import needs_native
-from tests.support.jobs import DEADLINE, Ended, Job, finish, new_job
+from tests.support.jobs import Ended, Job, finish, new_job
+from tests.support.waiting import DEADLINE
 
 import covey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-pytestmark = pytest.mark.slow
 
 MOST_SECONDS = 10.0
 DOCTOR = "import sys; sys.argv[1:] = {words!r}; from covey.cli.main import main; main()"

@@ -24,8 +24,6 @@ from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.testing import run_threads
 
-pytestmark = pytest.mark.slow
-
 VICTIM = 1
 SURVIVORS = (0, 2)
 NOTICE_SECONDS = 1.0

@@ -18,8 +18,6 @@ from tests.support.ranks import LANES, attempt, run_ranks
 
 import covey
 
-pytestmark = pytest.mark.slow
-
 
 def fork_in_the_middle() -> Any:
     """Fork with all sorts of lanes open, use the group in the child in every way, and go on in the parent."""

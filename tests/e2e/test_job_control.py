@@ -13,11 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.slow
+from tests.support.waiting import DEADLINE
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
 STOPPED = 2.0
 """Seconds that all are stopped: four times as long as one rank alone may be before the others give it up."""
 

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.slow
-
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path

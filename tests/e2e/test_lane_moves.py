@@ -12,8 +12,6 @@ from tests.support.ranks import Ranks
 
 import covey
 
-pytestmark = pytest.mark.slow
-
 MOVES = 6
 """How many lanes each rank must have seen move. Of three ranks, two see twice as many."""
 

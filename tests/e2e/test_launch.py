@@ -11,23 +11,20 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
 from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-pytestmark = pytest.mark.slow
+    from collections.abc import Iterator
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -115,13 +112,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def test_results_come_back_by_rank() -> None:

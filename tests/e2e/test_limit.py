@@ -14,8 +14,6 @@ from tests.support.ranks import Ranks, attempt
 
 import covey
 
-pytestmark = pytest.mark.slow
-
 LIMIT = "32M"
 PER_RANK = 32e6 / 8 / 2
 """Bytes a second: two ranks of one machine share the limit."""

@@ -13,9 +13,10 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.jobs import SOURCE, wait_until
+from tests.support.jobs import SOURCE
 from tests.support.machines import wait_until_joined
 from tests.support.ranks import covey, np, run_ranks
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime.metrics.flight import NOTE
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
-
-DEADLINE = 60.0
 STEPS = """
 import covey, numpy as np, sys
 with covey.join() as group:

@@ -20,8 +20,6 @@ from covey.testing import run_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 SIZE = 3
 AT_ONCE = 16
 """Disagreements that one set of ranks goes through side by side, each in a group of its own."""

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.compiled import COMPILER, ROOT, needs_compiler
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
-
-DEADLINE = 110.0
 QUESTION = """
 import covey, numpy
 from covey.base.native import native

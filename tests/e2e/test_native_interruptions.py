@@ -16,7 +16,7 @@ from tests.support.ranks import Ranks, attempt, await_go, say
 
 import covey
 
-pytestmark = [pytest.mark.slow, needs_native]
+pytestmark = [needs_native]
 
 NOTICE_SECONDS = 5.0
 """How long an operation may go on after it was interrupted. It takes milliseconds, but the machine may stand still."""

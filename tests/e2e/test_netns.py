@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
-from tests.support.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import Job, finish, finish_all, new_job
+from tests.support.waiting import DEADLINE, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.slow
 
 QUICKLY = 10.0
 SECRET = "4e" * 32

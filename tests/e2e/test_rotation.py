@@ -7,15 +7,12 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-import pytest
 from tests.e2e.test_cluster_elastic import NodeHome
-from tests.support.machines import DEADLINE, Lab
 from tests.support.members import check_same_end, together
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
-    from tests.support.machines import Machine
-
-pytestmark = pytest.mark.slow
+    from tests.support.machines import Lab, Machine
 
 KEY = secrets.token_bytes(32)
 

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.slow
-
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
 
 
 class Keeper:
@@ -119,13 +117,6 @@ def tell():
 def said_by(rank: int, output: str) -> list[str]:
     prefix = f"[{rank}] "
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

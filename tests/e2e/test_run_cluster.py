@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from tests.support.machines import Machine
 
-pytestmark = pytest.mark.slow
-
 REPORT = """
 import json, os
 from pathlib import Path

@@ -11,8 +11,6 @@ from tests.support.jobs import Job, finish, new_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 FULL = """
 import errno, json, os, resource, sys, time
 import numpy as np

@@ -11,8 +11,6 @@ from tests.support.machines import Lab, end, new_lab
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
-
 WAITS = """
 import os, signal, threading, time
 import covey

@@ -6,14 +6,11 @@ import json
 import re
 import secrets
 
-import pytest
 from tests.e2e.test_cluster_commands import Terminal
 from tests.support.machines import end, heard, wait_until_joined
 
 from covey.net.keys.identity import NodeIdentity
 from covey.wire.secret import decode_join_code
-
-pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from tests.support import pipes
-from tests.support.machines import DEADLINE, Lab, Machine, end, new_lab
+from tests.support.machines import Lab, Machine, end, new_lab
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
 TRAIN = """

@@ -9,8 +9,7 @@ import time
 
 import pytest
 from tests.support.ranks import Ranks, await_go, covey, say, threading
-
-DEADLINE = 30.0
+from tests.support.waiting import DEADLINE
 
 
 def serve() -> str:

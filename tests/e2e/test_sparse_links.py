@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 from tests.e2e.test_cluster_elastic import NodeHome, homes_of
-from tests.support.jobs import wait_until
-from tests.support.machines import DEADLINE
 from tests.support.members import ELASTIC, Member, check_same_end, together
-
-pytestmark = pytest.mark.slow
+from tests.support.waiting import DEADLINE, wait_until
 
 SIZE = 7
 SPARSE = ELASTIC.replace(

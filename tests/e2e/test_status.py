@@ -7,12 +7,10 @@ import os
 import signal
 import time
 
-import pytest
-from tests.support.machines import DEADLINE, end, heard, wait_until_joined
+from tests.support.machines import end, heard, wait_until_joined
+from tests.support.waiting import DEADLINE
 
 from covey.base.version import __version__
-
-pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) -> None:

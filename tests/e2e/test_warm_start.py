@@ -9,22 +9,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.support.waiting import DEADLINE, wait_until
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "pidfd_open"), reason="only on Linux"),
 ]
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
 COLD, WARM = "0", "1"
 
 
@@ -52,13 +47,6 @@ def begin(folder: Path, body: str, start: str, *arguments: str, size: int = 3, *
 
 def run(folder: Path, body: str, start: str, *arguments: str, size: int = 3, **env: str) -> Ended:
     return Ended(begin(folder, body, start, *arguments, size=size, **env))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def parent_of(pid: int) -> int:

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.runtime.links import acceptor as acceptor_module
@@ -25,7 +26,6 @@ from covey.wire import door
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-DEADLINE = 20.0
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 CREDENTIALS = LinkCredentials(KEY)
 Where = tuple[str, int]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.jobs import SOURCE
+from tests.support.waiting import DEADLINE
 
 from covey.agent import environments
 from covey.agent.environments import Environments
@@ -17,8 +18,6 @@ from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-DEADLINE = 60.0
 
 
 def make_wheel(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.jobs import wait_until
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import jobs
 from covey.agent.jobs import JobTable, StartedJob
@@ -19,8 +19,6 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-DEADLINE = 20.0
 
 
 @pytest.fixture

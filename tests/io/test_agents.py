@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.agents import CONFIG, DEADLINE, a_caller, an_agent, wait_until
+from tests.support.agents import CONFIG, a_caller, an_agent
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import callers
 from covey.agent.agent import serving

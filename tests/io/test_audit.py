@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.net import audit, audit_reader
@@ -23,7 +24,6 @@ from covey.net.audit import Note, append
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEADLINE = 60.0
 SOURCE = Path(__file__).parents[2] / "src"
 WRITER = """
 import sys

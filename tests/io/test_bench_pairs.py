@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from tests.support.ranks import covey, np, run_ranks
-
-pytestmark = pytest.mark.slow
 
 
 def measure() -> dict[str, Any]:

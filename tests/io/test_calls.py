@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey.runtime.calls import lane_transport
@@ -26,7 +27,6 @@ from covey.runtime.calls.serve import serve_calls
 from covey.runtime.group.internals import node_of
 from covey.testing import run_threads
 
-DEADLINE = 20.0
 LARGE = 200_000
 """Elements of arrays that travel beside the message."""
 
@@ -457,13 +457,6 @@ def _node(group: covey.Group) -> Any:
     node = node_of(group)
     assert node is not None
     return node
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import msgspec
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from covey.runtime.mesh.remote_node import RemoteNode
 
-DEADLINE = 20.0
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
 

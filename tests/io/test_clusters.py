@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.net.keys import clusters, secret_sources
@@ -19,7 +20,6 @@ from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret, encode_join_code
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 20.0
 KEY = bytes(range(32))
 HOME = Cluster(ClusterSecret("home", KEY), ("10.0.0.1:47700",), frozenset({b"d" * 32, b"e" * 32}))
 LAB = Cluster(ClusterSecret("lab", KEY[::-1]))

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.cli.doctor import router as doctor_router
 from covey.cli.doctor.router import RouterFacts, RouterQuestion
@@ -14,8 +15,6 @@ from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-DEADLINE = 20.0
 
 
 @pytest.fixture(name="router", params=["192.0.2.7"])

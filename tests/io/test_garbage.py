@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 Address = str | tuple[str, int]
 LANES = ("shm", "unix", "tcp", "secure")
-DEADLINE = 20.0
 
 
 # Bytes
@@ -411,11 +411,3 @@ def count_descriptors() -> int:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("not in time")

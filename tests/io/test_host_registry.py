@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_registry import AGE_SECONDS, NODES_LIMIT, HostRegistry, RegisteredNode
@@ -23,7 +24,6 @@ from covey.net.discovery.host_rendezvous import rendezvous_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEADLINE = 20.0
 TAG = "00112233aabbccdd"
 ANNOUNCE = """
 import os, sys

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked, pipes
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.discovery.host_rendezvous import (
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 20.0
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 

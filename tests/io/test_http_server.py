@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.runtime import http_server
@@ -18,8 +19,6 @@ from covey.runtime.tracebacks import stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-DEADLINE = 20.0
 
 
 def hello(request: Request) -> Response:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.net.home import home, private_folder, read_private, write_private
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 20.0
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
 
 FORK = """

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     import subprocess
-
-DEADLINE = 20.0
 
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.base.numbers import Seat
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from covey.runtime.links.link import Link
     from covey.wire.membership import View
 
-DEADLINE = 20.0
 Args = TypeVarTuple("Args")
 TOKEN, LINEAGE = b"t" * 32, b"l" * 16
 CREDENTIALS = LinkCredentials.of_token(TOKEN)

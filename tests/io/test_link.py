@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.secured import secure_end
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.keys.tls import Credentials
@@ -20,7 +21,6 @@ from covey.wire.frame import CONTROL_LIMIT, frame
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-DEADLINE = 20.0
 Args = TypeVarTuple("Args")
 KIB = 1 << 10
 both_kinds = pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.net.discovery import responder
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from covey.wire.messages import Address
 
-DEADLINE = 20.0
 SOON = 4.0
 """Seconds in which others are found; a quarter of one is usual, on a machine that has nothing else to do."""
 KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # other test runs on this host have others

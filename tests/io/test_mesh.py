@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.seeds import seeds
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from covey.runtime.mesh.remote_node import RemoteNode
 
-DEADLINE = 20.0
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
 TERMS = Terms(run="r", program="p.py", size=2, min_size=2, max_size=2, version="1", lanes="auto")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
+from tests.support.attackers import LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
+from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of

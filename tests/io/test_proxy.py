@@ -9,13 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.testing.proxy import Proxy, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEADLINE = 20.0
 TEXT = bytes(range(1, 251)) * 40
 
 

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 pytest.importorskip("qh3")
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 KEY = bytes(range(32))
-DEADLINE = 20.0
 
 
 class Admitting:

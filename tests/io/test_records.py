@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import forked, pipes
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from covey.proto.changes import QuorumLost, Waiting
 
-DEADLINE = 20.0
 LINEAGE = b"l" * 16
 IDS = [bytes([number]) * 32 for number in (1, 2, 3)]
 LIVES = [bytes([number]) * 16 for number in (11, 12, 13)]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
+from tests.support.attackers import call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, ThreadRun, node_of
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import MismatchError
 from covey.base.numbers import Seat

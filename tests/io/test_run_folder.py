@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
@@ -21,7 +22,6 @@ from covey.runtime.keeper.keeper import LocalRun
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEADLINE = 30.0
 HOLD = """
 import sys, time
 from covey.net.run_folder import RunFolder

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.testing.frames import Capture
 from covey.testing.netns import Lan, require_namespaces
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from covey.testing.netns import Host
 
-DEADLINE = 10.0
 PORT = 7000
 MDNS = "224.0.0.251"
 MDNS6 = "ff02::fb"

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 from tests.support.secured import secure_end
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.cli.doctor.cures import Obstacle, obstacle
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from covey.runtime.links.link import Link
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 20.0
 SECRET = ClusterSecret("lab", bytes(range(32)))
 OTHER = ClusterSecret("lab", bytes(range(1, 33)))
 NAMED_OTHERWISE = ClusterSecret("lab-2", bytes(range(32)))

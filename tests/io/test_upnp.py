@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError
 from covey.net import port_mapping, upnp
@@ -17,7 +18,6 @@ from covey.testing.gateway import GatewayThread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEADLINE = 20.0
 OUTSIDE = "192.0.2.7"
 NONCE = bytes(range(12))
 

@@ -7,18 +7,15 @@ import secrets
 import sys
 from unittest.mock import patch
 
-import pytest
 from tests.support import pipes
 from tests.support.jobs import SOURCE, finish
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.testing.netns import Lan
 from covey.wire.secret import ClusterSecret
 
-pytestmark = pytest.mark.slow
-
-DEADLINE = 40.0
 TRAIN = """
 import covey
 with covey.join() as group:

@@ -10,8 +10,6 @@ from tests.support.nodes import Cluster, node_id
 from covey.net import audit_reader
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 WORK = """
 import json, sys
 import covey

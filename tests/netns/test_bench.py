@@ -7,11 +7,10 @@ import sys
 
 import pytest
 from tests.support.jobs import finish
-from tests.support.nodes import DEADLINE, SOURCE, Cluster
+from tests.support.nodes import SOURCE, Cluster
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Host, Lan
-
-pytestmark = pytest.mark.slow
 
 PREFIX = "covey-bench"
 SLOW_BITS = 50e6

@@ -17,8 +17,6 @@ from covey.testing.switch import inside
 if TYPE_CHECKING:
     from covey.testing.netns import Host
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-better"
 MOVE_SECONDS = 10.0
 """Lanes are on the better network within this time."""

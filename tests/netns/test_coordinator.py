@@ -6,15 +6,12 @@ import json
 import secrets
 import sys
 
-import pytest
 from tests.support import pipes
 from tests.support.coordinators import WORKER, ask
 from tests.support.jobs import SOURCE, finish
 from tests.support.machines import heard
 
 from covey.testing.netns import Lan
-
-pytestmark = pytest.mark.slow
 
 
 def test_workers_on_other_hosts_register_and_join_with_the_secret_only() -> None:

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.support.nodes import SOURCE, Cluster, Node
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
     from covey.testing.netns import Host
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-doctor"
 PORT = 47700
-DEADLINE = 30.0
 MOST_SECONDS = 10.0
 RATE = 12.5e6
 PORTS_TO_OPEN = "47700-47731/tcp"

@@ -19,8 +19,6 @@ from covey.testing.netns import Lan
 if TYPE_CHECKING:
     from tests.support.members import Member
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-faults"
 PROGRESS_SECONDS = 30.0
 """How long a step may take while the network is at its worst, on a machine that stands still for moments."""

@@ -7,10 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 SOURCE = Path(__file__).parents[2] / "src"
 SCRIPT = """
     set -e

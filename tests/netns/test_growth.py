@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from tests.support.members import ELASTIC, check_same_end, indexes, start, together
 from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
-
-pytestmark = pytest.mark.slow
 
 PREFIX = "covey-growth"
 COMES_BACK_SECONDS = 0.3

@@ -18,10 +18,10 @@ from typing import Literal
 
 import pytest
 from tests.support import pipes
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan, require_namespaces
 
-DEADLINE = 20.0
 PREFIX = f"covey-lantest{os.getpid()}"
 """Other workers may be in this file, too."""
 FACTS = """

@@ -9,7 +9,6 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-import pytest
 from tests.support.members import ELASTIC, Member, check_same_end, start, start_with_keeper, together
 from tests.support.nodes import Cluster
 
@@ -18,8 +17,6 @@ from covey.testing.netns import Lan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-pytestmark = pytest.mark.slow
 
 PREFIX = "covey-lineages"
 PATIENCE = 3.0

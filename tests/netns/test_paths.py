@@ -11,8 +11,6 @@ from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-paths"
 MOVE_SECONDS = 5.0
 """An operation moves within this time whenever there is a path."""

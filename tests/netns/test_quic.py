@@ -18,8 +18,6 @@ from covey.testing.netns import Lan
 if TYPE_CHECKING:
     from covey.testing.netns import Host
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-quic"
 GOES_ON_SECONDS = 30.0
 """How long an operation may take whose lanes have to move, on a machine that stands still for moments."""

@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import pytest
 from tests.support import pipes
-from tests.support.nodes import DEADLINE, SOURCE, Cluster, Node
+from tests.support.nodes import SOURCE, Cluster, Node
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys import clusters
 from covey.testing.netns import Lan
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.testing.netns import Host
-
-pytestmark = pytest.mark.slow
 
 PYTHONPATH = {"PYTHONPATH": str(SOURCE)}
 JOB = """

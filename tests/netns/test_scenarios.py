@@ -13,8 +13,6 @@ from covey.net.cores import usable_cores
 from covey.runtime.members.lane_kinds import streams_for
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 QUICKLY = 5.0
 PORT = 47700
 

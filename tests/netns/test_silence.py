@@ -12,8 +12,6 @@ from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 WORK = """
 import json, sys, time
 import numpy as np

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.nodes import SOURCE, Cluster
+from tests.support.waiting import DEADLINE
 
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.testing.netns import Lan
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
     from covey.testing.netns import Host
 
-pytestmark = pytest.mark.slow
-
-DEADLINE = 40.0
 GROWTH = 2 << 20
 
 MULTICAST = """

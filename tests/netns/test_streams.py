@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]  # what is kept depends on what a trial measures
+pytestmark = [pytest.mark.alone]  # what is kept depends on what a trial measures
 
-DEADLINE = 60.0
 WINDOW = 131072
 """What the kernel of a host keeps for a connection: it acknowledges about half of that in each round trip."""
 PROGRAM = """

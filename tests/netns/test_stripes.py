@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
 if TYPE_CHECKING:
     from covey.testing.netns import Host
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]  # whether a network is used depends on what a trial measures
+pytestmark = [pytest.mark.alone]  # whether a network is used depends on what a trial measures
 
 PREFIX = "covey-stripes"
-DEADLINE = 60.0
 PROGRAM = """
 import json, sys, time
 import numpy as np

@@ -25,8 +25,6 @@ from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-survival"
 CABLE_SECONDS = 5.0
 """A machine that fell silent is known, and the others go on, in this time and that of an operation."""

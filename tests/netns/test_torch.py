@@ -13,15 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.testing import netns
 from covey.testing.netns import Lan
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PREFIX = "covey-torch"
-DEADLINE = 90.0
 SCRIPT = """
     import json, os, sys
     import torch

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = pytest.mark.slow
-
 PREFIX = "covey-uneven"
-DEADLINE = 60.0
 MBIT = 1e6 / 8
 PROGRAM = """
 import json, os, pathlib, sys, time, zlib

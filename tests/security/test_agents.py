@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.agents import CONFIG, DEADLINE, a_caller, an_agent, wait_until
+from tests.support.agents import CONFIG, a_caller, an_agent
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import jobs, outputs, service, snapshot
 from covey.agent.callers import calling

@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, dial_door, new_cluster, read, until, victim
+from tests.support.attackers import BROKEN, Insider, Victim, dial_door, new_cluster, read, until, victim
+from tests.support.waiting import DEADLINE
 
 from covey.net import audit_reader
 from covey.net.keys.identity import NodeIdentity

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.attackers import resident_bytes
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.proto.calling.outgoing import CALLS_LIMIT
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from covey.runtime.calls.service import CallService
 
 VICTIM, HOSTILE, HONEST = range(3)
-DEADLINE = 15.0
 GROWTH = 100 << 20
 NOTHING = wire.CallPayload(inline=(b"\x92\x90\x80",))
 """Arguments of a function that takes none."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.attackers import (
     BROKEN,
-    DEADLINE,
     Insider,
     call_on_loop,
     dial_door,
@@ -26,6 +25,7 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
+from tests.support.waiting import DEADLINE
 
 from covey.runtime.links.acceptor import STRANGER_SECONDS, STRANGERS_AT_ONCE
 from covey.runtime.links.source_limits import SOURCE_BURST

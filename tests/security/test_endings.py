@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop, new_cluster, until
+from tests.support.attackers import LOOPBACK, Insider, Victim, call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, Participant, ThreadRun, here, node_of, say
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import GroupChangedError
 from covey.base.numbers import Seat

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, LOOPBACK, call_on_loop, new_cluster, run_nodes, until
+from tests.support.attackers import LOOPBACK, call_on_loop, new_cluster, run_nodes, until
 from tests.support.runs import node_of
+from tests.support.waiting import DEADLINE
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError

@@ -17,7 +17,8 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, new_cluster, resident_bytes
+from tests.support.attackers import BROKEN, Insider, Victim, new_cluster, resident_bytes
+from tests.support.waiting import DEADLINE
 
 from covey.wire import door, messages
 

@@ -7,8 +7,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.support.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
+from tests.support.attackers import BROKEN, Insider, call_on_loop, hear, new_cluster, until
 from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause

@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.attackers import (
     BROKEN,
-    DEADLINE,
     LOOPBACK,
     Insider,
     Tls,
@@ -37,6 +36,7 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tests.support.attackers import (
-    BROKEN,
-    DEADLINE,
-    Insider,
-    Victim,
-    call_on_loop,
-    card_of,
-    new_cluster,
-    victim,
-)
+from tests.support.attackers import BROKEN, Insider, Victim, call_on_loop, card_of, new_cluster, victim
 from tests.support.runs import SURVIVING, ThreadRun, here
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support.attackers import (
-    DEADLINE,
     LOOPBACK,
     Detour,
     call_on_loop,
@@ -24,6 +23,7 @@ from tests.support.attackers import (
     until,
     victim,
 )
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, PeerLostError
 from covey.base.numbers import Seat

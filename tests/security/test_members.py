@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.attackers import (
     BROKEN,
-    DEADLINE,
     Insider,
     Victim,
     call_on_loop,
@@ -29,6 +28,7 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
 from covey.base.numbers import Seat

@@ -12,15 +12,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.attackers import (
-    DEADLINE,
-    call_on_loop,
-    new_cluster,
-    resident_bytes,
-    until,
-    victim,
-    welcomes_members,
-)
+from tests.support.attackers import call_on_loop, new_cluster, resident_bytes, until, victim, welcomes_members
+from tests.support.waiting import DEADLINE
 from zeroconf._dns import DNSAddress, DNSPointer, DNSService, DNSText
 from zeroconf._protocol.outgoing import DNSOutgoing
 from zeroconf.const import _CLASS_IN, _TYPE_A, _TYPE_PTR, _TYPE_SRV, _TYPE_TXT

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
+from tests.support.attackers import BROKEN, Insider, Victim, call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of, node_of
+from tests.support.waiting import DEADLINE
 
 from covey.net.discovery.interfaces import usable_interfaces
 from covey.net.keys.identity import NodeIdentity

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("qh3")
 
-from tests.io.test_quic_pump import DEADLINE, KEY, Admitting
+from tests.io.test_quic_pump import KEY, Admitting
+from tests.support.waiting import DEADLINE
 
 from covey.net.quic import pump as pumping
 from covey.net.quic.carrier import dial

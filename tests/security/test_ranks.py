@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE
 from tests.support.hostile_ranks import HOSTILE, SECONDS, SIZE, attack
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.dtypes import dtype_code

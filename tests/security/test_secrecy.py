@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
-from tests.support.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
+from tests.support.attackers import LOOPBACK, new_cluster, run_nodes
 from tests.support.nodes import Cluster as Nodes
 from tests.support.nodes import node_id
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError
 from covey.net.keys import secret_sources

@@ -8,8 +8,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
+from tests.support.attackers import call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, ThreadRun, node_of, say
+from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of

@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.security.test_handshake import handshake_with
 from tests.support.attackers import (
     BROKEN,
-    DEADLINE,
     Insider,
     call_on_loop,
     dial_tls,
@@ -28,6 +27,7 @@ from tests.support.attackers import (
     run_nodes,
     until,
 )
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat

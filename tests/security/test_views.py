@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from tests.support.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
+from tests.support.attackers import Insider, call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, Participant, ThreadRun, node_of
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat

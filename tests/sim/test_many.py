@@ -61,7 +61,6 @@ class CountedFormation(Formation):
         return messages
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> None:
     chance, size = random.Random(seed), size_of(seed)
@@ -171,7 +170,6 @@ def start(
     return [key.id for key in keys]
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("has_keeper", [True, False])
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other(seed: int, has_keeper: bool) -> None:
@@ -252,7 +250,6 @@ class AwakeLinks:
         return frozenset(self.ids[other] for other in self._overlay(ranks).neighbours(rank))
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_members_whose_links_rest_go_on_without_those_that_are_lost(seed: int) -> None:
     """Few links are awake, and few are woken, although most members notice no loss; the leader is lost in half of all

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from typing import TYPE_CHECKING
+
+from tests.support.waiting import wait_until
 
 from covey.agent.agent import serving
 from covey.agent.callers import calling
@@ -17,20 +18,12 @@ from covey.net.keys.identity import ensure_identity, own_machine
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from covey.agent.agent import ResidentAgent
     from covey.agent.callers import AgentCaller, Terminal
 
-DEADLINE = 20.0
 CONFIG = GroupConfig(interfaces="lo")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

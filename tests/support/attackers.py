@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.net.keys.clusters import Cluster
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
-DEADLINE = 20.0
 LOOPBACK = GroupConfig(interfaces="lo", lanes="secure", timeout=DEADLINE)
 BROKEN = (OSError, EOFError)
 """How a connection ends under an attacker's hands; TLS alerts are OSErrors, too."""

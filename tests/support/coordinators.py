@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support import pipes
 from tests.support.machines import heard
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     import subprocess
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from tests.support.machines import Machine
 
-DEADLINE = 30.0
 WORKER = """
 import json, os, sys, time
 import numpy as np

@@ -4,7 +4,7 @@ A program is forked from a process that has imported numpy and covey already (`t
 most of what a rank's process costs; with `TorchPopen`, torch as well. It is executed instead where a fork could be told
 apart: interpreter options, PYTHON* variables that differ from those of this process, another user or a function to call
 first that does not pickle. What `covey run` and torchrun start is forked in the same way; a test whose subject is the
-start of processes uses `subprocess` instead.
+start or the end of processes uses `subprocess` instead, because the memory of a forked program is left to the kernel.
 
 Programs are forked from two servers in turn, because each has its own hash seed: if the result of a run depended on
 the order of a set, ranks would differ.
@@ -91,6 +91,7 @@ def _fork_or_execute(
         "before": before,
         "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
         "env": variables,
+        "finalizes": isinstance(self, Popen) and self.finalizes,
         "new_session": start_new_session,
         "parent": os.getpid(),
         "starts_programs": starts_programs(words),
@@ -109,6 +110,8 @@ class Popen(subprocess.Popen[Any]):
 
     preloaded: tuple[str, ...] = ()
     """What its server imports, beside numpy and covey."""
+    finalizes = False
+    """Whether the interpreter takes its modules apart when the program ends; only a test of that needs it."""
     _execute_child = _fork_or_execute
 
 
@@ -116,6 +119,12 @@ class TorchPopen(Popen):
     """A process that is forked from one that has imported torch as well, which takes seconds."""
 
     preloaded = TORCH
+
+
+class FinalizedTorchPopen(TorchPopen):
+    """As `TorchPopen`; the interpreter takes its modules apart at the end, as that of an executed program does."""
+
+    finalizes = True
 
 
 def run(
@@ -225,7 +234,9 @@ def _new_server(preloaded: tuple[str, ...]) -> _Server:
         process = subprocess.Popen(
             [sys.executable, program, "x" * SPACE, ROOT, str(theirs.fileno()), *preloaded],
             pass_fds=[theirs.fileno()],
-            env=_at_import(dict(os.environ)) | {"PATH": os.environ.get("PATH", ""), "SPACE": "x" * SPACE},
+            env=_at_import(dict(os.environ))
+            | {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+            | {"PATH": os.environ.get("PATH", ""), "SPACE": "x" * SPACE},
             stdin=DEVNULL,
             start_new_session=True,
         )

@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.attackers import DEADLINE, resident_bytes
+from tests.support.attackers import resident_bytes
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
 from covey.testing import run_threads

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support import forked, pipes
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime.metrics.flight import NOTE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 30.0
 LAUNCHERS = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
@@ -145,10 +145,3 @@ def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Ended:
 
 def finish_all(processes: Sequence[subprocess.Popen[str]], deadline: float = DEADLINE) -> list[Ended]:
     return [finish(process, deadline) for process in processes]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from tests.support import forked, pipes
 from tests.support.jobs import LAUNCHERS, SOURCE, finish
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys import clusters
 from covey.net.keys import owner as owner_key
@@ -25,7 +26,6 @@ from covey.wire.secret import ClusterSecret
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEADLINE = 30.0
 NODE = """
 import json, os, sys
 import covey

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.support.nodes import SOURCE, Cluster
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     import subprocess
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from covey.testing.netns import Host
 
-DEADLINE = 40.0
 PRELUDE = """
 import ctypes, hashlib, json, logging, os, signal, sys, threading, time
 import numpy as np

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support import pipes
 from tests.support.jobs import finish
+from tests.support.waiting import DEADLINE
 
 from covey.net.keys.identity import NodeIdentity
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from covey.testing.netns import Host
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 40.0
 ELEMENTS = 100_003
 JOB = f"""
 import json, sys, time

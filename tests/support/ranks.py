@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.support.waiting import DEADLINE
 
 import covey
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 30.0
-"""Seconds after which a test that waits for its ranks fails and shows what they said."""
 LANES = ("shm", "unix", "tcp", "secure")
 
 # Ranks' functions use the modules imported above.

@@ -8,7 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from tests.support.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop
+from tests.support.attackers import LOOPBACK, Insider, Victim, call_on_loop
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ClosedError
 from covey.net.keys.identity import NodeIdentity

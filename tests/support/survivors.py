@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.support import forked, pipes
-from tests.support.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
+from tests.support.ranks import LANES, SOURCE, Ranks, attempt, await_go, say
+from tests.support.waiting import DEADLINE
 
 import covey
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-DEADLINE = 90.0
-"""Seconds after which a test that waits for its ranks fails."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -5,7 +5,10 @@ Workers that are started as new programs each import and collect ten thousand te
 
 A worker takes a file at a time, so that what the tests of a file share is made once. Workers of even numbers begin with
 the folders whose tests mostly wait, the others with those whose tests compute: together they keep the cores busy. They
-meet in the middle, where no file takes long. A test that ends its process has failed, and another worker goes on.
+meet in the middle, where no file takes long. A test that ends its process has failed, and another worker goes on. Tests
+marked `alone` come last, in one worker.
+
+`--shuffle SEED` runs files, and the tests of each file, in a random order.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -24,21 +28,23 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections import deque
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from _pytest.config import create_terminal_writer
+from tests.support.guard import stacks_below
+from tests.support.waiting import HANG
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from multiprocessing.connection import Connection
     from pathlib import Path
 
 FOLDERS: Final = ("netns", "e2e", "security", "io", "torch", "sim", "contract")
 """Folders of tests, those that wait most first; what is not named comes last."""
+KILL_AFTER: Final = HANG + 120.0
+"""Seconds after which a worker whose test could not fail by itself is killed."""
 AHEAD: Final = 2
 """Tests that a worker knows of, so that it need not wait for the next one when a test ends."""
 END_SECONDS: Final = 20.0
@@ -59,6 +65,18 @@ VARIABLE: Final = "PYTEST_XDIST_WORKER"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run tests in N processes at a time")
+    parser.addoption("--shuffle", type=int, default=None, metavar="SEED", help="run tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle is None:
+        return
+    chance = random.Random(config.option.shuffle)
+    files = [list(tests) for _, tests in itertools.groupby(items, key=_path_of)]
+    chance.shuffle(files)
+    for tests in files:
+        chance.shuffle(tests)
+    items[:] = itertools.chain.from_iterable(files)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +95,8 @@ class Worker:
         """The test that it knows to come next; what that shares with the one before is kept for it."""
         self.running: deque[int] = deque()
         """The tests that it was told to run, the current one first."""
+        self.since = time.monotonic()
+        """When the current test began."""
 
 
 class Workers:
@@ -86,12 +106,18 @@ class Workers:
         self._count = count
         self._workers: dict[Connection, Worker] = {}
         self._files: deque[list[int]] = deque()
+        """By positions among all tests, those of each file."""
+        self._last: deque[list[int]] = deque()
+        """The same, of tests that nothing may run beside."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
-        self._files.extend(_by_file(session.items))
+        is_alone = [item.get_closest_marker("alone") is not None for item in session.items]
+        is_shuffled = session.config.option.shuffle is not None
+        self._files.extend(_by_file(session.items, (i for i, alone in enumerate(is_alone) if not alone), is_shuffled))
+        self._last.extend(_by_file(session.items, (i for i, alone in enumerate(is_alone) if alone), is_shuffled))
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # results of several files alternate
@@ -100,17 +126,30 @@ class Workers:
         try:
             for number in range(min(self._count, len(self._files))):
                 self._start(session, number, deque())
-            while self._workers:
-                for channel in connection.wait(list(self._workers)):
-                    self._hear(session, self._workers[channel])  # type: ignore[index]
-                    if session.shouldfail:
-                        raise session.Failed(session.shouldfail)
-                    if session.shouldstop:
-                        raise session.Interrupted(session.shouldstop)
+            self._hear_all(session)
+            if self._last:
+                self._files = self._last
+                self._start(session, 0, deque())
+                self._hear_all(session)
         finally:
             for worker in list(self._workers.values()):
                 self._end(worker)
         return True
+
+    def _hear_all(self, session: pytest.Session) -> None:
+        """Pass on what the workers report, until all of them have ended."""
+        while self._workers:
+            for channel in connection.wait(list(self._workers), timeout=10):
+                self._hear(session, self._workers[channel])  # type: ignore[index]
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+            for worker in self._workers.values():
+                if worker.running and time.monotonic() - worker.since > KILL_AFTER:
+                    sys.stderr.write(stacks_below(worker.pid))
+                    os.kill(worker.pid, signal.SIGKILL)
+                    worker.since = time.monotonic()  # its end is heard soon
 
     def _start(self, session: pytest.Session, number: int, waiting: deque[int]) -> None:
         tasks = os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else [""]
@@ -157,6 +196,7 @@ class Workers:
         current = session.items[worker.running[0]]
         if said is None:
             worker.running.popleft()
+            worker.since = time.monotonic()
             hook.pytest_runtest_logfinish(nodeid=current.nodeid, location=current.location)
             self._feed(worker)
             return
@@ -198,17 +238,18 @@ def _reap(pid: int) -> int:
         time.sleep(0.01)
 
 
-def _by_file(items: list[pytest.Item]) -> Iterator[list[int]]:
-    """Yield the positions of the tests of each file, in the order in which files are dealt out."""
+def _by_file(items: list[pytest.Item], positions: Iterable[int], is_shuffled: bool) -> Iterator[list[int]]:
+    """Yield the given positions for each file, in the order in which files are dealt out."""
     places = {name: place for place, name in enumerate(FOLDERS)}
 
     def place_of(index: int) -> tuple[int, str]:
         folder, _, path = _path_of(items[index]).removeprefix("tests/").partition("/")
         return places.get(folder, len(places)), path or folder
 
-    ordered = sorted(range(len(items)), key=place_of)  # stable: tests of a file stay in their order
-    for _, positions in itertools.groupby(ordered, key=lambda index: _path_of(items[index])):
-        yield list(positions)
+    # Stable: tests of a file stay in their order.
+    ordered = positions if is_shuffled else sorted(positions, key=place_of)
+    for _, of_file in itertools.groupby(ordered, key=lambda index: _path_of(items[index])):
+        yield list(of_file)
 
 
 def _path_of(item: pytest.Item) -> str:
@@ -258,9 +299,6 @@ def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
     capture.start_global_capturing()
     capture.suspend_global_capture()
     config.pluginmanager.unregister(name="terminalreporter")
-    # pytest-timeout writes the stacks of all threads with it.
-    stand_in = types.SimpleNamespace(_tw=create_terminal_writer(config, sys.stderr))
-    config.pluginmanager.register(stand_in, "terminalreporter")
     config.pluginmanager.register(_Sender(config, channel))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

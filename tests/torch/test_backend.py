@@ -72,7 +72,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["destroy", "just exit"])
 def test_an_installed_covey_needs_no_import_and_ends_cleanly_under_covey_run(tmp_path: Path, end: str) -> None:
     installed = tmp_path / "path" / "imagined-1.dist-info"

@@ -7,13 +7,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
 from tests.support import forked
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-pytestmark = pytest.mark.slow
 
 
 def bench(*arguments: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.torch_ranks import _context
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.runtime.group.internals import engine_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-DEADLINE = 60.0
 SAMPLES, BATCH, EPOCHS = 62, 10, 3  # the last batch of an epoch has two samples: not enough for three ranks
 
 

@@ -30,7 +30,7 @@ TURNS = len(seeds(4))
 def ends_of(scene: str, times: int) -> tuple[list[list[int]], str]:
     """Play a scene so many times; return how each of its ranks ended each time, and all that was said to stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        process = forked.TorchPopen(
+        process = forked.FinalizedTorchPopen(
             [sys.executable, "-m", "tests.torch.test_exit", scene, str(times), folder],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

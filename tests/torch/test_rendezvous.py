@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.torch_ranks import Lost, all_here, run_torch_ranks
+from tests.support.waiting import DEADLINE
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.run import config_from_args, parse_args
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 90.0
 
 # Addresses
 
@@ -424,7 +424,6 @@ def environment(folder: str, **more: str) -> dict[str, str]:
     } | more
 
 
-@pytest.mark.slow
 def test_under_covey_run_a_script_only_names_the_backend() -> None:
     with short_folder() as folder:
         script = Path(folder) / "script.py"
@@ -447,7 +446,6 @@ def test_under_covey_run_a_script_only_names_the_backend() -> None:
         ]
 
 
-@pytest.mark.slow
 def test_agents_of_torchrun_find_each_other_begin_anew_when_a_worker_fails_and_go_on_when_one_is_killed() -> None:
     with short_folder() as folder, contextlib.ExitStack() as stack:
         script, secret = Path(folder) / "script.py", Path(folder) / "secret"

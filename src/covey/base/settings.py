@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
+from covey.base.limits import MAX_MEMBERS
 from covey.base.setting_kinds import (
     AnyText,
     ByteCount,
@@ -77,6 +78,11 @@ class Setting(NamedTuple):
         """The environment variable."""
         return f"COVEY_{self.name.upper()}"
 
+    @property
+    def shown_default(self) -> str:
+        """The default as a person would write it; "" if there is none."""
+        return self.show(self.default)
+
     def show(self, value: Any) -> str:
         """Return a value as a person would write it."""
         if value is None:
@@ -120,12 +126,16 @@ _ROWS: Final = (
         _JOINING, "secret_file", AnyText("a path"), None,
         "A file with the secret: it belongs to you, has mode 0600 and is not a link.",
     ),
-    _variable(_JOINING, "run_size", Number(1, 128), None, "The exact number of nodes of the run.", argument="size"),
     _variable(
-        _JOINING, "run_min_size", Number(1, 128), "2",
+        _JOINING, "run_size", Number(1, MAX_MEMBERS), None, "The exact number of nodes of the run.", argument="size"
+    ),
+    _variable(
+        _JOINING, "run_min_size", Number(1, MAX_MEMBERS), "2",
         "The fewest nodes with which the run begins; under `covey run`, on at least 2 machines.", argument="min_size",
     ),
-    _variable(_JOINING, "run_max_size", Number(1, 128), None, "The most nodes in the run.", argument="max_size"),
+    _variable(
+        _JOINING, "run_max_size", Number(1, MAX_MEMBERS), None, "The most nodes in the run.", argument="max_size"
+    ),
     _variable(
         _JOINING, "join_timeout", Seconds(), 60.0,
         "How long `join` waits for the other nodes; the default is 300 under a launcher.",
@@ -154,7 +164,7 @@ _ROWS: Final = (
         "sent only to measure the links of its group.",
     ),
     _variable(
-        _NETWORK, "port", Number(1, 65535), str(PORTS[0]), "The first of 32 ports to try for listening.",
+        _NETWORK, "port", Number(1, 65535), str(PORTS[0]), f"The first of {len(PORTS)} ports to try for listening.",
         files=ANY_FILE,
     ),
     _tuned(
@@ -355,7 +365,7 @@ def effective_settings(layers: Mapping[str, Mapping[str, str]]) -> list[Effectiv
 def _effective(setting: Setting, layers: Mapping[str, Mapping[str, str]]) -> EffectiveSetting:
     source = next((source for source, values in layers.items() if setting.variable in values), "default")
     if source == "default":
-        value = setting.show(setting.default)
+        value = setting.shown_default
     elif setting.name in HIDDEN:
         value = "(hidden)"
     else:

@@ -88,7 +88,13 @@ def run(
     ] = None,
     min_size: Annotated[
         int | None,
-        typer.Option("--min", min=1, metavar="N", help="Begin when N nodes are there.", show_default="2"),
+        typer.Option(
+            "--min",
+            min=1,
+            metavar="N",
+            help="Begin when N nodes are there.",
+            show_default=SETTINGS["run_min_size"].shown_default,
+        ),
     ] = None,
     max_size: Annotated[
         int | None, typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.")
@@ -96,7 +102,12 @@ def run(
     size: Annotated[int | None, typer.Option("--size", min=1, metavar="N", help="Exactly N nodes.")] = None,
     wait: Annotated[
         float | None,
-        typer.Option("--wait", metavar="S", help="Seconds to wait for the other nodes.", show_default="60"),
+        typer.Option(
+            "--wait",
+            metavar="S",
+            help="Seconds to wait for the other nodes.",
+            show_default=SETTINGS["join_timeout"].shown_default,
+        ),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -140,7 +151,11 @@ def run(
     ] = None,
     patience: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds to wait for a quorum before ending with an error.", show_default="30"),
+        typer.Option(
+            metavar="S",
+            help="Seconds to wait for a quorum before ending with an error.",
+            show_default=SETTINGS["patience"].shown_default,
+        ),
     ] = None,
     quorum: Annotated[
         Quorum | None,

@@ -356,6 +356,7 @@ static PyMemberDef runner_members[] = {
     {"is_running", T_BOOL, offsetof(struct runner, is_running), READONLY, "Whether a thread moves bytes now."},
     {"is_open", T_BOOL, offsetof(struct runner, is_open), 0, "Whether shortcuts may run: no other operation does."},
     {"change_pending", T_BOOL, offsetof(struct runner, change_pending), READONLY, "Whether this rank knows of a change."},
+    {"pending", T_INT, offsetof(struct runner, pending), READONLY, "Why a shortcut has handed its call to Python."},
     {NULL, 0, 0, 0, NULL},
 };
 

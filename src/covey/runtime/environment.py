@@ -25,6 +25,8 @@ JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
 CLUSTER_JOIN_SECONDS: Final[float] = SETTINGS["join_timeout"].default
 DEFAULT_MIN_SIZE: Final = int(SETTINGS["run_min_size"].default)
+MASTER_PORT: Final = 29500
+"""What torch uses, too, if the variable is not set."""
 PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
 SLURM_PORTS: Final = range(20_000, 30_000)
@@ -330,7 +332,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _master_port(env: Mapping[str, str]) -> int:
-    port = _number(env, "MASTER_PORT", 29500)
+    port = _number(env, "MASTER_PORT", MASTER_PORT)
     if not 0 < port < 65535:  # rank 0 listens at the next port
         raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to 65534")
     return port

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from tests.support.jobs import finish
 
 if TYPE_CHECKING:
     from tests.support.jobs import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROGRAM = """
 import json, os, signal, time

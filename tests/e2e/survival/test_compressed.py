@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from tests.support.survivors import CoveyRun, Members, attempt, covey, np, say
 
-pytestmark = pytest.mark.slow
-
 PLACES = {"int8": (3, 2), "int4(stochastic=True)": (2, 3), "topk(0.05)": (2, 4), "powersgd(2)": (3, 4)}
 """By codec, where the first and the second rank die: when they begin their n-th plan or decoding of an operation."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from tests.support.survivors import (
-    DEADLINE,
     LANES,
     Members,
     Visible,
@@ -25,8 +24,7 @@ from tests.support.survivors import (
     total,
     values,
 )
-
-pytestmark = pytest.mark.slow
+from tests.support.waiting import DEADLINE
 
 
 def add_up(victim: int, count: int) -> Any:

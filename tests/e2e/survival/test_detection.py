@@ -11,8 +11,6 @@ from tests.support.survivors import Members, attempt, await_go, covey, hold_the_
 
 from covey.runtime import loop as control
 
-pytestmark = pytest.mark.slow
-
 VICTIM, OTHERS = 2, (0, 1, 3)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from tests.support.survivors import Members, attempt, covey, np, say, stop, threading, values
 
-pytestmark = pytest.mark.slow
-
 VICTIM = 1
 
 

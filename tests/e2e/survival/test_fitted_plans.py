@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
-from tests.support.survivors import DEADLINE, Members, covey, np, say, signal
-
-pytestmark = pytest.mark.slow
+from tests.support.survivors import Members, covey, np, say, signal
+from tests.support.waiting import DEADLINE
 
 SIZE = 4
 VICTIM = 2

@@ -28,8 +28,6 @@ from tests.support.survivors import (
     values,
 )
 
-pytestmark = pytest.mark.slow
-
 
 def train(steps: int, sizes: list[int | None], count: int, leaver: int = -1) -> Any:
     """Add exact numbers up, step by step, through all generations; tell every change, and every wrong number.
@@ -215,7 +213,6 @@ def stop_and_go(count: int) -> Any:
     return None
 
 
-@pytest.mark.timeout(60 + 3 * STOPS)
 def test_stopped_and_given_up_and_continued_ranks_never_make_a_wrong_number() -> None:
     size, at_once = 4, 2
     with Members(size, stop_and_go, 30_000) as ranks:

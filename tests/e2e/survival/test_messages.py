@@ -20,8 +20,6 @@ from tests.support.survivors import (
     values,
 )
 
-pytestmark = pytest.mark.slow
-
 
 def exchange(victim: int, sizes: list[int]) -> Any:
     """Ranks 0 and 2 exchange numbered messages all the time; the victim has sent some that were not received yet."""

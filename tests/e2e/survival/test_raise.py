@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from tests.support.survivors import Members, attempt, covey, say, tell_changes, threading, total, values
 
-pytestmark = pytest.mark.slow
-
 
 def lose_and_shrink(victims: list[int]) -> Any:
     """Ranks are at different operations when one dies, and more die while the others make a new group."""

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a keeper sees only that a process exists"),
 ]
 
 SOURCE = Path(__file__).parents[3] / "src"
-DEADLINE = 120.0
 
 
 def run(folder: Path, size: int, body: str, *options: str) -> tuple[int, dict[int, str], str]:

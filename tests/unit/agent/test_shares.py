@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.agent import shares
 from covey.agent.screen import Screen
@@ -20,8 +21,6 @@ from covey.runtime.keeper.rank_logs import RankLogs
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-DEADLINE = 20.0
 
 
 class ScriptedShare:

@@ -13,6 +13,7 @@ import pytest
 import covey
 from covey.base.config import KNOWN_VARIABLES, GroupConfig, group_config
 from covey.base.errors import ConfigError
+from covey.base.limits import MAX_MEMBERS
 from covey.base.setting_kinds import ByteCount
 from covey.base.settings import (
     ANY_FILE,
@@ -158,6 +159,14 @@ def test_two_ranks_that_differ_are_told_each_setting_and_both_values() -> None:
         ("tree_bytes", "0", "131072"),
     ]
     assert differences_of("", "new_in_a_later_version=3") == [("new_in_a_later_version", "unknown", "3")]
+
+
+@pytest.mark.parametrize("name", ["run_size", "run_min_size", "run_max_size"])
+def test_a_run_may_have_as_many_nodes_as_a_view_has_members(name: str) -> None:
+    setting = SETTINGS[name]
+    assert setting.kind.read(name, str(MAX_MEMBERS)) == str(MAX_MEMBERS)
+    with pytest.raises(ConfigError, match=f"{name}='{MAX_MEMBERS + 1}' must be a number from 1 to {MAX_MEMBERS}"):
+        setting.kind.read(name, str(MAX_MEMBERS + 1))
 
 
 def test_silences_that_contradict_each_other_are_refused() -> None:

@@ -46,6 +46,13 @@ def test_a_setting_is_explained_by_its_name_or_by_that_of_its_variable(
         shown(capsys, "timeout", "timeot")
 
 
+def test_a_run_of_hundreds_of_nodes_can_be_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COVEY_RUN_SIZE", "200")
+    assert shown(capsys, "run_size")[0] == "run_size = 200  (environment)"
+
+
 def test_every_setting_is_explained_in_lines_that_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Iterator  # noqa: TC003 - annotations of functions a
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.testing import LinkedNodes
-
-DEADLINE = 10.0
 
 
 def test_linked_nodes_call_each_other_with_values_that_are_decoded_by_annotations() -> None:

@@ -1,16 +1,19 @@
-"""The workers that run the tests of this project: every test runs once, and what goes wrong in one of them is told."""
+"""How the tests of this project are run: each once, in any order, and what goes wrong in one of them is told."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests.support.waiting import DEADLINE
+
 ROOT = Path(__file__).parents[3]
-DEADLINE = 60.0
 FILES = {
-    "test_shared.py": """
+    "test_shared": """
 import os, pytest
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def test_number(shared, number, capfd):
     os.write(1, b"%d from %d" % (number, os.getpid()))
     assert capfd.readouterr().out == f"{number} from {os.getpid()}"
 """,
-    "test_other.py": """
+    "test_other": """
 import os, signal, time
 
 def test_it_waits_for_a_test_of_another_file():
@@ -45,7 +48,7 @@ def test_it_ends_its_process():
 def test_it_comes_after_that():
     assert os.environ["PYTEST_XDIST_WORKER"] in ("gw0", "gw1")
 """,
-    "test_another.py": """
+    "test_another": """
 import random, sys, time
 
 def test_it_is_skipped():
@@ -55,31 +58,28 @@ def test_it_is_skipped():
 }
 
 
-def test_every_test_runs_once_and_whatever_goes_wrong_is_told(tmp_path: Path) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+def run_tests(folder: Path, *words: str, **files: str) -> tuple[int, str]:
+    """Run the tests of a folder as those of this project are; return the exit code, and what was printed."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone\n    thorough\n")
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.support.workers",
-            "--workers",
-            "2",
-            "-ra",
-            "-p",
-            "no:cacheprovider",
-        ],
-        cwd=tmp_path,
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
     )
-    out = ended.stdout
-    assert ended.returncode == 1, out + ended.stderr
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+WITH_WORKERS = ("-p", "tests.support.workers", "--workers", "2")
+
+
+def test_every_test_runs_once_and_whatever_goes_wrong_is_told(tmp_path: Path) -> None:
+    code, out = run_tests(tmp_path, *WITH_WORKERS, "-ra", **FILES)
+    assert code == 1, out
     assert "collected 10 items" in out
     assert out.splitlines()[-1].strip("= ").startswith("2 failed, 7 passed, 1 skipped"), out
     assert "FAILED test_other.py::test_it_fails - assert" in out, out
@@ -92,17 +92,113 @@ def test_every_test_runs_once_and_whatever_goes_wrong_is_told(tmp_path: Path) ->
 
 
 def test_it_stops_after_as_many_failures_as_are_allowed(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     text = "import time\ndef test_it_fails():\n    raise AssertionError\ndef test_it_waits():\n    time.sleep(100)\n"
-    for name in "ab":
-        (tmp_path / f"test_{name}.py").write_text(text)
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.support.workers", "--workers", "2", "-q", "--maxfail", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
+    code, out = run_tests(tmp_path, *WITH_WORKERS, "-q", "--maxfail", "2", test_a=text, test_b=text)
+    assert code == 1, out
+    assert "stopping after 2 failures" in out
+
+
+NOTED = """
+import pytest
+
+@pytest.fixture(scope="module", autouse=True)
+def _noted():
+    with open("order.txt", "a") as file:
+        print(__name__, file=file)
+
+@pytest.mark.parametrize("number", range(10))
+def test_number(number):
+    with open("order.txt", "a") as file:
+        print(number, file=file)
+
+@pytest.mark.alone
+def test_alone():
+    with open("order.txt", "a") as file:
+        print("alone", file=file)
+"""
+
+
+def test_tests_that_nothing_may_run_beside_come_last(tmp_path: Path) -> None:
+    code, out = run_tests(tmp_path, *WITH_WORKERS, "-q", test_a=NOTED, test_b=NOTED)
+    assert code == 0, out
+    assert "22 passed" in out
+    order = (tmp_path / "order.txt").read_text().split()
+    assert order[-4:] == ["test_b", "alone", "test_a", "alone"] or order[-4:] == ["test_a", "alone", "test_b", "alone"]
+    assert order.count("alone") == 2
+
+
+def test_a_shuffled_run_has_every_test_once_and_those_of_a_file_together(tmp_path: Path) -> None:
+    orders = []
+    for seed in ("1", "2", "2"):
+        words = ("-p", "tests.support.workers", "--shuffle", seed, "-q", "-m", "not alone")
+        code, out = run_tests(tmp_path, *words, test_a=NOTED, test_b=NOTED, test_c=NOTED)
+        assert code == 0, out
+        assert "30 passed" in out
+        orders.append((tmp_path / "order.txt").read_text().split())
+        (tmp_path / "order.txt").unlink()
+        files = [word for word in orders[-1] if not word.isdigit()]
+        assert sorted(files) == ["test_a", "test_b", "test_c"]
+    assert orders[0] != orders[1] == orders[2]
+
+
+LEFT = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.thorough
+def test_a(number): ...
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_b(number): ...
+
+@pytest.mark.thorough
+class TestMany:
+""" + "".join(f"    def test_{name}(self): ...\n" for name in "cdefghij")
+
+
+def test_five_commits_in_a_row_run_every_thorough_test_once_and_no_other(tmp_path: Path) -> None:
+    ran: list[str] = []
+    for number in range(5):
+        words = ("-p", "tests.support.sets", "--fifth", f"{0xABCDEF0 + number:040x}", "-v")
+        code, out = run_tests(tmp_path, *words, test_left=LEFT)
+        assert code in (0, 5), out  # a fifth may be empty
+        ran += re.findall(r"::(\S+) PASSED", out)
+    assert sorted(ran) == sorted(
+        [*(f"test_a[{n}]" for n in range(3)), "test_b[2]", *(f"TestMany::test_{c}" for c in "cdefghij")]
     )
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "stopping after 2 failures" in ended.stdout
+
+
+GUARD = """
+import pytest
+from tests.support.guard import Guard
+
+def pytest_configure(config):
+    config.pluginmanager.register(Guard(seconds=1.0))
+"""
+HANGS = """
+import subprocess, sys, time
+
+def test_it_hangs():
+    code = "import time\\ndef rest():\\n    time.sleep(1000)\\nrest()"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for_ever()
+    finally:
+        child.kill()
+        child.wait()
+
+def wait_for_ever():
+    time.sleep(1000)
+
+def test_it_comes_after_that(): ...
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="looks into other processes")
+def test_a_test_that_hangs_fails_and_the_stacks_of_its_processes_are_shown(tmp_path: Path) -> None:
+    code, out = run_tests(tmp_path, *WITH_WORKERS, "-q", conftest=GUARD, test_hangs=HANGS)
+    assert code == 1, out
+    assert "1 failed, 1 passed" in out
+    assert "hangs: not done after 1 s" in out
+    assert re.search(r"wait_for_ever \(\S*test_hangs.py", out)
+    assert "rest (<string>:3)" in out

@@ -1,4 +1,4 @@
-"""requirements-dev.lock: all that is asked for is in it, with hashes, and it works with any index."""
+"""The locks: all that is asked for is in them, with hashes, and they work with any index."""
 
 from __future__ import annotations
 
@@ -18,27 +18,34 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from tests.support.waiting import DEADLINE
 from tools import install, lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 100.0
 
 
-def test_the_lock_satisfies_what_is_asked_for() -> None:
-    locked = lock.locked()
-    for requirement in lock.wanted():
+LOCKS = {"make test": [lock.LOCK], "make test-all": [lock.LOCK, lock.LOCK_ALL]}
+
+sets = pytest.mark.parametrize("locks", LOCKS.values(), ids=LOCKS)
+
+
+@sets
+def test_the_lock_satisfies_what_is_asked_for(locks: list[Path]) -> None:
+    locked = lock.locked(*locks)
+    for requirement in lock.wanted(*locks):
         name = canonicalize_name(requirement.name)
         assert name in locked, requirement
         assert requirement.specifier.contains(locked[name][0], prereleases=True), requirement
 
 
-def test_the_lock_has_all_that_its_packages_need() -> None:
+@sets
+def test_the_lock_has_all_that_its_packages_need(locks: list[Path]) -> None:
     """It is installed with --no-deps: what is missing in it would be missing in the environment."""
-    locked = lock.locked()
-    for name in locked:
+    locked = lock.locked(*locks)
+    for name in locked.keys() & installed().keys():
         for text in metadata.requires(name) or []:
             needed = Requirement(text)
             if needed.marker and not needed.marker.evaluate({"extra": ""}):
@@ -49,38 +56,57 @@ def test_the_lock_has_all_that_its_packages_need() -> None:
                 assert needed.specifier.contains(locked[other][0], prereleases=True), f"{name} needs {text}"
 
 
-def test_what_is_installed_here_is_what_the_lock_says() -> None:
-    installed = {name: metadata.version(name) for name in lock.locked()}
-    assert installed == {name: str(version) for name, (version, _) in lock.locked().items()}
+def installed() -> dict[str, str]:
+    return {canonicalize_name(each.name): each.version for each in metadata.distributions()}
 
 
-def test_every_line_of_the_lock_is_exact_and_hashed_and_none_names_an_index() -> None:
-    text = lock.LOCK.read_text()
-    for name, (version, hashes) in lock.locked().items():
+@sets
+def test_what_is_installed_here_is_what_the_lock_says(locks: list[Path]) -> None:
+    here, locked = installed(), lock.locked(*locks)
+    missing = locked.keys() - here.keys()
+    assert missing == set() or missing == lock.locked(lock.LOCK_ALL).keys(), "all of a lock is installed, or nothing"
+    assert {name: here[name] for name in locked.keys() - missing} == {
+        name: str(version) for name, (version, _) in locked.items() if name not in missing
+    }
+
+
+def test_a_package_is_in_one_lock() -> None:
+    assert not lock.locked(lock.LOCK).keys() & lock.locked(lock.LOCK_ALL).keys()
+
+
+@pytest.mark.parametrize("path", [lock.LOCK, lock.LOCK_ALL], ids=lambda path: path.name)
+def test_every_line_of_a_lock_is_exact_and_hashed_and_none_names_an_index(path: Path) -> None:
+    text = path.read_text()
+    for name, (version, hashes) in lock.locked(path).items():
         assert re.search(rf"^{re.escape(name)}=={re.escape(str(version))} ", text, re.MULTILINE)
         assert hashes, name
         assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in hashes), name
     assert "://" not in text
     assert "--index" not in text
     assert "--find-links" not in text
-    assert not any(lock.OF_TORCH.fullmatch(name) for name in lock.locked())
+    assert not any(lock.OF_TORCH.fullmatch(name) for name in lock.locked(path))
 
 
 def test_what_make_installs_is_checked_against_the_lock(tmp_path: Path) -> None:
     """The recipe of the environment that tests run in installs nothing unchecked but torch, and builds offline."""
-    ended = subprocess.run(["make", "-n", "-B", ".venv/.built"], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(["make", "-n", "-B", ".venv/.all"], cwd=ROOT, capture_output=True, text=True, check=True)
     installs = [line for line in ended.stdout.splitlines() if "install" in line]
     editable = "--quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable ."
-    assert installs == [".venv/bin/python tools/install.py", f".venv/bin/python -m pip install {editable}"]
-    torch, *parts = install.at_once(tmp_path)
+    assert installs == [
+        ".venv/bin/python tools/install.py requirements-dev.lock",
+        f".venv/bin/python -m pip install {editable}",
+        ".venv/bin/python tools/install.py requirements-all.lock",
+    ]
+    torch, *parts = install.at_once(lock.LOCK, tmp_path)
     assert torch == ["--no-deps", "-r", str(lock.TORCH)]
     assert {tuple(arguments[:-1]) for arguments in parts} == {("--require-hashes", "--no-deps", "-r")}
 
 
-def test_the_parts_of_the_lock_are_all_of_it_and_none_is_twice(tmp_path: Path) -> None:
-    texts = [Path(arguments[-1]).read_text() for arguments in install.at_once(tmp_path)[1:]]
+@pytest.mark.parametrize("path", [lock.LOCK, lock.LOCK_ALL], ids=lambda path: path.name)
+def test_the_parts_of_a_lock_are_all_of_it_and_none_is_twice(tmp_path: Path, path: Path) -> None:
+    texts = [Path(arguments[-1]).read_text() for arguments in install.at_once(path, tmp_path)[1:]]
     assert len(texts) > 1
-    locked = [line for line in lock.LOCK.read_text().splitlines() if not line.startswith("#")]
+    locked = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert sorted(line for text in texts for line in text.splitlines()) == sorted(locked)
     for text in texts:
         assert not any(line.startswith(" ") for line in text.splitlines()[:1]), "hashes without their package"
@@ -95,7 +121,7 @@ def test_torch_is_pinned_in_a_file_of_its_own() -> None:
 
 def test_the_hashes_are_for_other_platforms_and_pythons_too() -> None:
     """numpy has a wheel for each Python and platform, and a source archive."""
-    assert len(lock.locked()["numpy"][1]) > 20
+    assert len(lock.locked(lock.LOCK)["numpy"][1]) > 20
 
 
 @pytest.mark.parametrize(
@@ -156,7 +182,6 @@ def test_hashes_are_read_from_either_kind_of_index(index: str) -> None:
         lock.entry("p", "2.0", index)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_genuine", [True, False])
 def test_pip_takes_only_files_whose_hashes_are_in_a_lock(tmp_path: Path, is_genuine: bool) -> None:
     """The form of our lock is one that pip checks: a file that was exchanged is not installed."""

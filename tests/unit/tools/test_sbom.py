@@ -17,10 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from tests.support.waiting import DEADLINE
 from tools import lock, sbom
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_it_is_complete_by_what_is_installed(bill: dict[str, Any]) -> None:
 
 
 def test_its_hashes_are_those_of_the_lock(bill: dict[str, Any]) -> None:
-    locked = lock.locked()
+    locked = lock.locked(lock.LOCK)
     for each in bill["components"]:
         assert {digest["content"] for digest in each["hashes"]} == locked[each["name"]][1]
 
@@ -121,7 +121,7 @@ def test_the_same_source_gives_the_same_wheel_and_bill(tmp_path: Path, monkeypat
 
 
 def test_a_version_that_is_not_locked_is_refused(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rich = lock.locked() | {"rich": (Version("0.0.1"), frozenset({"0" * 64}))}
-    monkeypatch.setattr(sbom, "locked", lambda: rich)
+    rich = lock.locked(lock.LOCK) | {"rich": (Version("0.0.1"), frozenset({"0" * 64}))}
+    monkeypatch.setattr(sbom, "locked", lambda _: rich)
     with pytest.raises(SystemExit, match=r"rich .* which requirements-dev\.lock does not have"):
         sbom.bill(wheel)

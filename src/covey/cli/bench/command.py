@@ -14,6 +14,7 @@ from rich.console import Console
 
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
+from covey.base.settings import SETTINGS
 from covey.cli.bench.machine import machine_facts
 from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measure
 from covey.cli.bench.network.command import (
@@ -23,12 +24,13 @@ from covey.cli.bench.network.command import (
     require_run,
     run_network,
 )
+from covey.cli.bench.network.schedule import PAIR_SECONDS
 from covey.cli.bench.network.terms import QUICK_SIZES, SIZES
 from covey.cli.bench.plot import draw
 from covey.cli.bench.processes import require_libraries, require_torch
 from covey.cli.bench.progress import counting
 from covey.cli.bench.report import Measurement, as_json, line, table
-from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_size, parse_sizes
+from covey.cli.bench.sweep import LANES, Sweep, parse_names, parse_numbers, parse_operations, parse_size, parse_sizes
 from covey.cli.layout import room
 from covey.cli.terminal import is_lively, working
 from covey.compress.policy import split_items
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 BETWEEN = "Between machines"
+ONE_LANE = f"One of {', '.join(LANES)}."
 CODECS = "none,fp16,bf16,fp8,int8,int4,onebit,topk(0.01),randomk(0.01),powersgd(4)"
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -54,7 +57,7 @@ def bench(
     lanes: Annotated[
         str | None,
         typer.Option(
-            help="covey's lanes: shm, unix, tcp, secure. In a run: one, for all pairs, instead of the best for each.",
+            help=f"covey's lanes: {', '.join(LANES)}. In a run: one, for all pairs, instead of the best for each.",
             show_default="shm,tcp",
         ),
     ] = None,
@@ -74,7 +77,12 @@ def bench(
     ] = None,
     pair_seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds for each pair of ranks.", show_default="0.6", rich_help_panel=BETWEEN),
+        typer.Option(
+            metavar="S",
+            help="Seconds for each pair of ranks.",
+            show_default=f"{PAIR_SECONDS:g}",
+            rich_help_panel=BETWEEN,
+        ),
     ] = None,
     size: Annotated[
         int | None,
@@ -83,7 +91,12 @@ def bench(
     min_size: Annotated[
         int | None,
         typer.Option(
-            "--min", min=1, metavar="N", help="Begin when N nodes are there.", show_default="2", rich_help_panel=BETWEEN
+            "--min",
+            min=1,
+            metavar="N",
+            help="Begin when N nodes are there.",
+            show_default=SETTINGS["run_min_size"].shown_default,
+            rich_help_panel=BETWEEN,
         ),
     ] = None,
     max_size: Annotated[
@@ -96,7 +109,7 @@ def bench(
             "--wait",
             metavar="S",
             help="Seconds to wait for the other nodes.",
-            show_default="60",
+            show_default=SETTINGS["join_timeout"].shown_default,
             rich_help_panel=BETWEEN,
         ),
     ] = None,
@@ -183,7 +196,7 @@ def bench(
 def recovery(
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 3,
     kills: Annotated[int, typer.Option(help="Ranks that are killed, one after another.")] = 20,
-    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
+    lanes: Annotated[str, typer.Option(help=ONE_LANE)] = "shm",
     size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
     seed: Annotated[int, typer.Option(help="Decides which rank is killed, and when in the operation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
@@ -219,7 +232,7 @@ def ddp(
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 2,
     parameters: Annotated[int, typer.Option(help="Size of the model, in millions of parameters.")] = 25,
     rounds: Annotated[int, typer.Option(help="Turns of each side, three steps each.")] = 7,
-    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
+    lanes: Annotated[str, typer.Option(help=ONE_LANE)] = "shm",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure the step time of PyTorch's DistributedDataParallel, on covey and on gloo in turns."""
@@ -275,7 +288,7 @@ def compress(
 @app.command()
 def calls(
     in_flight: Annotated[int, typer.Option(help="Calls that are made at the same time.")] = 32,
-    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "secure",
+    lanes: Annotated[str, typer.Option(help=ONE_LANE)] = "secure",
     size: Annotated[str, typer.Option(help="Bytes of the large payload; K, M and G are binary.")] = "64M",
     rounds: Annotated[int, typer.Option(help="Rounds of everything.")] = 5,
     small: Annotated[int, typer.Option("--calls", help="Small calls of a round, one after the other.")] = 1000,

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from covey.base import dtypes
+from covey.base import dtypes, settings
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-LANES: Final = ("shm", "unix", "tcp", "secure", "quic")
+LANES: Final = settings.LANES[1:]
+"""Without `auto`."""
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
 COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure", "quic")}

@@ -64,7 +64,9 @@ def status(
     wait: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Seconds to look for nodes.", show_default=f"{SEARCH_SECONDS}, or 3 while no node answers"
+            metavar="S",
+            help="Seconds to look for nodes.",
+            show_default=f"{SEARCH_SECONDS:g}, or {PATIENCE_SECONDS:g} while no node answers",
         ),
     ] = None,
 ) -> None:

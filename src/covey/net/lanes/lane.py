@@ -91,7 +91,7 @@ class Lane(Protocol):
     """A byte pipe to one peer."""
 
     kind: str
-    """shm, unix, tcp, secure or memory, as `group.lanes()` shows it."""
+    """shm, unix, tcp, secure, quic or memory, as `group.lanes()` shows it."""
 
     def transmit(self, out: Outgoing) -> bool:
         """Send what can be sent now; return whether anything moved. Done when `out.sent == out.nbytes`."""

@@ -216,6 +216,11 @@ class Attempt(EnginePart):
             return True
         return self._begun is HandedOver.BARRIER
 
+    def read_headers(self) -> dict[Rank, bytes]:
+        """Return the header that a shortcut has read from a lane, if it is not the expected one, by its sender."""
+        found = None if self._native is None else self._native.wrong_header()
+        return {} if found is None else {self.ranks[found[0]]: found[1]}
+
     def drop_begun(self) -> None:
         """Give up an operation that a shortcut has begun."""
         if self._native is not None:

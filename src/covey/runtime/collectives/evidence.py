@@ -71,6 +71,16 @@ class Suspicion(EnginePart):
             await_news(COMPARE_SECONDS, lambda: failure.is_mismatch)
             engine.stalls.conclude()  # in case the control loop is held up
 
+    def reconsider(self, call: Call | None = None) -> None:
+        """Look for a mismatch behind the loss that ended the group, before the program is told of the loss.
+
+        `call` is what this rank is about to run. On the thread that runs the operation.
+        """
+        engine = self.engine
+        if self.search(call):
+            engine.lane_trouble.await_news(COMPARE_SECONDS, lambda: engine.failure.is_mismatch)
+            engine.stalls.conclude()  # in case the control loop is held up
+
     def search(self, call: Call | None = None) -> bool:
         """Look for calls of other ranks that differ, and start a comparison; tell whether one is under way.
 
@@ -78,9 +88,10 @@ class Suspicion(EnginePart):
         """
         engine = self.engine
         lanes = engine.node.lanes.arrived(engine.id, "collectives") if engine.node is not None else {}
-        for seat, lane in sorted(lanes.items()):
-            rank = engine.roster.rank_of.get(seat, NO_RANK)
-            if rank >= 0 and (header := _header(lane.peek(), engine)) is not None:
+        arrived = {engine.roster.rank_of.get(seat, NO_RANK): lane.peek() for seat, lane in lanes.items()}
+        arrived |= engine.attempt.read_headers()
+        for rank, data in sorted(arrived.items()):
+            if rank >= 0 and (header := _header(data, engine)) is not None:
                 engine.stalls.recognise(rank, header, call, is_here=rank in self._witnesses(engine))
         return engine.stalls.compare_known(call)
 

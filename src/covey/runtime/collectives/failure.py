@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ClosedError, CoveyError, PeerLostError, Remedy
 from covey.runtime import loop as control
 from covey.runtime.collectives.call_log import Call
-from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 
@@ -46,6 +45,15 @@ class Failure(EnginePart):
     def is_mismatch(self) -> bool:
         """Whether the group ended because ranks called different operations."""
         return self.fault is not None and self.fault.kind == "MismatchError"
+
+    @property
+    def may_be_mismatch(self) -> bool:
+        """Whether the group ended with a loss that the program does not know of yet: a mismatch may be behind it.
+
+        Groups that survive losses agree on what is behind one before they end.
+        """
+        is_loss = self.fault is not None and self.fault.kind == "PeerLostError"
+        return is_loss and self._raised is None and self.engine.atomic is None
 
     # Ending the group
 
@@ -150,6 +158,8 @@ class Failure(EnginePart):
         suspicion, operation = self.engine.suspicion, self.engine.operation
         if suspicion.is_open:
             suspicion.weigh()
+        elif self.may_be_mismatch:  # the loss was declared just before the operation was known to run
+            suspicion.reconsider()
         if self.fault is not None:
             raise self._error(operation.call.text, operation.sequence)
 
@@ -160,10 +170,8 @@ class Failure(EnginePart):
         if self.fault is None:
             raise ClosedError(f"{call.text}: group {name!r} is closed")
         if self._raised is None:
-            if engine.atomic is None and self.fault.kind == "PeerLostError" and call is not MESSAGES:
-                engine.suspicion.search(call)
-                seconds = COMPARE_SECONDS if engine.stalls.is_comparing else 0.0
-                engine.lane_trouble.await_news(seconds, lambda: self.is_mismatch)
+            if self.may_be_mismatch and call is not MESSAGES:
+                engine.suspicion.reconsider(call)
             error = self._error(call.text, sequence)
             self.note_raised(error)
             raise error

@@ -90,7 +90,12 @@ class LaneTrouble(EnginePart):
         self.await_news(COMPARE_SECONDS, lambda: failure.has_happened or attempt.is_stopped)
         stalls.recognise(rank, theirs, None, is_here=False)  # it may have exited, or be slow to answer
         if stalls.compare_known():
-            self.await_news(COMPARE_SECONDS, lambda: failure.has_happened or (engine.survives and attempt.is_stopped))
+            self.await_news(
+                COMPARE_SECONDS,
+                lambda: (
+                    (failure.has_happened and not failure.may_be_mismatch) or (engine.survives and attempt.is_stopped)
+                ),
+            )
         attempt.check()
         text = (
             f"in group {engine.name!r}, rank {engine.rank} is in {engine.operation.call.text} as its operation "

@@ -136,6 +136,13 @@ class NativeExecutor:
         """Let all calls go the long way from now on. On any thread."""
         self._runner.is_open = False
 
+    def wrong_header(self) -> tuple[int, bytes] | None:
+        """Return the wrong header for which a shortcut has handed its call over, and its sender's slot; else None."""
+        if self._runner.pending != WRONG_HEADER:
+            return None
+        peer, _, header, _ = self._runner.details()
+        return peer, header
+
     def _handle(self, reason: int, attempt: Attempt) -> float:
         """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
         runner = self._runner

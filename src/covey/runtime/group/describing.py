@@ -69,7 +69,7 @@ class Description(Issuer):
         return self._local_rank
 
     def lanes(self) -> LaneKinds:
-        """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory.
+        """Return the kind of lane to each other rank: shm, unix, tcp, secure, quic or memory.
 
         The attribute `executor` of the result is "compiled" or "Python": what moves the data. `paths` has, by rank, the
         networks of a lane that goes over several of them (`covey.LanePath`); `streams` has the number of connections of

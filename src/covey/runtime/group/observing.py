@@ -68,7 +68,7 @@ class PeerLink:
 
     rank: int
     lane: str
-    """The kind of lane: shm, unix, tcp, secure or memory."""
+    """The kind of lane: shm, unix, tcp, secure, quic or memory."""
     interface: str
     """The network interface of this machine; empty for a member on this machine."""
     medium: str

@@ -94,7 +94,7 @@ def join(
             default: what `covey init` or `covey enroll` stored here.
         seeds: addresses `host:port` of nodes, for networks without multicast (COVEY_SEEDS, separated by commas).
         interfaces: network interfaces to use, like `eth*,!docker*,10.0.0.0/8` (COVEY_INTERFACES); default: all.
-        lanes: `auto`, or force `shm`, `unix`, `tcp` or `secure` (COVEY_LANES).
+        lanes: `auto`, or force `shm`, `unix`, `tcp`, `secure` or `quic` (COVEY_LANES).
         streams: connections per secure lane, 1 to 64; `auto` (the default) begins with a number for the round trip, and
             uses more where that is measured to be faster (COVEY_STREAMS).
         stripe: `auto`: a secure lane uses several networks at once if that is measured to be faster; `off`: one

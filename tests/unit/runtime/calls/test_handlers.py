@@ -7,11 +7,10 @@ import threading
 import time
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.runtime.calls import handlers
 from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
-
-DEADLINE = 10.0
 
 
 def wait_for(semaphore: threading.Semaphore, count: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.net import audit_reader
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOURCE = Path(__file__).parents[3] / "src"
-DEADLINE = 30.0
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,65 @@
+"""A rank that called something else and was killed: the others get MismatchError, however the two pieces of news race.
+
+The process of the killed rank is gone, and the keeper says so to the control loop; its bytes lie in a lane, where the
+thread of the operation finds them. Each test lets the loss be declared at one moment of the operation.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from tests.support.compiled import needs_native
+from tests.support.ranks import LANES, Ranks, attempt, await_go, np, say
+
+import covey
+
+
+def hear_of_the_loss_first(moment: str) -> Any:
+    """Rank 0 broadcasts and is killed. Rank 1 calls something else, and hears of the loss at a moment of its call."""
+    from covey.runtime.group.internals import engine_of
+
+    group = covey.join()
+    for _ in range(3):
+        group.barrier()  # the third one takes the shortcut
+    if group.rank == 0:
+        group.broadcast(np.arange(6.0))
+        say("called")
+        await_go()
+        os.kill(os.getpid(), 9)
+    engine = engine_of(group)
+
+    def has_heard(then: Any) -> Any:
+        def wait_and_go_on(*args: Any, **options: Any) -> Any:
+            say("inside")
+            while not engine.failure.has_happened:
+                pass
+            return then(*args, **options)
+
+        return wait_and_go_on
+
+    await_go()  # the bytes of rank 0 are in the lane
+    if moment == "between the shortcut and the long way":
+        group._resume = has_heard(group._resume)  # type: ignore[method-assign]
+    else:
+        engine.perform = has_heard(engine.perform)  # type: ignore[method-assign]
+    if moment == "as the long way begins":
+        return attempt(lambda: group.all_reduce(np.ones(3)))
+    return attempt(group.barrier)
+
+
+@needs_native
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "moment", ["between the shortcut and the long way", "as what the shortcut began goes on", "as the long way begins"]
+)
+def test_a_loss_that_is_declared_in_the_middle_of_a_call_hides_no_mismatch(moment: str, lanes: str) -> None:
+    with Ranks(2, hear_of_the_loss_first, moment, lanes=lanes) as ranks:
+        ranks.hear("called", [0])
+        ranks.go(1)
+        ranks.hear("inside", [1])
+        ranks.go(0)
+        (report,) = ranks.results([1])
+    assert report["error"] == "MismatchError", report
+    assert "rank 0 called broadcast(float64" in report["text"], report

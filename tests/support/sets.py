@@ -1,0 +1,40 @@
+"""Two sets of tests: those of `make test`, and the rest, marked `thorough`, which only `make test-all` runs whole.
+
+A test is thorough if it takes long and a change seldom breaks it alone: other tests, of `make test`, guard the same
+promise. So that the rest does not rot, CI runs a fifth of it, which the hash of the commit chooses: `--fifth COMMIT`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pytest
+
+PARTS: Final = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fifth",
+        type=lambda text: int(text, 16) % PARTS,
+        metavar="COMMIT",
+        help="of the tests marked thorough, run the fifth that the hash of this commit chooses",
+    )
+    parser.addoption("--fifth-of-all", action="store_true", help="with --fifth: of all tests, not only those")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.option.fifth
+    if part is None:
+        return
+    of_all = config.option.fifth_of_all
+    left_out = {item for item in items if part_of(item) != part or not (of_all or item.get_closest_marker("thorough"))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def part_of(item: pytest.Item) -> int:
+    """Return the part of a test; cases of one function are in the same one."""
+    return zlib.crc32(item.nodeid.partition("[")[0].encode()) % PARTS
