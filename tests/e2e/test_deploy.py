@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kubernetes_validate
 import pytest
 import yaml
-from tests.support import pipes
+from tests.support import forked, pipes
 from tests.support.jobs import LAUNCHERS, Job, finish_all, new_job
 
 if TYPE_CHECKING:
@@ -54,16 +53,18 @@ def environment(job: Job, **more: object) -> dict[str, str]:
 def local(command: list[str]) -> list[str]:
     """Return a command of a container as this machine can run it."""
     here = [part.replace("/opt/covey/examples", str(ROOT / "examples")) for part in command]
-    return [sys.executable if here[0] == "python" else here[0], *here[1:]]
+    programs = {"python": [sys.executable], "covey": [sys.executable, "-m", "covey"]}
+    return [*programs.get(here[0], here[:1]), *here[1:]]
 
 
 def begin(job: Job, command: list[str], **env: object) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment(job, **env), text=True, start_new_session=True, **pipes)
+    process = forked.Popen(command, env=environment(job, **env), text=True, start_new_session=True, **pipes)
     job.processes.append(process)
     return process
 
 
+@pytest.mark.thorough
 def test_the_image_is_as_the_linter_wants_it() -> None:
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert linter is not None
@@ -71,11 +72,17 @@ def test_the_image_is_as_the_linter_wants_it() -> None:
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-def test_manifests_fit_the_published_schemas_and_themselves() -> None:
+@pytest.mark.thorough
+def test_manifests_fit_the_published_schemas() -> None:
+    import kubernetes_validate
+
     for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
         for document in documents(f"kubernetes/{file.name}"):
             for version in KUBERNETES:
                 kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_parts_of_the_manifests_name_each_other() -> None:
     service, work, budget = documents("kubernetes/job.yaml")
     container = work["spec"]["template"]["spec"]["containers"][0]
     env = {each["name"]: each["value"] for each in container["env"]}
@@ -93,8 +100,8 @@ def test_what_the_containers_run_trains_a_model(job: Job) -> None:
     secret.touch(0o600)
     secret.write_text(secrets.token_hex(32))
     node = composed["services"]["node"]
-    command = [str(Path(sys.executable).parent / "covey"), *local(node["command"])]
-    assert command[1] == "run"
+    command = local(["covey", *node["command"]])  # the image's entry point
+    assert node["command"][0] == "run"
     number = node["deploy"]["replicas"]
     known = {"COVEY_SECRET_FILE": secret, "COVEY_INTERFACES": "lo"}
     nodes = [begin(job, command, **known) for _ in range(number)]
@@ -137,6 +144,7 @@ def test_the_coordinator_of_the_manifest_becomes_ready(job: Job) -> None:
     assert finish_all([coordinator])[0].code == 0
 
 
+@pytest.mark.thorough
 def test_a_slurm_job_is_queued_again_when_a_rank_fails(job: Job) -> None:
     programs = job.folder / "bin"
     programs.mkdir()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.jobs import finish
 
 if TYPE_CHECKING:
     from tests.support.jobs import Job
 
+pytestmark = pytest.mark.thorough
 
 PROGRAM = """
 import json, os, signal, time
@@ -59,7 +61,7 @@ if __name__ == "__main__":
 
 
 def test_a_function_runs_as_the_ranks_of_a_dask_cluster(job: Job) -> None:
-    said = finish(job.start(PROGRAM), deadline=150).report
+    said = finish(job.start(PROGRAM)).report
     assert said["sums"] == [[0, 60.0], [1, 60.0], [2, 60.0]]
     kind, text, note = said["failed"]
     assert (kind, text) == ("ValueError", "told")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.jobs import finish
 
 if TYPE_CHECKING:
     from tests.support.jobs import Job
 
+pytestmark = pytest.mark.thorough
 
 PROGRAM = """
 import json, os, signal, sys
@@ -75,7 +77,7 @@ print(json.dumps(said))
 
 
 def test_a_function_runs_as_the_ranks_of_ray_actors_and_ray_train_uses_covey(job: Job) -> None:
-    said = finish(job.start(PROGRAM, FOLDER=job.folder, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0), deadline=280).report
+    said = finish(job.start(PROGRAM, FOLDER=job.folder, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0)).report
     assert said["sums"] == [[0, 60.0], [1, 60.0], [2, 60.0]]
     kind, text, note = said["failed"]
     assert (kind, text) == ("ValueError", "told")
