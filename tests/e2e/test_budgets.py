@@ -1,7 +1,8 @@
-"""What covey may cost: time to import and to start, and memory. Minimums, because machines are noisy."""
+"""What covey may cost: processor time to import and to start, and memory. Minimums, because machines are noisy."""
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
@@ -12,12 +13,20 @@ import pytest
 from tests.support.jobs import Job, finish, finish_all, new_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
+    """A job whose processes cost what those of users do."""
     with new_job(subprocess.Popen) as job:
+        yield job
+
+
+@pytest.fixture
+def started_job() -> Iterator[Job]:
+    """A job that is measured once its processes are there."""
+    with new_job() as job:
         yield job
 
 
@@ -33,57 +42,72 @@ def test_importing_covey_takes_at_most_1_6_times_as_long_as_importing_numpy(job:
         return finish(job.start(code, **bytecode)).report
 
     seconds(statements[-1])  # compiles everything, as an installer would
-    rounds = [[seconds(statement) for statement in statements] for _ in range(7)]
+    rounds = [[seconds(statement) for statement in statements] for _ in range(3)]
     numpy, covey, join = (min(column) for column in zip(*rounds, strict=True))
     print(f"numpy {numpy * 1e3:.0f} ms, covey {covey / numpy:.2f}x, with join {join / numpy:.2f}x")
     assert covey <= 1.6 * numpy
     assert join <= 2 * numpy
 
 
-@pytest.mark.alone
-def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -> None:
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        process = job.start("", [sys.executable, "-m", "covey", "run", "-n", "4"])
-        assert finish(process).code == 0
-        taken.append(time.perf_counter() - start)
-        if taken[-1] < 1.5:
-            break
-    print(f"covey run -n 4 of an empty script: {min(taken):.2f} s")
-    assert min(taken) < 1.5
-    assert job.left_behind() == []
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize(("size", "seconds"), [(16, 2.0), (64, 6.0)])
-def test_many_ranks_join_and_sum_quickly(job: Job, size: int, seconds: float) -> None:
-    """On two cores."""
-    code = """
+JOIN_AND_SUM = """
 import numpy as np, covey
 with covey.join() as group:
     x = np.full(1, group.rank, np.float32)
     group.all_reduce(x)
     assert x[0] == sum(range(group.size))
 """
-    taken = []
+
+
+def cost_of_a_run(job: Job, code: str, size: int, *, is_enough: Callable[[float, float], bool]) -> tuple[float, float]:
+    """Start `covey run` up to three times until it costs little enough; return its processor and wall-clock time."""
     for _ in range(3):
-        start = time.perf_counter()
+        before, start = processor_seconds_of_children(), time.perf_counter()
         process = job.start(code, [sys.executable, "-m", "covey", "run", "-n", str(size)])
         assert finish(process).code == 0
-        taken.append(time.perf_counter() - start)
-        if taken[-1] < seconds:
+        took = processor_seconds_of_children() - before, time.perf_counter() - start
+        if is_enough(*took):
             break
-    print(f"covey run -n {size} of a script that joins: {min(taken):.2f} s")
-    assert min(taken) < seconds
+    print(f"covey run -n {size}: {took[0]:.2f} s of processor time, {took[1]:.2f} s")
     assert job.left_behind() == []
+    return took
+
+
+def processor_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+RUNS = [
+    pytest.param("", 4, 1.0, 1.5, id="4 empty scripts"),
+    pytest.param(JOIN_AND_SUM, 16, 4.0, 2.0, id="16 ranks that join"),
+    pytest.param(JOIN_AND_SUM, 64, 12.0, 6.0, id="64 ranks that join", marks=pytest.mark.thorough),
+]
+"""Scripts, ranks, and the seconds that a run may take: of processor time, and on a clock with two free cores."""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("code", "size", "processor", "clock"), RUNS)
+def test_a_run_takes_little_processor_time(job: Job, code: str, size: int, processor: float, clock: float) -> None:
+    took, _ = cost_of_a_run(job, code, size, is_enough=lambda used, _: used < processor)
+    assert took < processor
+
+
+@pytest.mark.thorough
+@pytest.mark.alone
+@pytest.mark.parametrize(("code", "size", "processor", "clock"), RUNS)
+def test_a_run_is_over_quickly(job: Job, code: str, size: int, processor: float, clock: float) -> None:
+    _, took = cost_of_a_run(job, code, size, is_enough=lambda _, took: took < clock)
+    assert took < clock
 
 
 @pytest.mark.parametrize("lanes", ["shm", "tcp"])
-def test_a_large_all_reduce_needs_at_most_32_mebibytes_beside_its_array(job: Job, lanes: str) -> None:
+@pytest.mark.parametrize("mebibytes", [96, pytest.param(256, marks=pytest.mark.thorough)])
+def test_a_large_all_reduce_needs_at_most_32_mebibytes_beside_its_array(
+    started_job: Job, lanes: str, mebibytes: int
+) -> None:
     """The lanes, opened by this very call, are part of what it costs."""
     code = """
-import json
+import json, os
 from pathlib import Path
 import numpy as np
 import covey
@@ -93,7 +117,7 @@ def memory(field):
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 with covey.join() as group:
-    x = np.tile(np.arange(1000, dtype=np.float32), 67_109)  # 256 MiB and a bit; every page is there before the call
+    x = np.tile(np.arange(1000, dtype=np.float32), (int(os.environ["MEBIBYTES"]) << 18) // 1000 + 1)  # all pages
     x += group.rank
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is in use now
     before = memory("VmRSS")
@@ -104,14 +128,15 @@ print(json.dumps([extra, list(lanes.values()), float(x[7]), float(x[-1])]))
 """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs the memory accounting of Linux")
-    for ended in finish_all(job.ranks(code, 2, COVEY_LANES=lanes)):
+    for ended in finish_all(started_job.ranks(code, 2, COVEY_LANES=lanes, MEBIBYTES=mebibytes)):
         extra, kinds, *values = ended.report
-        print(f"{lanes}: {extra:.1f} MiB more in an all_reduce of 256 MiB")
+        print(f"{lanes}: {extra:.1f} MiB more in an all_reduce of {mebibytes} MiB")
         assert kinds == [lanes]
         assert values == [15.0, 1999.0]
         assert extra <= 32
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_an_array_of_more_than_4_gibibytes_arrives_to_its_last_byte(job: Job) -> None:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
@@ -139,13 +164,13 @@ with covey.join() as group:
     lanes = group.lanes()
 print(json.dumps([right, others, list(lanes.values())]))
 """
-    for ended in finish_all(job.ranks(code, 2, COVEY_LANES="shm"), 100.0):
+    for ended in finish_all(job.ranks(code, 2, COVEY_LANES="shm")):
         assert ended.report == [True, 0, ["shm"]]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("lanes", ["shm", "tcp"])
-def test_a_large_all_reduce_makes_at_most_12_python_calls_for_a_mebibyte_moved(job: Job, lanes: str) -> None:
+def test_a_large_all_reduce_makes_at_most_12_python_calls_for_a_mebibyte_moved(started_job: Job, lanes: str) -> None:
     """Each call must win the interpreter's lock back from the program's other threads."""
     code = """
 import json, sys
@@ -160,7 +185,9 @@ with covey.join() as group:
         global events
         events += event in ("call", "c_call")
     counts = []
-    for turn in range(25):
+    for turn in range(25):  # a busy machine makes a rank wait more often in some of them
+        if turn > 1 and group.all_reduce(min(counts[1:]), "max") <= 12 * 2 * mebibytes:
+            break
         group.barrier()
         events = 0
         sys.setprofile(count)
@@ -171,7 +198,7 @@ with covey.join() as group:
 moved = 2 * mebibytes  # two ranks: each sends and receives as much as the array holds
 print(json.dumps([min(counts[1:]) / moved, list(lanes.values()), float(x[1])]))
 """
-    for ended in finish_all(job.ranks(code, 2, COVEY_LANES=lanes)):
+    for ended in finish_all(started_job.ranks(code, 2, COVEY_LANES=lanes)):
         calls, kinds, value = ended.report
         assert kinds == [lanes]
         assert value == 1.5
