@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.jobs import finish, finish_all, new_job
-from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say, timed
+from tests.support.ranks import Ranks, attempt, await_go, run_ranks, say
 from tests.support.survivors import CoveyRun
 from tests.support.waiting import DEADLINE
 
@@ -21,8 +21,8 @@ import covey
 from covey.testing.call_stress import CallStress, run
 
 VICTIM = 1
-NOTICE_SECONDS = 2.0
-"""How soon a caller must know that the called process is gone, besides the time that it gets no core."""
+BY_ITS_END = {"COVEY_HOST_SILENCE": "1000", "COVEY_PROCESS_SILENCE": "1000"}
+"""Settings of callers that hear of the end of a process by what it leaves, or not at all."""
 
 PROGRAM = """
 import json, os
@@ -57,6 +57,7 @@ def check_program(reports: list[Any], size: int) -> None:
         assert report["told"] == wanted
 
 
+@pytest.mark.thorough
 def test_ranks_of_torchrun_call_each_other() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with new_job() as job:
@@ -65,7 +66,7 @@ def test_ranks_of_torchrun_call_each_other() -> None:
     check_program([json.loads(line) for line in ended.out.splitlines()], 2)
 
 
-@pytest.mark.parametrize("lanes", ["auto", "secure", "quic"])
+@pytest.mark.parametrize("lanes", ["auto", pytest.param("secure", marks=pytest.mark.thorough), "quic"])
 def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
     with new_job() as job:
         settings = {"COVEY_SECRET": secrets.token_hex(32), "COVEY_INTERFACES": "lo", "COVEY_LANES": lanes}
@@ -79,7 +80,7 @@ def test_nodes_of_a_cluster_call_each_other(lanes: str) -> None:
 
 
 def call_a_victim(victim: int) -> Any:
-    """Call the victim until it is lost, then the other rank; tell the error and when it came."""
+    """Call the victim until it is lost, then the other rank; tell the errors."""
     with covey.join() as group:
         node, began = group.node, threading.Event()
 
@@ -97,11 +98,11 @@ def call_a_victim(victim: int) -> Any:
             await_go()
             return None
         works = [node.call_async(victim, "wait") for _ in range(3)]
-        works += [node.call_async(victim, "large", np.ones(2 << 20)) for _ in range(10)]
+        works += [node.call_async(victim, "large", np.ones(2 << 20)) for _ in range(4)]
         say("calling")
-        waiting = timed(works[0].wait)
+        waiting = attempt(works[0].wait)
         errors = {type(error).__name__ for work in works if (error := work.exception()) is not None}
-        later = timed(lambda: node.call(victim, "wait"))
+        later = attempt(lambda: node.call(victim, "wait"))
         other = next(rank for rank in range(group.size) if rank not in (victim, group.rank))
         sums = node.call(other, "large", np.ones(1 << 20))
         say("over", waiting=waiting, errors=sorted(errors), later=later, sums=sums)
@@ -111,18 +112,16 @@ def call_a_victim(victim: int) -> Any:
 
 @pytest.mark.parametrize(("lanes", "on_loss"), [("unix", "raise"), ("secure", "continue")])
 def test_calls_to_a_killed_process_raise_soon_and_calls_to_others_go_on(lanes: str, on_loss: str) -> None:
-    with Ranks(3, call_a_victim, VICTIM, lanes=lanes, env={"COVEY_ON_LOSS": on_loss}) as ranks:
+    with Ranks(3, call_a_victim, VICTIM, lanes=lanes, env={"COVEY_ON_LOSS": on_loss} | BY_ITS_END) as ranks:
         ranks.hear("calling", (0, 2))
-        killed = ranks.kill(VICTIM)
+        ranks.kill(VICTIM)
         for told in ranks.hear("over", (0, 2)):
             waiting = told["waiting"]
             assert waiting["error"] == "PeerLostError", waiting
             assert waiting["rank"] == VICTIM
             assert f"rank {VICTIM}" in waiting["text"]
-            assert waiting["at"] - killed - waiting["starved"] < NOTICE_SECONDS
             assert told["errors"] == ["PeerLostError"]
             assert told["later"]["error"] == "PeerLostError"
-            assert told["later"]["took"] - told["later"]["starved"] < NOTICE_SECONDS
             assert told["sums"] == 1 << 20
 
 
@@ -141,7 +140,7 @@ def through_generations() -> Any:
 
         while not group.change_pending:
             group.barrier()  # before it, the other process may not have registered its function
-            results = group.node.broadcast_call("serve", 1000, return_exceptions=True, timeout=10)
+            results = group.node.broadcast_call("serve", 1000, return_exceptions=True)
             good = [result for result in results.values() if isinstance(result, int)]
             say("called", generation=group.generation, restart=os.environ.get("COVEY_RESTART", "0"), good=len(good))
             time.sleep(0.01)
@@ -152,7 +151,7 @@ def test_calls_work_in_every_generation_with_functions_that_were_registered_once
     with CoveyRun("-n", "2", "--restarts", "2", function=through_generations, args=()) as run:
 
         def await_calls(slot: int, restart: str, after: int) -> int:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + DEADLINE
             while True:
                 for said in run.said("called", slot):
                     if said["generation"] > after and said["restart"] == restart and said["good"] == 1:
@@ -186,30 +185,33 @@ def call_beside_a_transfer(wanted: int, megabytes: int) -> Any:
         return payloads
 
 
-@pytest.mark.parametrize("lanes", ["secure", "tcp"])
+@pytest.mark.parametrize("lanes", [pytest.param("secure", marks=pytest.mark.thorough), "tcp"])
 def test_small_calls_overtake_large_payloads_to_the_same_node(lanes: str) -> None:
     """If they stood in line behind a payload, each payload would be overtaken once at most."""
     assert run_ranks(2, call_beside_a_transfer, 100, 128, lanes=lanes)[0] <= 20
 
 
-def test_hundreds_of_concurrent_calls_of_all_sizes_end_right_and_leave_no_memory_behind() -> None:
+@pytest.mark.parametrize("calls", [150, pytest.param(600, marks=pytest.mark.thorough)])
+def test_hundreds_of_concurrent_calls_of_all_sizes_end_right_and_leave_no_memory_behind(calls: int) -> None:
     """As `make stress` does with ten thousand."""
-    stress = CallStress(nodes=3, calls=600, total_bytes=60 << 20, largest_bytes=4 << 20, rounds=2, seed=1)
+    stress = CallStress(nodes=3, calls=calls, total_bytes=calls * 100_000, largest_bytes=4 << 20, rounds=2, seed=1)
     reports = run(stress)
     assert len(reports) == 3
     for report in reports:
-        assert report["answered"] + report["cancelled"] == 400
-        assert 10 <= report["cancelled"] <= 100
+        number = calls * 2 // 3
+        assert report["answered"] + report["cancelled"] == number
+        assert number // 40 <= report["cancelled"] <= number // 4
 
 
 def fork_while_calling() -> Any:
     """Fork while a call is under way; tell what child and parent get."""
     with covey.join() as group:
-        node = group.node
+        node, may_answer = group.node, threading.Event()
+        node.register("answer", may_answer.set)
 
         @node.rpc
         def later(x: int) -> int:
-            time.sleep(0.3)
+            assert may_answer.wait(DEADLINE)
             return x
 
         group.barrier()
@@ -224,6 +226,7 @@ def fork_while_calling() -> Any:
                 os._exit(0)
             os.close(writer)
             os.waitpid(pid, 0)
+            node.call(1, "answer")
             told = {"child": json.loads(os.read(reader, 1000)), "parent": [work.wait(), node.call(1, "later", 7)]}
             os.close(reader)
         group.barrier()
@@ -239,6 +242,7 @@ def call_within_limits() -> Any:
     """Send too much, and count how many functions run at the same time."""
     with covey.join() as group:
         node, lock, running, most = group.node, threading.Lock(), 0, 0
+        two = threading.Barrier(2, timeout=DEADLINE)
 
         @node.rpc
         def work() -> None:
@@ -246,7 +250,7 @@ def call_within_limits() -> Any:
             with lock:
                 running += 1
                 most = max(most, running)
-            time.sleep(0.02)
+            two.wait()
             with lock:
                 running -= 1
 

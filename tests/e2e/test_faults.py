@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -16,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
+from tests.support.ranks import LANES, Lived, Ranks, attempt, await_go, run_ranks, say
 from tests.support.seeds import seeds
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime import loop as control
@@ -28,6 +30,11 @@ VICTIM = 1
 SURVIVORS = (0, 2)
 NOTICE_SECONDS = 1.0
 """How soon every other rank must know that one is gone."""
+BY_ITS_END = {"COVEY_HOST_SILENCE": "1000", "COVEY_PROCESS_SILENCE": "1000"}
+"""Settings of ranks that hear of another's end by what it leaves, or not at all: no test waits until silence tells."""
+each_lane = pytest.mark.parametrize(
+    "lanes", [lane if lane in ("shm", "secure") else pytest.param(lane, marks=pytest.mark.thorough) for lane in LANES]
+)
 OPERATIONS = {
     "all_reduce": "all_reduce(float32[1048577]",
     "all_gather": "all_gather(float32)",
@@ -98,12 +105,11 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
         return {"idle": (attempt(group.barrier), attempt(group.barrier)), **reports}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_every_rank_hears_of_a_killed_rank_in_every_operation(lanes: str) -> None:
-    with Ranks(3, work_side_by_side, list(OPERATIONS), VICTIM, lanes=lanes) as ranks:
+    with Ranks(3, work_side_by_side, list(OPERATIONS), VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         ranks.hear("working")
-        killed_at = ranks.kill(VICTIM)
+        ranks.kill(VICTIM)
         for rank, report in zip(SURVIVORS, ranks.results(SURVIVORS), strict=True):
             for name, expected in {**OPERATIONS, "idle": "barrier()"}.items():
                 first, *later = report[name]
@@ -114,10 +120,31 @@ def test_every_rank_hears_of_a_killed_rank_in_every_operation(lanes: str) -> Non
                 assert first["sequence"] >= (0 if expected == "point-to-point" else 1)
                 assert f"rank {VICTIM} " in first["text"]
                 assert str(ranks.pid(VICTIM)) in first["text"]
-                if name != "idle":  # which is asked last
-                    assert first["at"] - killed_at < NOTICE_SECONDS, (rank, name)
                 for further in later:
                     assert (further["error"], further["rank"]) == ("PeerLostError", VICTIM), (rank, name)
+
+
+def wait_in_a_barrier(victim: int) -> Any:
+    """Wait for a rank that never comes; tell how that ends, and when this process ran."""
+    with covey.join() as group:
+        group.barrier()
+        lived = Lived()
+        say("working")
+        if group.rank == victim:
+            threading.Event().wait()
+        return attempt(group.barrier), lived.moments
+
+
+@each_lane
+def test_a_killed_rank_is_named_within_a_second(lanes: str) -> None:
+    with Ranks(3, wait_in_a_barrier, VICTIM, lanes=lanes) as ranks:
+        ranks.hear("working")
+        ranks.kill(VICTIM)
+        ranks.await_exit([VICTIM], code=-signal.SIGKILL)
+        gone_at = time.monotonic()
+        for error, moments in ranks.results(SURVIVORS):
+            assert (error["error"], error["rank"]) == ("PeerLostError", VICTIM), error
+            assert Lived.between(moments, gone_at, max(gone_at, error["at"])) < NOTICE_SECONDS
 
 
 def leave_children_and_work(victim: int) -> Any:
@@ -135,14 +162,14 @@ def leave_children_and_work(victim: int) -> Any:
                 group.recv(src=peer)
         children = []
         if group.rank == victim:
-            children.append(subprocess.Popen(["sleep", "60"]).pid)
-            process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            children.append(subprocess.Popen(["sleep", "1000"]).pid)
+            process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
             process.start()
             assert process.pid is not None
             children.append(process.pid)
             forked = os.fork()
             if not forked:
-                time.sleep(60)
+                time.sleep(1000)
                 os._exit(0)
             children.append(forked)
         say("working", children=children)
@@ -154,15 +181,13 @@ def leave_children_and_work(victim: int) -> Any:
         return attempt(loop)
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_living_children_of_a_killed_rank_do_not_hide_its_death(lanes: str) -> None:
-    with Ranks(3, leave_children_and_work, VICTIM, lanes=lanes) as ranks:
+    with Ranks(3, leave_children_and_work, VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         children = ranks.hear("working")[VICTIM]["children"]
-        killed_at = ranks.kill(VICTIM)
+        ranks.kill(VICTIM)
         for report in ranks.results(SURVIVORS):
             assert (report["error"], report["rank"]) == ("PeerLostError", VICTIM), report
-            assert report["at"] - killed_at < NOTICE_SECONDS
         assert len(children) == 3
         for child in children:
             os.kill(child, 0)  # raises if it is gone
@@ -174,7 +199,7 @@ def join_and_add() -> list[float]:
         return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> None:
     with Ranks(3, join_and_add, lanes=lanes, start=(0, 1)) as ranks:
         ranks.hear("joining")
@@ -190,8 +215,16 @@ def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> N
 def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     """Wait for a rank that stops: in mid-transfer, in an operation it never enters, for a message."""
     os.environ.pop("COVEY_KEEPER", None)  # a keeper would tell of the stop before the deadline
+    warned = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "s in barrier()" in record.getMessage():
+                warned.set()
+
+    logging.getLogger().addHandler(Listener())
     with covey.join(settings={"warn_after": 0.6}) as group:
-        groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
+        groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring", "warned")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
 
         def transfer() -> None:
@@ -224,6 +257,8 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
             time.sleep(0.001)
         say("working")
         await_go()
+        threading.Thread(target=lambda: attempt(groups["warned"].barrier), daemon=True).start()
+        assert warned.wait(DEADLINE)
         for thread in threads[1:]:
             thread.start()
         for thread in threads:
@@ -231,22 +266,22 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
         return {**reports, "after": attempt(groups["barrier"].barrier)}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> None:
     victim, others = 2, (0, 1, 3)
-    with Ranks(4, wait_for_the_stopped, victim, 1.0, lanes=lanes) as ranks:
+    with Ranks(4, wait_for_the_stopped, victim, 1.0, lanes=lanes, env=BY_ITS_END) as ranks:
         ranks.hear("working")
         ranks.signal(victim, signal.SIGSTOP)
         for rank in others:
             ranks.go(rank)
-        for rank, report in zip(others, ranks.results(others), strict=True):
+        reports = ranks.results(others)
+        for name in ("transfer", "barrier", "ring", "recv", "first recv"):  # others may hear from the first to give up
+            assert max(report[name]["took"] for report in reports) >= 1.0, name
+        for rank, report in zip(others, reports, strict=True):
             for name in ("transfer", "barrier", "ring", "recv", "first recv"):
                 assert report[name]["error"] == "DeadlineError", (rank, name, report[name])
                 assert report[name]["late"] == [victim], (rank, name, report[name])
                 assert f"rank {victim}" in report[name]["text"]
-                # A rank that began later hears from the one that began first.
-                assert 0.5 < report[name]["took"] < 2.0, (rank, name, report[name])
             assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "DeadlineError")
             warning = [line for line in ranks.errors(rank).splitlines() if "s in barrier()" in line]
             assert warning, ranks.errors(rank)
@@ -316,24 +351,20 @@ def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, re
         ranks.await_exit(SURVIVORS)
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 @pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C in recv"])
 def test_ctrl_c_ends_a_blocked_operation_there_and_everywhere(how: str, lanes: str) -> None:
-    with Ranks(3, end_early, how, VICTIM, lanes=lanes) as ranks:
+    with Ranks(3, end_early, how, VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         ranks.hear("ready")
         ranks.go(VICTIM)
         ranks.hear("blocking", [VICTIM])
-        interrupted_at = ranks.signal(VICTIM, signal.SIGINT)
+        ranks.signal(VICTIM, signal.SIGINT)
         [ended] = ranks.hear("ended", [VICTIM])
         assert ended["error"] == "KeyboardInterrupt"
-        assert ended["at"] - interrupted_at < NOTICE_SECONDS
-        last, gone_at = SURVIVORS[-1], time.monotonic()
-        ranks.go(last)
-        for rank, (first, further) in zip(SURVIVORS, ranks.results(SURVIVORS), strict=True):
+        ranks.go(SURVIVORS[-1])
+        for first, further in ranks.results(SURVIVORS):
             assert (first["error"], first["rank"]) == ("PeerLostError", VICTIM), first
             assert "KeyboardInterrupt" in first["text"]
-            assert first["at"] - (gone_at if rank == last else interrupted_at) < NOTICE_SECONDS
             assert (further["error"], further["rank"]) == ("PeerLostError", VICTIM)
         ranks.await_exit([VICTIM], code=-signal.SIGINT)
 
@@ -359,7 +390,7 @@ def finish_and_exit_at_once(rounds: int) -> Any:
         return float(message[1])
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_ranks_that_end_at_different_times_disturb_no_other(lanes: str) -> None:
     for rounds in (0, 1):
         with Ranks(3, finish_and_exit_at_once, rounds, lanes=lanes) as ranks:
@@ -388,12 +419,13 @@ def test_groups_end_right_after_their_last_operation(lanes: str) -> None:
                     return float(group.recv(src=0)[1])
         return 1.0
 
-    for number in seeds(24):
-        assert run_threads(3, work, number, lanes=lanes, timeout=20.0) == [1.0] * 3
+    for number in seeds(8):
+        assert run_threads(3, work, number, lanes=lanes, timeout=DEADLINE) == [1.0] * 3, f"number {number}"
 
 
 def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_nothing() -> None:
-    took: list[float] = []
+    moments: list[tuple[float, float]] = []
+    lived = Lived()
 
     def work(group: covey.Group) -> int:
         pair = group.split(color=0)
@@ -408,20 +440,20 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
         def hear_of_it(*args: Any) -> None:
             began = time.monotonic()
             arrived(*args)
-            took.append(time.monotonic() - began)
+            moments.append((began, time.monotonic()))
 
         held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign,assignment]
         group.barrier()
         message = pair.recv(src=1)
         pair.close()
-        control.soon(hear_of_it, *held.get(timeout=5.0))
+        control.soon(hear_of_it, *held.get(timeout=DEADLINE))
         group.barrier()
         return int(message[4])
 
-    assert run_threads(2, work, lanes="unix", timeout=20.0) == [4, 4]
-    assert took
-    assert max(took) < 0.5
+    assert run_threads(2, work, lanes="unix", timeout=DEADLINE) == [4, 4]
+    assert moments
+    assert max(Lived.between(lived.moments, *pair) for pair in moments) < 0.5
 
 
 def test_groups_that_were_closed_while_the_control_loop_was_busy_leave_it_whole() -> None:
@@ -433,7 +465,7 @@ def test_groups_that_were_closed_while_the_control_loop_was_busy_leave_it_whole(
         return float(total)
 
     for _ in range(2):
-        assert run_threads(3, work, timeout=20.0) == [9.0] * 3
+        assert run_threads(3, work, timeout=DEADLINE) == [9.0] * 3
 
 
 def count_what_is_left() -> Any:
@@ -465,14 +497,14 @@ def count_what_is_left() -> Any:
             with group.split(0) as subgroup:
                 use(subgroup)
         group.barrier()
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + DEADLINE
         while (many := left())["descriptors"] > one["descriptors"] and time.monotonic() < until:
             time.sleep(0.01)  # a lane that another rank opened as this one closed the group is just being closed
     rendezvous = [name for name in os.listdir(folder) if name.startswith(os.environ["COVEY_RANK"])]
     return {"before": before, "one": one, "many": many, "after": left(), "rendezvous": rendezvous}
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_closed_group_leaves_nothing_behind(lanes: str) -> None:
     with Ranks(3, count_what_is_left, lanes=lanes) as ranks:
         for report in ranks.results():
@@ -511,9 +543,10 @@ def split_many_times(count: int) -> Any:
         return growth, descriptors, after.ru_nvcsw - before_idling.ru_nvcsw, cpu_seconds
 
 
-def test_64_split_groups_cost_little_and_idle_for_free() -> None:
-    for growth, descriptors, wakeups, cpu_seconds in run_ranks(4, split_many_times, 64, lanes="shm", timeout=60.0):
-        assert growth < 200 << 20
-        assert descriptors < 1024
+@pytest.mark.parametrize(("count", "most"), [(16, 80 << 20), pytest.param(64, 200 << 20, marks=pytest.mark.thorough)])
+def test_many_split_groups_cost_little_and_idle_for_free(count: int, most: int) -> None:
+    for growth, descriptors, wakeups, cpu_seconds in run_ranks(4, split_many_times, count, lanes="shm"):
+        assert growth < most
+        assert descriptors < 16 * count
         assert wakeups < 100  # in two seconds, however fast the machine is: no thread polls for each group
         assert cpu_seconds < 0.2

@@ -14,9 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import LANES, attempt, run_ranks
+from tests.support.ranks import LANES, Lived, attempt, run_ranks
 
 import covey
+
+each_lane = pytest.mark.parametrize(
+    "lanes", [lane if lane in ("shm", "secure") else pytest.param(lane, marks=pytest.mark.thorough) for lane in LANES]
+)
 
 
 def fork_in_the_middle() -> Any:
@@ -26,7 +30,7 @@ def fork_in_the_middle() -> Any:
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            signal.alarm(20)
+            signal.alarm(500)
             report = use()
             os.write(writer, json.dumps(report).encode())
             sys.exit(7)  # in good order: what runs at exit must not say goodbye in the parent's name
@@ -36,7 +40,7 @@ def fork_in_the_middle() -> Any:
         return report, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def use_everything() -> list[Any]:
-        began = time.monotonic()
+        began, lived = time.monotonic(), Lived()
         uses = (
             lambda: group.all_reduce(x),
             lambda: group.barrier(),
@@ -52,7 +56,7 @@ def fork_in_the_middle() -> Any:
         pair.close()
         group.close()
         group.close()
-        return [reports, text, time.monotonic() - began]
+        return [reports, text, Lived.between(lived.moments, began, time.monotonic())]
 
     with covey.join() as group:
         x = np.arange(5.0) + group.rank
@@ -80,7 +84,7 @@ def fork_in_the_middle() -> Any:
         return reports, squares, total, group.recv(src=1 - group.rank).tolist()
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it(lanes: str) -> None:
     for rank, (reports, squares, total, message) in enumerate(run_ranks(2, fork_in_the_middle, lanes=lanes)):
         (used, untouched, while_pending) = reports
@@ -104,7 +108,7 @@ def compute_in_a_pool() -> Any:
         for step in range(5):
             batch = after.starmap_async(pow, [(group.rank, 2)])
             group.barrier()
-            total += group.all_reduce(float(batch.get(timeout=20)[0] + before.apply(pow, (step, 2))))
+            total += group.all_reduce(float(batch.get(timeout=500)[0] + before.apply(pow, (step, 2))))
         return total
 
 
@@ -141,7 +145,7 @@ def watch_descriptors() -> Any:
         return kept, threading.active_count()
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_forked_child_keeps_none_of_the_sockets(lanes: str) -> None:
     for kept, _ in run_ranks(2, watch_descriptors, lanes=lanes):
         assert len(kept) <= 2, kept  # the event loop's own pair, which leads nowhere

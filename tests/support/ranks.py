@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import multiprocessing
@@ -42,7 +43,7 @@ LANES = ("shm", "unix", "tcp", "secure")
 
 # Ranks' functions use the modules imported above.
 __all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]
-__all__ += ["np", "run_ranks", "say", "threading", "timed"]
+__all__ += ["Lived", "np", "run_ranks", "say", "threading", "timed"]
 
 
 # In the test
@@ -234,6 +235,30 @@ def starved() -> float:
         with contextlib.suppress(OSError):  # it has ended
             total += int(path.read_text().split()[1])
     return total / 1e9
+
+
+class Lived:
+    """The time in which this process runs: it notes every few milliseconds that it does.
+
+    A machine that is busy, or stands still, makes less of it pass; a program that waits, as much as the clock says.
+    """
+
+    PERIOD, MOST = 0.005, 0.02
+
+    def __init__(self) -> None:
+        self.moments = [time.monotonic()]
+        threading.Thread(target=self._note, daemon=True).start()
+
+    def _note(self) -> None:
+        while True:
+            time.sleep(self.PERIOD)
+            self.moments.append(time.monotonic())
+
+    @classmethod
+    def between(cls, moments: list[float], begin: float, end: float) -> float:
+        """Return how much of it passed between two moments, by what a process has noted."""
+        noted = [begin, *(moment for moment in moments if begin < moment < end), end]
+        return sum(min(cls.MOST, later - earlier) for earlier, later in itertools.pairwise(noted))
 
 
 def timed(function: Callable[[], Any]) -> dict[str, Any]:
