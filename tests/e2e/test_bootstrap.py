@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NOBODY = 65534
-QUICKLY = 10.0
-"""Seconds in which ranks that contradict each other must know; most of it is Python starting on a busy machine."""
 
 WORK = """
 import json, os, sys
@@ -78,9 +76,10 @@ def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port(job: J
     assert [name for name in job.left_behind() if "covey" in name] == []
 
 
+@pytest.mark.thorough
 def test_mpirun_starts_a_group(job: Job) -> None:
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
-    assert mpirun, "the development requirements bring it"
+    assert mpirun, "requirements-all.txt brings it"
     words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", sys.executable]
     ended = finish(job.start(JOB, [mpirun, *words]))
     assert ended.code == 0, ended.err
@@ -112,7 +111,7 @@ def test_ranks_come_in_any_order_with_pauses_between_them(job: Job) -> None:
         ranks[rank] = job.start(JOB, RANK=rank, WORLD_SIZE=3)
         if rank != 1:
             job.rendezvous_folder(rank)
-            time.sleep(0.7)  # the pause is what is tested; the ranks before it are waiting by now
+            time.sleep(0.7)  # the pause is what is tested; the ranks before it are waiting by now, or soon
     check(reports_of(finish_all([ranks[rank] for rank in range(3)])), 3)
     assert job.left_behind() == []
 
@@ -210,11 +209,10 @@ def test_a_program_may_place_its_ranks_itself(job: Job, where: str) -> None:
 def test_settings_that_differ_between_ranks_are_an_error_on_both(
     job: Job, one: dict[str, Any], other: dict[str, Any], text: str
 ) -> None:
-    start = time.monotonic()
-    for ended in finish_all([job.start(JOB, **one), job.start(JOB, **other)]):
+    patience = {"COVEY_TIMEOUT": 1000}  # they know it before, or the test fails
+    for ended in finish_all([job.start(JOB, **one, **patience), job.start(JOB, **other, **patience)]):
         assert ended.error.startswith("covey.ConfigError")
         assert text in ended.error
-    assert time.monotonic() - start < QUICKLY
     assert job.left_behind() == []
 
 
