@@ -141,7 +141,7 @@ def test_a_machine_with_another_secret_is_told_on_both_sides(lab: Lab) -> None:
     deadline = time.monotonic() + DEADLINE
     while not (listening := ports(waiting)):
         assert time.monotonic() < deadline
-    lost = other.node("mine", size=2, timeout=6, seeds=[f"127.0.0.1:{listening[0]}"])
+    lost = other.node("mine", size=2, timeout=DEADLINE, seeds=[f"127.0.0.1:{listening[0]}"])
     assert heard(lost) == "joining"
     assert end(lost)[0] != 0
     assert {entry["reason"].partition(":")[0] for entry in log(one, "--event", "refused")} == {"secret"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,9 @@ import json, sys, time
 import covey
 print(json.dumps("joining"), flush=True)
 try:
-    with covey.join(sys.argv[1], size=int(sys.argv[2]), on_loss="continue", timeout=30, patience=8) as group:
+    with covey.join(sys.argv[1], size=int(sys.argv[2]), on_loss="continue", timeout=500, patience=500) as group:
         print(json.dumps(group.rank), flush=True)
-        until = time.monotonic() + 40
-        while time.monotonic() < until:
+        while True:
             if group.all_reduce(1) < int(sys.argv[2]):  # on all of them in the same operation
                 print(json.dumps(["without", sorted(set(range(int(sys.argv[2]))) - set(group.live))]), flush=True)
                 break
@@ -66,10 +66,18 @@ def words_of(process: subprocess.Popen[str]) -> list[Any]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+def told_while_waiting(node: subprocess.Popen[str], text: str) -> str:
+    """Return what a node says of why it waits, once that has a text in it, and end the node."""
+    assert heard(node) == "joining"
+    err = pipes.read_until(pipes.stderr(node), text)
+    node.send_signal(signal.SIGINT)
+    assert end(node)[0] != 0
+    return err
+
+
 def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
     one, two, outcast = lab.owned("lab", KEY, "one", "two", "outcast")
     nodes, ranks = members(one, two, outcast)
-    began = time.monotonic()
     told = json.loads(ok(one, "deny", node_id(outcast), "--json"))
     assert told["everywhere"]
     assert sorted(told["heard"]) == sorted([node_id(one), node_id(two)])
@@ -78,17 +86,13 @@ def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
         pipes.stdin(node).close()
     for node in nodes[:2]:
         assert words_of(node) == [["without", [ranks[2]]], "went on"]
-    assert time.monotonic() - began < DEADLINE
     kind, words = words_of(nodes[2])[-1]
     assert kind == "ClosedError"
     assert "this process cannot be in the run any more: this node may not be in cluster 'lab'" in words
     # It may not come back, and is told why; and it is known on a machine that has only heard of it.
     assert json.loads(ok(two, "deny", "--list", "--json"))[0]["id"] == node_id(outcast)
     waiting = two.node("next", size=2)
-    refused = outcast.node("next", size=2, timeout=6)
-    code, _, err = end(refused)
-    assert code != 0
-    assert "is denied by the owner of the cluster" in err
+    err = told_while_waiting(outcast.node("next", size=2, timeout=DEADLINE), "is denied by the owner of the cluster")
     assert "--undo`" in err
     ok(one, "deny", node_id(outcast), "--undo")
     wait_until_joined([waiting, outcast.node("next", size=2)])
@@ -98,11 +102,9 @@ def test_a_keeper_holds_no_denied_process_in_its_run(lab: Lab) -> None:
     machines = lab.owned("lab", KEY, "one", "two", "outcast")
     kept = [NodeHome(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate(machines)]
     before = together(kept)
-    denied_at = time.monotonic()
     ok(machines[0], "deny", node_id(machines[2]))
     for member in kept[:2]:
         assert sorted(member.said("contributors")["hosts"]) == [0, 1]
-    assert kept[0].said("contributors")["at"] - denied_at < DEADLINE
     assert "may not be in cluster 'lab'" in kept[2].said("error")["text"]
     kept[0].ask_to_end()
     check_same_end(kept[:2])
@@ -112,9 +114,9 @@ def test_a_keeper_holds_no_denied_process_in_its_run(lab: Lab) -> None:
 
 def test_a_denial_on_another_machine_holds_there_and_for_what_runs_there(lab: Lab) -> None:
     one, two, three = lab.owned("lab", KEY, "one", "two", "three")
-    waiting = two.node("mine", size=3, timeout=60)
+    waiting = two.node("mine", size=3, timeout=DEADLINE)
     assert heard(waiting) == "joining"
-    third = three.node("mine", size=3, timeout=60)
+    third = three.node("mine", size=3, timeout=DEADLINE)
     assert heard(third) == "joining"
     deadline = time.monotonic() + DEADLINE
     while node_id(three) not in (two.home / "clusters" / "lab.json").read_text():
@@ -151,14 +153,14 @@ def test_with_the_list_on_a_new_machine_waits_until_it_is_approved(lab: Lab) -> 
     assert sorted(switched["heard"]) == sorted([node_id(one), node_id(two)])
     assert "No machine waits" in ok(one, "allow")
     # Two processes of the new machine, of which the second has another key; and commands of a machine on the list.
-    waiting = [late.node("next", size=3, timeout=60), late.node("next", size=3, timeout=60)]
+    waiting = [late.node("next", size=3, timeout=DEADLINE), late.node("next", size=3, timeout=DEADLINE)]
     assert [heard(node) for node in waiting] == ["joining"] * 2
-    third = two.node("next", size=3, timeout=60)
+    third = two.node("next", size=3, timeout=DEADLINE)
     assert heard(third) == "joining"
     assert json.loads(ok(two, "status", "--json"))
-    deadline = time.monotonic() + DEADLINE
-    while not (rows := json.loads(ok(one, "allow", "--json"))):
-        assert time.monotonic() < deadline
+    for node in waiting:
+        pipes.read_until(pipes.stderr(node), "is waiting for approval: on")
+    rows = json.loads(ok(one, "allow", "--json"))
     assert [row["id"] for row in rows] == [node_id(late)]
     terminal = Terminal(one, "allow")
     try:
@@ -175,10 +177,8 @@ def test_with_the_list_on_a_new_machine_waits_until_it_is_approved(lab: Lab) -> 
 def test_an_unapproved_machine_is_told_where_to_ask(lab: Lab) -> None:
     one, late = lab.owned("lab", KEY, "one", "late")
     ok(one, "allow", "--ask", "on", "--yes")
-    assert heard(one.node("mine", size=2, timeout=60)) == "joining"
-    code, _, err = end(late.node("mine", size=2, timeout=6))
-    assert code != 0
-    assert "is waiting for approval: on" in err
+    assert heard(one.node("mine", size=2, timeout=DEADLINE)) == "joining"
+    err = told_while_waiting(late.node("mine", size=2, timeout=DEADLINE), "is waiting for approval: on")
     assert "run `covey allow" in err
     out = ok(one, "allow", node_id(late))
     assert "may be in 'lab'" in out

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
 import re
 import select
-import signal
 import stat
-import subprocess
 import sys
-import termios
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support import forked
+from tests.support import forked, pipes
 from tests.support.waiting import DEADLINE
 
 from covey.net.keys import clusters
 from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code, is_weak
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.support.machines import Machine as LabMachine
 
-COVEY = Path(sys.executable).with_name("covey")
 CODE = re.compile(r"^ +(covey1-[0-9a-z-]+)$", re.MULTILINE)
 PASSPHRASE = "correct horse battery staple"
 
@@ -77,16 +73,11 @@ class Terminal:
     def __init__(self, machine: Machine | LabMachine, *words: str) -> None:
         self.screen = ""
         self._front, back = pty.openpty()
-
-        def sit_down() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background may ignore it
-
         try:
-            self.process = subprocess.Popen(
-                [COVEY, *words], env=machine.env, stdin=back, stdout=back, stderr=back, preexec_fn=sit_down
-            )
+            self.process = forked.Popen(
+                [sys.executable, "-m", "covey", *words],
+                env=machine.env, stdin=back, stdout=back, stderr=back, preexec_fn=pipes.sit_down,
+            )  # fmt: skip
         finally:
             os.close(back)
 

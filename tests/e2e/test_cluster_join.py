@@ -11,17 +11,16 @@ import random
 import secrets
 import signal
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.jobs import Ended, Job, finish, finish_all, new_job
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.native import native
 from covey.base.version import __version__
 from covey.net.lanes import shm
-from covey.runtime.mesh.situation import FIRST_LOG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +129,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
     return [each.report for each in ended]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (3, 4, 5))])
 def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Cluster, seed: int) -> None:
     rng = random.Random(seed)
     size, lanes = 2 + seed % 3, "secure" if seed % 2 else "auto"
@@ -190,20 +189,19 @@ def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_which_nodes(clust
     for process in members:
         assert heard(process) == "joining"
         reports.append(heard(process))
-    late = finish(cluster.start(size=2, timeout=2.5))
-    assert late.error.startswith("covey.DeadlineError: no run 'run-a' in cluster 'default' within the timeout of ")
-    going_on = late.error.partition("the run is already going on with ")[2].partition(";")[0]
-    assert set(going_on.split(", ")) == {report["name"] for report in reports}
+    late = cluster.start(size=2)
+    going_on = pipes.read_until(late.stderr, "the run is already going on with ").rpartition(" going on with ")[2]
+    assert set(going_on.partition(";")[0].split(", ")) == {report["name"] for report in reports}
+    late.send_signal(signal.SIGINT)
+    assert finish(late).code == -signal.SIGINT
     for process in members:
         let_go(process)
     assert [ended.code for ended in finish_all(members)] == [0, 0]
 
 
 def test_the_deadline_names_the_nodes_that_are_here_when_too_few_came(cluster: Cluster) -> None:
-    began = time.monotonic()
-    processes = [cluster.start(size=3, timeout=3) for _ in range(2)]
+    processes = [cluster.start(size=3, timeout=12) for _ in range(2)]  # enough to meet, though one stands still
     errors = [ended.error for ended in finish_all(processes)]
-    assert time.monotonic() - began < DEADLINE / 2
     names = set()
     for error in errors:
         assert error.startswith("covey.DeadlineError: no run 'run-a' in cluster 'default' within the timeout of ")
@@ -225,15 +223,16 @@ def test_nodes_that_want_different_things_refuse_each_other_and_say_why(
 ) -> None:
     waits = cluster.start(**({"size": 2} | other))
     assert heard(waits) == "joining"
-    gives_up = finish(cluster.start(**({"size": 2, "timeout": FIRST_LOG_SECONDS + 1.5} | one)))
-    waits.send_signal(signal.SIGINT)
-    while_waiting = finish(waits).err  # it has said by then what it waits for
-    assert gives_up.error.startswith("covey.DeadlineError")
-    for text in (gives_up.error, while_waiting):
+    both = [waits, cluster.start(**({"size": 2} | one))]
+    told = [pipes.read_until(process.stderr, "refused: ") for process in both]
+    for text in told:
         assert what in text.partition("refused: ")[2], text
     if what == "runs":
-        assert "train.py" in gives_up.error
-        assert "evaluate.py" in while_waiting
+        assert "evaluate.py" in told[0]
+        assert "train.py" in told[1]
+    for process in both:
+        process.send_signal(signal.SIGINT)
+        assert finish(process).code == -signal.SIGINT
 
 
 def test_the_death_of_a_member_is_noticed_by_the_others_at_once(cluster: Cluster) -> None:
@@ -249,13 +248,13 @@ def test_the_death_of_a_member_is_noticed_by_the_others_at_once(cluster: Cluster
         say([error.rank, str(error)])
 """
     )
-    processes = [cluster.start(code, size=3, lanes=lanes) for lanes in ("secure",) * 3]
+    env = {"COVEY_HOST_SILENCE": 1000, "COVEY_PROCESS_SILENCE": 1000}  # by what its end leaves, or not at all
+    processes = [cluster.start(code, size=3, lanes="secure", env=env) for _ in range(3)]
     positions = {}
     for process in processes:
         assert heard(process) == "joining"
         positions[process] = heard(process)["position"][0]
     victim = next(process for process, rank in positions.items() if rank == 1)
-    began = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     for process in processes:
         if process is not victim:
@@ -263,20 +262,17 @@ def test_the_death_of_a_member_is_noticed_by_the_others_at_once(cluster: Cluster
             assert rank == 1
             assert "rank 1" in text
             assert finish(process).code == 0
-    assert time.monotonic() - began < DEADLINE / 3
 
 
 def test_ctrl_c_while_waiting_for_the_others_ends_the_program_and_leaves_nothing(cluster: Cluster) -> None:
     process = cluster.start(size=2)
     assert heard(process) == "joining"
     wait_until(lambda: bool(list(cluster.job.temp.glob("covey-*/*/*.node"))))
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == -signal.SIGINT
     assert ended.err.count("  File ") == 1  # the line that joins
     assert ended.err.splitlines()[-1] == "KeyboardInterrupt: interrupted while waiting for run 'run-a'"
-    assert time.monotonic() - began < DEADLINE / 3
     wait_until(lambda: cluster.job.left_behind() == [])
 
 
@@ -322,9 +318,7 @@ def test_another_secret_is_an_authentication_error_for_a_node_that_knows_a_seed(
 
     wait_until(listens)
     port = json.loads(notes[0].read_text())["port"]
-    began = time.monotonic()
     stranger = finish(cluster.start(size=2, env={"COVEY_SECRET": "77" * 32}, seeds=[f"127.0.0.1:{port}"]))
-    assert time.monotonic() - began < 15
     assert stranger.error.startswith(f"covey.AuthError: 127.0.0.1:{port} closed the connection at the door")
     assert "the secret of cluster 'default' differs there" in stranger.error
     check(reports_of(finish_all([member, cluster.start(size=2)])))  # nothing happened to the member

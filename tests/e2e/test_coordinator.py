@@ -8,9 +8,11 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from tests.support import pipes
 from tests.support.coordinators import ask, coordinate, free_port, status, until, work
 from tests.support.machines import end, heard
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from tests.support.machines import Lab
@@ -37,7 +39,7 @@ def test_training_goes_on_while_the_coordinator_is_killed_and_started_again(lab:
     assert ask(workers[:1], "fork") == [[0, 3, 1, True, True]]  # the worker is the parent, and still registered
 
     coordinator.kill()
-    coordinator.wait(10)
+    coordinator.wait(DEADLINE)
     assert ask(workers, "step") == [[SUM]] * 3
     until(lambda: not any(told[4] for told in ask(workers, "tell")))
     assert all(told[3] and "cannot be reached" in told[5] for told in ask(workers, "tell"))
@@ -67,6 +69,7 @@ def test_training_goes_on_while_the_coordinator_is_killed_and_started_again(lab:
     assert lab.left_behind() == []
 
 
+@pytest.mark.thorough
 def test_a_worker_that_died_returns_with_its_rank(lab: Lab) -> None:
     machine = lab.machine()
     coordinator, address = coordinate(machine)
@@ -123,7 +126,7 @@ def test_the_coordinator_shows_the_view_of_the_run_and_its_members_save_checkpoi
     assert run["view"]["members"] == [0, 1]
     assert [each["state"] for each in run["workers"]] == ["active", "active", "lost"]
     for path, code in (("model-7", 0), ("full", 1)):
-        asking = machine.start("-m", "covey", "coordinator", "checkpoint", address, "run", path, "--wait", "25")
+        asking = machine.start("-m", "covey", "coordinator", "checkpoint", address, "run", path, "--wait", "500")
         (first, *_), second = saved = ask(survivors, "save")
         assert first == path
         assert second == saved[0]  # after the same operation

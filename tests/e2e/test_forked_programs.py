@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 from covey.runtime.processes import die_with
 
@@ -51,7 +52,7 @@ def look(module: Any, argv: list[str], **options: Any) -> Any:
     try:
         done = module.run(
             [sys.executable, *argv], input="words", capture_output=True, text=True, pass_fds=[given],
-            start_new_session=True, preexec_fn=functools.partial(die_with, os.getpid()), timeout=30, **options,
+            start_new_session=True, preexec_fn=functools.partial(die_with, os.getpid()), timeout=DEADLINE, **options,
         )  # fmt: skip
     finally:
         os.close(given)
@@ -74,7 +75,7 @@ def test_a_forked_program_finds_what_an_executed_one_finds(how: str, unbuffered:
 def test_a_forked_program_has_its_parents_environment_and_folder_by_default() -> None:
     code = "import json, os; print(json.dumps([dict(os.environ), os.getcwd()]))"
     told = [
-        json.loads(module.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout)
+        json.loads(module.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE).stdout)
         for module in (forked, subprocess)
     ]
     for environment, _ in told:
@@ -94,7 +95,7 @@ def test_a_forked_program_has_its_parents_environment_and_folder_by_default() ->
     ],
 )
 def test_a_forked_program_ends_as_an_executed_one(code: str, status: int, said: str) -> None:
-    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
     assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (status, [said] if said else [])
 
 

@@ -86,7 +86,7 @@ def coordinate(machine: Machine, *options: str, port: int = 0) -> tuple[subproce
 
 def work(machine: Machine, address: str, worker: str, **config: Any) -> subprocess.Popen[str]:
     """Start a worker, which sends heartbeats often."""
-    given = {"coordinator": address, "worker_id": worker, "interval": 0.1, "timeout": 25.0} | config
+    given = {"coordinator": address, "worker_id": worker, "interval": 0.1, "timeout": DEADLINE} | config
     return machine.start("-c", WORKER, json.dumps(given))
 
 
