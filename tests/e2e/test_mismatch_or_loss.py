@@ -63,3 +63,42 @@ def test_a_loss_that_is_declared_in_the_middle_of_a_call_hides_no_mismatch(momen
         (report,) = ranks.results([1])
     assert report["error"] == "MismatchError", report
     assert "rank 0 called broadcast(float64" in report["text"], report
+
+
+def read_what_the_plan_does_not_have() -> Any:
+    """Rank 0 broadcasts, by way of rank 2 to rank 3, scatters and is killed. Rank 3 calls something else meanwhile."""
+    from covey.runtime.group.internals import engine_of
+
+    group = covey.join()
+    group.all_to_all(np.zeros((4, 1)))
+    if group.rank == 0:
+        group.broadcast(np.arange(6.0))
+        group.scatter([np.ones(3)] * 4)
+        say("called")
+    if group.rank != 3:
+        await_go()
+        os.kill(os.getpid(), 9)
+    engine = engine_of(group)
+    announce = engine.stalls.announce
+
+    def hear_of_the_loss(*args: Any, **options: Any) -> None:
+        say("inside")
+        while not engine.attempt.is_stopped:
+            pass
+        announce(*args, **options)
+
+    await_go()
+    engine.stalls.announce = hear_of_the_loss  # type: ignore[method-assign]
+    return attempt(lambda: group.scatter(None))
+
+
+@pytest.mark.parametrize(("lanes", "native"), [("shm", "1"), ("unix", "0"), ("tcp", "1"), ("secure", "0")])
+def test_bytes_of_a_later_operation_prove_a_mismatch_to_the_only_rank_that_reads_them(lanes: str, native: str) -> None:
+    with Ranks(4, read_what_the_plan_does_not_have, lanes=lanes, env={"COVEY_NATIVE": native}) as ranks:
+        ranks.hear("called", [0])
+        ranks.go(3)
+        ranks.hear("inside", [3])
+        ranks.go(0)
+        (report,) = ranks.results([3])
+    assert report["error"] == "MismatchError", report
+    assert " bytes of scatter as its operation 3" in report["text"], report

@@ -96,7 +96,9 @@ class LaneTrouble(EnginePart):
                     (failure.has_happened and not failure.may_be_mismatch) or (engine.survives and attempt.is_stopped)
                 ),
             )
-        attempt.check()
+        if engine.survives or stalls.is_comparing:
+            attempt.check()
+        # Another header than the plan's is a mismatch also if its sender is lost by now.
         text = (
             f"in group {engine.name!r}, rank {engine.rank} is in {engine.operation.call.text} as its operation "
             f"{ours.sequence}, but rank {rank} sent {theirs.nbytes} bytes of {operation_name(theirs.operation)} as its "
