@@ -13,6 +13,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import forked
 from tests.support.jobs import SOURCE
 from tests.support.machines import wait_until_joined
 from tests.support.ranks import covey, np, run_ranks
@@ -43,7 +44,7 @@ class Run:
         script.write_text(STEPS.format(then=then))
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
         self.env |= {"COVEY_HOME": str(folder / "home")}
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [sys.executable, "-m", "covey", "run", "-n", "3", *options, str(script)],
             env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -54,7 +55,7 @@ class Run:
             assert self.process.stdout.readline().endswith("ready\n")
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return forked.run(
             [sys.executable, "-m", "covey", *arguments],
             env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.test_keeper_survival import PRELUDE
 from tests.support.waiting import DEADLINE, wait_until
 
 pytestmark = [
@@ -140,22 +141,36 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_program_ends_in_the_same_way(tmp_path: Path, ending: str) -> None:
+def test_a_program_ends_in_the_same_way(tmp_path: Path) -> None:
+    """Each rank ends in another way, but for rank 0: it keeps the run going until the others are gone."""
     body = (
-        "import atexit, os, signal, sys, threading, time\n"
-        "if os.environ['COVEY_RANK'] != '1':\n"
-        "    sys.exit(0)\n"
+        PRELUDE + "import atexit, threading\n"
         "if not sys.argv:\n"
         "    import covey\n"
+        "if rank == 0:\n"
+        "    found()\n"
+        "    for other in range(1, size):\n"
+        "        wait_for_end_of(other)\n"
+        "    sys.exit(0)\n"
+        "wait_for('founded')\n"
         "atexit.register(print, 'atexit')\n"
-        "sys.stdout.write('begins\\n')\n" + ENDINGS[ending] + "\n"
+        "sys.stdout.write('begins\\n')\n"
     )
-    cold, warm = (run(tmp_path, body, start, size=2) for start in (COLD, WARM))
-    assert (warm.code, warm.said(1), warm.said(1, "err")) == (cold.code, cold.said(1), cold.said(1, "err"))
-    # What becomes of the others, and whether this line or the last output is shown first, depends on which is faster.
-    how = re.compile(r"covey: rank 1 (.*?)(?:;|$)", re.MULTILINE)
-    assert how.findall(warm.err) == how.findall(cold.err)
+    for rank, code in enumerate(ENDINGS.values(), start=1):
+        body += f"if rank == {rank}:\n{textwrap.indent(code or 'pass', '    ')}\n"
+    ended = []
+    for start in (COLD, WARM):
+        ended.append(run(tmp_path, body, start, size=1 + len(ENDINGS)))
+        for left in [tmp_path / "founded", *tmp_path.glob("pid*")]:
+            left.unlink()
+    cold, warm = ended
+    assert (cold.code, warm.code) == (0, 0), (cold.err, warm.err)
+    # Whether other ranks have ended by then, and whether this line or the last output is shown first, differs.
+    how = re.compile(r"covey: rank (\d+) (.*?)(?:;|$)", re.MULTILINE)
+    assert sorted(how.findall(warm.err)) == sorted(how.findall(cold.err))
+    for rank, ending in enumerate(ENDINGS, start=1):
+        assert cold.said(rank).startswith("begins"), (ending, cold.err)
+        assert (warm.said(rank), warm.said(rank, "err")) == (cold.said(rank), cold.said(rank, "err")), ending
 
 
 def test_a_script_that_is_no_python_is_shown_in_the_same_way(tmp_path: Path) -> None:
