@@ -80,3 +80,21 @@ def note_pid(folder: str, name: str) -> None:
     draft = Path(folder, f"{name}.draft")
     draft.write_text(str(os.getpid()))
     draft.rename(Path(folder, name))
+
+
+def count_and_die(group: Any) -> dict[str, Any]:
+    """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice.
+
+    A split group of one has the store of the run, and its operations go on.
+    """
+    alone = group.split(group.rank)
+    store = alone.node.store
+    sums = []
+    for step in range(60):
+        if group.rank == step // 20 - 1 and step % 20 == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums.append(store.add("count", timeout=500))
+        store.set(f"mark {group.rank}", str(sums[-1]))
+        assert alone.all_reduce(step) == step
+        group.barrier()  # the last sum of a rank counts the steps of all
+    return {"sums": sums, "own": store.get(f"mark {group.rank}"), "first": store.get("mark 0")}

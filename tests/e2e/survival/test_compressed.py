@@ -81,7 +81,7 @@ def reduce_and_die(on_loss: str, codec: str, deaths: list[list[int]]) -> Any:
         return records
 
 
-@pytest.mark.parametrize("native", ["1", "0"], ids=["compiled", "python"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.thorough)], ids=["compiled", "python"])
 @pytest.mark.parametrize("codec", PLACES)
 def test_survivors_finish_with_the_same_bits_and_the_residuals_of_the_last_attempt(codec: str, native: str) -> None:
     first, second = PLACES[codec]
@@ -102,7 +102,9 @@ def test_survivors_finish_with_the_same_bits_and_the_residuals_of_the_last_attem
             assert holds > 1e-4, "nothing was held back, so nothing is tested"
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk(0.05)", "powersgd(2)"])
+@pytest.mark.parametrize(
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.thorough) for codec in ("topk(0.05)", "powersgd(2)"))]
+)
 def test_where_losses_raise_all_are_told_of_the_rank_and_residuals_stay_as_they_were(codec: str) -> None:
     victim, others, step = 2, (0, 1, 3), 2
     with Members(4, reduce_and_die, "raise", codec, [[victim, step, PLACES[codec][0]]], lanes="tcp") as ranks:
@@ -194,7 +196,7 @@ def train(codec: str, warmup: int) -> Any:
     return None
 
 
-@pytest.mark.parametrize("codec", ["int4", "powersgd(2)"])
+@pytest.mark.parametrize("codec", [pytest.param("int4", marks=pytest.mark.thorough), "powersgd(2)"])
 def test_a_rank_that_comes_back_starts_with_zeros_and_all_go_on_alike(codec: str) -> None:
     with CoveyRun("-n", "3", "--restarts", "1", function=train, args=(codec, 5)) as run:
         run.await_said("step", 1, count=8)

@@ -14,7 +14,6 @@ from tests.support.survivors import (
     attempt,
     await_go,
     break_connections,
-    contextlib,
     covey,
     kill_in_the_middle,
     np,
@@ -47,11 +46,10 @@ def add_up(victim: int, count: int) -> Any:
                     group.all_reduce(x)
             else:
                 group.all_reduce(x)
-            rounds.append((group.sequence, group.contributors, time.monotonic()))
+            rounds.append((group.sequence, group.contributors))
             if not np.array_equal(x, ones * (scale * sum(4**rank for rank in group.contributors))):
                 wrong.append((rounds[-1], x[:: count // 50].tolist()))
         events = [(event.kind, event.ranks, event.phases) for event in group.events()]
-        closing = time.monotonic()
     return {
         "rounds": rounds[-3:],
         "wrong": wrong,
@@ -59,29 +57,33 @@ def add_up(victim: int, count: int) -> Any:
         "events": [
             event for event in events if victim in event[1] and event[0] not in ("lane", "suspected", "recovered")
         ],
-        "close": time.monotonic() - closing,
     }
 
 
-@pytest.mark.parametrize(("lanes", "count"), [*((lanes, 16 << 20) for lanes in LANES), ("quic", 1 << 20)])
+@pytest.mark.parametrize(
+    ("lanes", "count"),
+    [
+        *(pytest.param(lanes, 2 << 20) for lanes in ("shm", "tcp")),
+        *(pytest.param(lanes, 16 << 20, marks=pytest.mark.thorough) for lanes in LANES),
+        pytest.param("quic", 1 << 20, marks=pytest.mark.thorough),
+    ],
+)
 def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: str, count: int) -> None:
     victim, others = 1, (0, 2)
     with Members(3, add_up, victim, count, lanes=lanes) as ranks:
         [visible] = ranks.hear("visible", [victim])
-        killed_at = kill_in_the_middle(ranks.pid(victim), visible["descriptor"])
+        kill_in_the_middle(ranks.pid(victim), visible["descriptor"])
         reports = ranks.results(others)
         for rank, report in zip(others, reports, strict=True):
             assert report["wrong"] == []
-            (first, contributors, at), *_ = report["rounds"]
-            assert contributors == list(others)
-            assert 0 < at - killed_at < 2.0, (rank, report)
+            (first, contributors), *_ = report["rounds"]
+            assert contributors == list(others), (rank, report)
             assert report["lanes"] == [lanes]
             assert [event[:2] for event in report["events"]] == [["lost", [victim]]], report["events"]
             phases = report["events"][0][2]
             assert list(phases) == ["detect", "freeze", "agree", "reconnect", "redo"]
             assert sorted(phases.values()) == list(phases.values())
             assert first == reports[0]["rounds"][0][0]
-            assert report["close"] < 3.0
         ranks.await_exit(others)
         for rank in others:
             assert len(lines := ranks.errors(rank).splitlines()) == 1, lines
@@ -262,7 +264,7 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
             time.sleep(0.001)
         say("working")
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE)
         after = attempt(lambda: group.all_reduce(values(group.rank, 10)).tolist())
         return {"stories": stories, "after": after, "stuck": [name for name in names if name not in stories]}
 
@@ -277,15 +279,18 @@ OPERATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "lanes",
+    [lanes if lanes in ("shm", "secure") else pytest.param(lanes, marks=pytest.mark.thorough) for lanes in LANES],
+)
 def test_every_collective_goes_on_without_a_killed_rank(lanes: str) -> None:
     victim, others = 1, (0, 2, 3)
     with Members(
-        4, do_everything, victim, LANES.index(lanes) % 2, OPERATIONS, lanes=lanes, env={"COVEY_TIMEOUT": "20"}
+        4, do_everything, victim, LANES.index(lanes) % 2, OPERATIONS, lanes=lanes, env={"COVEY_TIMEOUT": str(DEADLINE)}
     ) as ranks:
         ranks.hear("working")
         ranks.kill(victim)
-        reports = ranks.results(others, timeout=60)
+        reports = ranks.results(others)
         for rank, report in zip(others, reports, strict=True):
             assert report["stuck"] == [], rank
             for name, story in report["stories"].items():
@@ -320,8 +325,7 @@ def count_losses(count: int) -> Any:
             if group.contributors != before:
                 before = group.contributors
                 say("contributors", sequence=group.sequence, ranks=before)
-        closing = time.monotonic()
-    return {"close": time.monotonic() - closing, "live": group.live, "sequence": group.sequence}
+    return {"live": group.live, "sequence": group.sequence}
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
@@ -358,7 +362,6 @@ def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_le
         ranks.go(last)
         [report] = ranks.results([last])
         assert report["live"] == [last]
-        assert report["close"] < 3.0
         ranks.await_exit([last])
         agreed: dict[int, list[int]] = {}
         for rank in range(size):
@@ -372,7 +375,7 @@ def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_le
         ]
 
 
-@pytest.mark.parametrize("lanes", ["tcp", "secure"])
+@pytest.mark.parametrize("lanes", ["tcp", pytest.param("secure", marks=pytest.mark.thorough)])
 def test_a_broken_lane_is_nobodys_loss(lanes: str) -> None:
     size = 3
     with Members(size, count_losses, 1 << 20, lanes=lanes) as ranks:
@@ -386,11 +389,10 @@ def test_a_broken_lane_is_nobodys_loss(lanes: str) -> None:
                 broken_at = time.monotonic()
                 for rank in range(size):
                     steps = len(ranks.all_said(rank, "step"))
-                    while ranks.await_said(rank, "step", steps, timeout=10)["at"] < broken_at + 0.1:
+                    while ranks.await_said(rank, "step", steps)["at"] < broken_at + 0.1:
                         steps += 1
         ranks.go(1)
-        for report in ranks.results():
-            assert report["close"] < 3.0
+        ranks.results()
         ranks.await_exit()
         for rank in range(size):
             assert ranks.all_said(rank, "wrong") == []
@@ -403,15 +405,18 @@ def give_up_in_many_ways() -> Any:
     """Four ranks disagree, are late, revoke, are interrupted and fail, each time in a group of its own."""
     reports: dict[str, Any] = {}
     with covey.join(on_loss="continue") as group:
-        rank, names = group.rank, ("late", "different", "shapes", "revoked", "waiting")
+        rank, names = group.rank, ("late", "different", "shapes", "revoked")
         groups = {name: group.split(0) for name in names}
         x = values(rank, 40_000)
-        # Rank 2 comes late.
-        if rank == 2:
-            with contextlib.suppress(covey.CoveyError):
-                groups["waiting"].barrier(timeout=1.2)
-        reports["late"] = attempt(lambda: groups["late"].all_reduce(x, timeout=0.5))
-        say("late")
+        # Rank 2 comes when the others have waited in vain.
+        with group.split(rank == 2) as punctual:
+            punctual.barrier()
+            if rank == 2:
+                for other in (0, 1, 3):
+                    group.recv(src=other)
+            reports["late"] = attempt(lambda: groups["late"].all_reduce(x, timeout=2))
+            if rank != 2:
+                group.send(x[:1], dst=2)
         reports["restored"] = bool((x == values(rank, 40_000)).all())
         reports["late again"] = attempt(groups["late"].barrier)
         # Rank 1 calls something else, and then rank 3 another shape.
@@ -510,6 +515,8 @@ def add_up_small_arrays(losses: int) -> Any:
             assert group.sequence == number
             assert x[:2].tolist() == [(1 + number % 5) * sum(4**rank for rank in given), number * len(given)]
             if not changes or changes[-1][1] != given:
+                if changes:
+                    say("lost")
                 changes.append((number, given))
             if number == 50:
                 say("running")
@@ -522,10 +529,10 @@ def add_up_small_arrays(losses: int) -> Any:
 def test_repeated_small_sums_lose_ranks_at_the_same_operation_everywhere() -> None:
     with Members(4, add_up_small_arrays, 2, lanes="shm" if "shm" in LANES else "unix") as ranks:
         ranks.hear("running")
-        for victim in (3, 1):
-            time.sleep(0.2)
+        for number, victim in enumerate((3, 1), start=1):
             ranks.kill(victim)
-            time.sleep(0.3)
+            for rank in (0, 2):
+                ranks.await_said(rank, "lost", number)
         first, second = ranks.results((0, 2))
         assert (first["changes"], first["last"]) == (second["changes"], second["last"])
         assert [given for _, given in first["changes"]] == [[0, 1, 2, 3], [0, 1, 2], [0, 2]]

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from tests.support.survivors import Members, attempt, covey, np, say, stop, threading, values
+from tests.support.survivors import DEADLINE, Members, attempt, covey, np, say, stop, threading, values
 
 VICTIM = 1
 
@@ -102,11 +102,11 @@ def be_late_and_go_on() -> Any:
         if group.rank == 0:
             first = attempt(lambda: part.barrier(timeout=0.3))
             group.barrier()
-            return first["error"], attempt(part.barrier)["error"], attempt(lambda: part.recv(timeout=1))["error"]
+            return first["error"], attempt(part.barrier)["error"], attempt(part.recv)["error"]
         group.barrier()
         said = []
         for _ in range(5):
-            said.append(attempt(lambda: part.recv(timeout=5)))
+            said.append(attempt(lambda: part.recv(timeout=DEADLINE)))
         return [each["error"] for each in said], said[1]["cause"]
 
 

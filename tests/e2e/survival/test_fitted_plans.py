@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 from tests.support.survivors import Members, covey, np, say, signal
 from tests.support.waiting import DEADLINE
 
@@ -62,6 +63,7 @@ def test_after_a_loss_in_the_middle_of_measuring_the_others_measure_anew_and_cho
 
 
 def test_after_a_later_loss_the_others_go_on_with_what_was_measured() -> None:
+    began_at = time.time()
     with Members(SIZE, measure_and_lose, VICTIM, "later", "continue", lanes="tcp") as ranks:
         results = ranks.results(OTHERS, timeout=DEADLINE)
         ranks.await_exit(OTHERS)
@@ -70,12 +72,13 @@ def test_after_a_later_loss_the_others_go_on_with_what_was_measured() -> None:
         assert result["live"] == list(OTHERS)
         measured_at = result["at"][2]
         assert measured_at is not None
-        assert abs(measured_at - time.time()) < 2 * DEADLINE
+        assert began_at <= measured_at <= time.time()
         assert result["at"][2:] == [measured_at] * 6
         assert result["told"] == results[0]["told"]
         assert result["told"][5][3] is not None, "the first sum without the victim has a plan for the others"
 
 
+@pytest.mark.thorough
 def test_a_loss_in_the_middle_of_measuring_is_an_error_where_losses_are() -> None:
     with Members(SIZE, measure_and_lose, VICTIM, "in the middle", "raise", lanes="tcp") as ranks:
         ranks.hear("lost", OTHERS, timeout=DEADLINE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.survivors import (
+    DEADLINE,
     LANES,
     Members,
     attempt,
@@ -58,7 +59,6 @@ def exchange(victim: int, sizes: list[int]) -> Any:
             right = [np.array_equal(got, values(n, 100 + n)) for got, n in zip(queued, (0, 2, 1, 3, 4), strict=True)]
         else:
             right = [group.recv_object(src=victim, tag=7) == {"last": 5}]
-        began = time.monotonic()
         reports = {
             "recv": attempt(lambda: group.recv(src=victim)),
             "recv tag": attempt(lambda: group.recv(src=victim, tag=3)),
@@ -66,15 +66,14 @@ def exchange(victim: int, sizes: list[int]) -> Any:
             "large send": attempt(lambda: group.send(values(0, 100_000), dst=victim)),
             "async recv": attempt(lambda: group.recv(src=victim, async_op=True).wait()),
         }
-        took = time.monotonic() - began
         stopping.set()
-        talking.join(20)
+        talking.join(DEADLINE)
         group.barrier()
         for tag in (5, 6):
             group.send(values(group.rank, 9) + tag, dst=peer, tag=tag)
         sixth = group.recv(src=peer, tag=6)
         any_rank = attempt(lambda: np.array_equal(group.recv() + 1, sixth))  # has come before
-        return {"right": right, "reports": reports, "took": took, "counts": counts, "any": any_rank}
+        return {"right": right, "reports": reports, "counts": counts, "any": any_rank}
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -87,7 +86,6 @@ def test_messages_between_survivors_go_on_and_those_of_the_lost_are_delivered_fi
             assert all(report["right"]), (rank, report)
             for name, what in report["reports"].items():
                 assert (what["error"], what.get("rank")) == ("PeerLostError", victim), (rank, name, what)
-            assert report["took"] < 2.0
             assert report["counts"]["error"] is None, report["counts"]
             assert report["counts"]["exchanged"] >= 10
             assert report["any"]["result"] is True, report["any"]
@@ -104,10 +102,10 @@ def wait_for_anybody(victim: int) -> Any:
             say("ready")
             first = attempt(work.wait)
             group.barrier()
-            second = group.recv(src=2, tag=4, timeout=5).tolist()
-            third = attempt(lambda: other.recv(timeout=5))
+            second = group.recv(src=2, tag=4).tolist()
+            third = attempt(other.recv)
             group.barrier()
-            return first, second, third, other.recv(timeout=5).tolist()
+            return first, second, third, other.recv().tolist()
         if group.rank == victim:
             threading.Event().wait()
         group.barrier()
@@ -117,14 +115,12 @@ def wait_for_anybody(victim: int) -> Any:
         return None
 
 
-@pytest.mark.alone
 def test_a_rank_that_waits_for_any_other_hears_of_a_loss() -> None:
     with Members(3, wait_for_anybody, 1) as ranks:
         ranks.hear("ready", [0])
-        killed_at = ranks.kill(1)
+        ranks.kill(1)
         first, second, third, fourth = ranks.results((0, 2))[0]
         assert (first["error"], first["rank"]) == ("PeerLostError", 1), first
-        assert first["at"] - killed_at < 1.0
         assert second == [16.0, 32.0, 48.0]
         assert (third["error"], third["rank"]) == ("PeerLostError", 1), third  # once, and then the remaining ranks
         assert fourth == [16.0, 32.0]
@@ -155,14 +151,14 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
             number = 0
             while not enough.is_set() or number < 2 * len(sizes):
                 data = content(group.rank, peer, number)
-                group.send(data, dst=peer, tag=7, timeout=60)
+                group.send(data, dst=peer, tag=7, timeout=DEADLINE)
                 data[:] = 0  # it may be used again
                 number += 1
-            group.send(np.array([number]), dst=peer, tag=8, timeout=60)
+            group.send(np.array([number]), dst=peer, tag=8, timeout=DEADLINE)
 
         def receive(peer: int) -> None:
             # The number of messages comes with another tag, and may overtake them.
-            total = group.recv(src=peer, tag=8, async_op=True, timeout=60)
+            total = group.recv(src=peer, tag=8, async_op=True, timeout=DEADLINE)
             number = 0
             while not total.done() or number < int(total.wait()[0]):
                 try:
@@ -191,7 +187,7 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
             await_go()
         enough.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(DEADLINE)
         group.barrier()
         return {"failures": failures, "counts": counts, "hangs": any(thread.is_alive() for thread in threads)}
 
@@ -208,7 +204,10 @@ def check_talk(reports: list[Any]) -> None:
         assert all(count >= 2 * len(SIZES) for count in report["counts"].values()), (rank, report)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "lanes",
+    [lanes if lanes in ("shm", "secure") else pytest.param(lanes, marks=pytest.mark.thorough) for lanes in LANES],
+)
 def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> None:
     """All connections of one rank after the other break, links and lanes; no rank is lost, and no message either."""
     with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
@@ -219,15 +218,17 @@ def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> N
             time.sleep(0.05 if number % 3 else 0.4)
         for rank in range(3):
             ranks.go(rank)
-        check_talk(ranks.results(timeout=90))
+        check_talk(ranks.results())
         ranks.await_exit()
         assert broken > BREAKS
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "lanes", [lanes if lanes in ("unix", "tcp") else pytest.param(lanes, marks=pytest.mark.thorough) for lanes in LANES]
+)
 def test_messages_survive_broken_lanes_in_a_group_that_ends_with_its_first_loss(lanes: str) -> None:
     with Members(3, talk_over_broken_connections, "raise", SIZES, 15, True, lanes=lanes) as ranks:
-        check_talk(ranks.results(timeout=90))
+        check_talk(ranks.results())
         ranks.await_exit()
 
 
@@ -241,8 +242,8 @@ def receive_from_anyone() -> Any:
         say("ready")
         await_go()
         group.barrier()
-        came = [group.recv(timeout=10).tolist() for _ in range(2)]
-        return sorted(came), [attempt(lambda: group.recv(timeout=10)) for _ in range(4)]
+        came = [group.recv().tolist() for _ in range(2)]
+        return sorted(came), [attempt(lambda: group.recv()) for _ in range(4)]
 
 
 def test_a_receive_from_anyone_hears_of_each_loss_once_and_then_that_no_rank_is_left() -> None:
@@ -266,14 +267,17 @@ def restore_over_broken_connections(count: int) -> Any:
         state["step"] = group.rank
         group.barrier()
         say("restoring")
-        report = group.restore(state, timeout=60)
+        report = group.restore(state, timeout=DEADLINE)
         say("restored")
         right = all(np.array_equal(state[name], values(0, count) + at) for at, name in enumerate("abcd"))
         group.barrier()
         return {"right": right and state["step"] == 0, "received": report.bytes_received, "donors": report.donors}
 
 
-@pytest.mark.parametrize("lanes", ["unix", "tcp", "secure"])
+@pytest.mark.parametrize(
+    "lanes",
+    [pytest.param("unix", marks=pytest.mark.thorough), "tcp", pytest.param("secure", marks=pytest.mark.thorough)],
+)
 def test_a_restore_goes_on_over_connections_that_break(lanes: str) -> None:
     count = 6_000_000
     with Members(3, restore_over_broken_connections, count, lanes=lanes) as ranks:
@@ -283,7 +287,7 @@ def test_a_restore_goes_on_over_connections_that_break(lanes: str) -> None:
             time.sleep(0.03)
             broken += break_all_connections(ranks.pid(number % 3), str(ranks.folder / "keeper.sock"))
             number += 1
-        for rank, report in enumerate(ranks.results(timeout=90)):
+        for rank, report in enumerate(ranks.results()):
             assert report["right"], (rank, report)
             assert report["donors"] == [0], (rank, report)
             assert (report["received"] >= 4 * 4 * count) == (rank > 0)

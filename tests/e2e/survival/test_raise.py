@@ -44,20 +44,18 @@ def lose_and_shrink(victims: list[int]) -> Any:
         }
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
 def test_the_remaining_ranks_agree_and_shrink_to_a_group_of_their_own(is_kept: bool) -> None:
     victims, others = (1, 2, 4), (0, 3, 5, 6)
     with Members(7, lose_and_shrink, victims, is_kept=is_kept) as ranks:
         said = ranks.hear("ready")
         assert [line["sequence"] for line in said] == [2, 1, 1, 1, 1, 1, 1]
-        killed_at = ranks.kill(victims[0])
+        ranks.kill(victims[0])
         ranks.hear("shrinking", (2, 4, *others))
         ranks.kill(2)
         ranks.kill(4)
         for new_rank, (rank, report) in enumerate(zip(others, ranks.results(others), strict=True)):
             assert (report["first"]["error"], report["first"]["rank"]) == ("PeerLostError", 1), (rank, report)
-            assert report["first"]["at"] - killed_at < 1.0
             assert (report["agreed"], report["differed"]) == (True, False)
             assert report["last"] == 1, "rank 0 returned operation 2, the others only the first"
             assert report["new"] == [new_rank, 4, total(others, 4).tolist()]
@@ -84,12 +82,7 @@ def wait_until_revoked() -> Any:
             lambda: mine.send(values(3, 100_000), dst=0),
         ]
         if group.rank == 1:
-
-            def revoke() -> None:
-                say("revoking")
-                mine.revoke()
-
-            threading.Timer(0.1, revoke).start()
+            threading.Timer(0.1, mine.revoke).start()
         first = attempt(waits[group.rank])
         return {
             "first": first,
@@ -98,14 +91,11 @@ def wait_until_revoked() -> Any:
         }
 
 
-@pytest.mark.alone
 def test_revoke_ends_everything_pending_on_all_ranks_and_nothing_else() -> None:
     with Members(4, wait_until_revoked) as ranks:
-        [revoking] = ranks.hear("revoking", [1])
         for rank, report in enumerate(ranks.results()):
             assert report["first"]["error"] == "ClosedError", (rank, report)
             assert "rank 1 revoked" in report["first"]["text"]
-            assert report["first"]["at"] - revoking["at"] < 0.5
             assert report["again"]["error"] == "ClosedError"
             assert report["other"] == total(range(4), 10).tolist()
         ranks.await_exit()

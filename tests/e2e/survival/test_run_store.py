@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.survivors import Members, attempt, say
+from tests.support.launched import count_and_die
+from tests.support.survivors import DEADLINE, Members, attempt, say
 
 import covey
 from covey.testing.threads import run_threads
@@ -25,7 +24,7 @@ def test_entries_are_shared_and_every_sum_is_given_once() -> None:
             store.set("text", "grüße")
             assert store.compare_set("text", "no", "other") == "grüße".encode()
             assert store.compare_set("new", "", b"\x00") == b"\x00"
-        assert store.wait("text", "new", timeout=20) == ["grüße".encode(), b"\x00"]
+        assert store.wait("text", "new", timeout=DEADLINE) == ["grüße".encode(), b"\x00"]
         assert store.get("missing") is None
         assert store.get("missing", b"default") == b"default"
         sums = [store.add("count") for _ in range(10)]
@@ -55,7 +54,7 @@ def test_a_watched_entry_is_seen_when_it_changes_and_when_it_is_deleted() -> Non
         store = group.node.store
         if group.rank == 1:
             seen = []
-            for watched in store.watch("key", timeout=20):
+            for watched in store.watch("key", timeout=DEADLINE):
                 seen.append(watched.value)
                 store.set(f"seen {len(seen)}", b"")
                 if len(seen) == 4:
@@ -83,26 +82,8 @@ def test_a_process_alone_has_a_store() -> None:
     assert run_threads(1, body) == [11]
 
 
-def survive(group: Group) -> dict[str, Any]:
-    """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice.
-
-    A split group of one has the store of the run, and its operations go on.
-    """
-    alone = group.split(group.rank)
-    store = alone.node.store
-    sums = []
-    for step in range(60):
-        if group.rank == step // 20 - 1 and step % 20 == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sums.append(store.add("count", timeout=60))
-        store.set(f"mark {group.rank}", str(sums[-1]))
-        assert alone.all_reduce(step) == step
-        group.barrier()  # the last sum of a rank counts the steps of all
-    return {"sums": sums, "own": store.get(f"mark {group.rank}"), "first": store.get("mark 0")}
-
-
 def test_the_store_survives_the_members_that_ordered_its_changes() -> None:
-    results = covey.launch(survive, 4, on_loss="continue", timeout=90)
+    results = covey.launch(count_and_die, 4, on_loss="continue", timeout=DEADLINE)
     assert results[:2] == [None, None]
     found: list[dict[str, Any]] = [each for each in results[2:] if each is not None]
     sums = [number for each in found for number in each["sums"]]
@@ -123,8 +104,8 @@ def lose_the_first() -> Any:
         smaller, _ = group.shrink()
         with smaller:
             store = smaller.node.store
-            found = store.wait("host of 0", "host of 1", "host of 2", timeout=20)
-            sums = [store.add("count", timeout=20) for _ in range(5)]
+            found = store.wait("host of 0", "host of 1", "host of 2", timeout=DEADLINE)
+            sums = [store.add("count", timeout=DEADLINE) for _ in range(5)]
             smaller.barrier()
         why = [event.text for event in group.events() if event.kind == "lost"]
         return {"lost": lost["error"], "found": [value.decode() for value in found], "sums": sums, "why": why}

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import ClosedError
 from covey.base.numbers import Rank
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from covey.wire.membership import Record, View
 
 logger = logging.getLogger("covey")
+
+UNHEARD: Final = "other members have given it up"
+"""Why a member is lost of which this node has heard nothing else."""
 
 
 class Freezable(Protocol):
@@ -271,7 +274,9 @@ class Generation:
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if all(left) else "lost"
         peers = [self.node.peers[self.seats[rank]] for rank in lost]
-        why = ", ".join(dict.fromkeys(filter(None, (peer.failure or peer.reason for peer in peers))))
+        unheard = ("" if has_left else UNHEARD for has_left in left)  # this node has noticed nothing itself
+        reasons = (peer.failure or peer.reason or other for peer, other in zip(peers, unheard, strict=True))
+        why = ", ".join(dict.fromkeys(filter(None, reasons)))
         self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names, text=why))
         if lost:
             failures = [peer.failure for peer in peers]
