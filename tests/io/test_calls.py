@@ -429,7 +429,7 @@ def test_the_methods_of_an_exported_object_can_be_called_until_its_handles_are_d
         group.barrier()
         handle = node.call(other, "counter_of")
         assert isinstance(handle, covey.Handle)
-        assert [handle.add(1), handle.add(amount=2), handle(), handle.call("add", 3, timeout=5)] == [1, 3, 3, 6]
+        assert [handle.add(1), handle.add(amount=2), handle(), handle.call("add", 3, timeout=DEADLINE)] == [1, 3, 3, 6]
         assert node.call(other, "is_mine", handle), "on its owner a handle is the object"
         assert "no public method" in refusal(handle.nothing, covey.CallRefusedError)
         assert "no public method" in refusal(functools.partial(handle.call, "_secret"), covey.CallRefusedError)

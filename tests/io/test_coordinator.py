@@ -11,6 +11,7 @@ import pytest
 from tests.support import forked
 from tests.support.coordinators import coordinate
 from tests.support.machines import end, new_lab
+from tests.support.waiting import DEADLINE
 from tools import generate_proto
 
 from covey.base.errors import ConfigError
@@ -37,7 +38,7 @@ metadata = LoopbackSecurity().metadata()
 
 def refusal(method, request, metadata=metadata):
     try:
-        found = getattr(stub, method)(request, timeout=10, metadata=metadata)
+        found = getattr(stub, method)(request, timeout=500, metadata=metadata)
         if method == "RegisterWorker":
             found = next(found)
     except grpc.RpcError as error:
@@ -54,7 +55,11 @@ def asking(worker="w0", **other):
 def program(machine: Machine, code: str, address: str) -> None:
     """Run a client to its end."""
     done = forked.run(
-        [sys.executable, "-c", CLIENT + code, address], env=machine.env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CLIENT + code, address],
+        env=machine.env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
@@ -81,7 +86,7 @@ found, streams = {}, []
 
 def register(number):
     request = asking(f"w{number}", run="many", sizes=sizes, address=f"127.0.0.1:{5000 + number}")
-    stream = stub.RegisterWorker(request, timeout=50, metadata=metadata)
+    stream = stub.RegisterWorker(request, timeout=500, metadata=metadata)
     streams.append(stream)
     for event in stream:
         if event.HasField("assignment"):
@@ -94,7 +99,7 @@ for thread in threads: thread.join()
 assert {number: (each.rank, each.size, each.round, each.address) for number, each in found.items()} == {
     number: (number, 64, 1, "127.0.0.1:5000") for number in range(64)
 }
-(run,) = stub.GetStatus(pb.GetStatusRequest(run="many"), timeout=10, metadata=metadata).runs
+(run,) = stub.GetStatus(pb.GetStatusRequest(run="many"), timeout=500, metadata=metadata).runs
 assert [each.worker_id for each in run.workers] == [f"w{number}" for number in range(64)]
 assert {each.state for each in run.workers} == {"active"}
 channel.close()
@@ -102,7 +107,7 @@ channel.close()
     process, address = coordinate(machine)
     program(machine, register, address)
     process.kill()
-    process.wait(10)
+    process.wait(DEADLINE)
     process, address = coordinate(machine)
     program(machine, register, address)  # the same lives: each has the rank that it had
     process.send_signal(signal.SIGTERM)
@@ -119,10 +124,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 health = health_pb2_grpc.HealthStub(channel)
 for name in ("", "covey.coordinator.Coordinator"):
-    answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+    answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=500)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 request = reflection_pb2.ServerReflectionRequest(list_services="")
-(answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
+(answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=500)
 assert "covey.coordinator.Coordinator" in {each.name for each in answer.list_services_response.service}
 
 # Without the token, nothing can be asked or changed.
@@ -151,7 +156,7 @@ for wrong in (
     assert refusal("RegisterWorker", wrong) == "INVALID_ARGUMENT", wrong
 assert refusal("GetStatus", pb.GetStatusRequest(run="train")) == "NOT_FOUND"
 assert refusal("RegisterWorker", asking(name="n" * 70000)) == "RESOURCE_EXHAUSTED"
-stream = stub.RegisterWorker(asking(), timeout=50, metadata=metadata)
+stream = stub.RegisterWorker(asking(), timeout=500, metadata=metadata)
 assert next(stream).assignment.rank == 0
 beat = {"run": "train", "worker_id": "w0", "life": b"w0".ljust(16)}
 for members in ((), (1,), (0, 0), tuple(range(2000))):

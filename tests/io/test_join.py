@@ -29,7 +29,7 @@ def test_a_child_can_join_although_it_was_forked_while_another_thread_joined() -
         """
 import os, signal, threading, covey
 from covey.runtime.joining import bootstrap
-threading.Thread(target=lambda: covey.join("lonely", timeout=15), daemon=True).start()
+threading.Thread(target=lambda: covey.join("lonely", timeout=500), daemon=True).start()
 while not bootstrap._joining.locked():
     pass
 child = os.fork()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.net import descriptors
@@ -42,7 +43,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[messages.Mo
 
     def wait(count: int) -> list[messages.MoveLane]:
         with came:
-            assert came.wait_for(lambda: len(found) >= count, 20.0), found
+            assert came.wait_for(lambda: len(found) >= count, DEADLINE), found
             return found
 
     monkeypatch.setattr(LaneMoves, "heard", hear)
@@ -106,7 +107,7 @@ def test_a_lane_is_replaced_by_one_with_64_streams_and_all_say_so() -> None:
         if group.rank == 1:
             ((key, _),) = node.lanes.table.open_lanes("collectives")
             control.soon(node.lanes.moves.reopen, key, 64)
-        until, turn = time.monotonic() + 20.0, 0
+        until, turn = time.monotonic() + DEADLINE, 0
         told: list[str] = []
         while group.all_reduce(float(bool(told)), "min") < 1:
             turn += 1
@@ -130,7 +131,7 @@ def test_a_lane_that_should_move_while_it_gets_more_streams_moves_afterwards() -
             ((key, _),) = node.lanes.table.open_lanes("collectives")
             control.soon(node.lanes.moves.reopen, key, 5)
             control.soon(node.lanes.moves.move, Seat(0))
-        until = time.monotonic() + 20.0
+        until = time.monotonic() + DEADLINE
         (before,) = group.lanes().streams.values()
         is_over = False
         while not is_over:
@@ -170,7 +171,7 @@ def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lan
         if group.rank == 1:
             ((key, _),) = node.lanes.table.open_lanes("collectives")
             control.soon(node.lanes.moves.reopen, key, 16)
-            until = time.monotonic() + 20.0
+            until = time.monotonic() + DEADLINE
             while "cannot open 16 streams" not in caplog.text or node.lanes.moves.is_replacing(key):
                 assert time.monotonic() < until
                 time.sleep(0.01)
@@ -189,10 +190,10 @@ def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: py
 
     def body(group: Group) -> None:
         node: Any = node_of(group)
-        until, reason = time.monotonic() + 20.0, ""
+        until, reason = time.monotonic() + DEADLINE, ""
         while group.all_reduce(float(bool(reason)), "max") < 1:
             group.all_reduce(np.arange(1 << 19, dtype=np.float64))
-            control.run(look(node), 20.0)
+            control.run(look(node), DEADLINE)
             reason = node.stream_trials.reason(Seat(0)) if group.rank == 1 else ""  # which dials
             assert time.monotonic() < until
         (streams,) = group.lanes().streams.values()
@@ -210,7 +211,7 @@ def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() ->
     is_ahead = threading.Event()
 
     def await_that(condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 20.0
+        until = time.monotonic() + DEADLINE
         while not condition():
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -224,7 +225,7 @@ def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() ->
             control.soon(node.lanes.moves.move, Seat(0))
             await_that(lambda: any(each.is_agreed for each in engine.attempt.switch.pending))
         else:
-            assert is_ahead.wait(20.0)
+            assert is_ahead.wait(DEADLINE)
         for turn in range(6):  # the root waits for nothing, and is done before the other rank begins
             assert (group.broadcast(np.arange(3.0) * (turn + group.rank), root=1) == np.arange(3.0) * (turn + 1)).all()
         assert old not in node.lanes.arrived(engine.id, "collectives").values()

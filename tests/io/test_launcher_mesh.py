@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.proto.health import Cause, Vouch
@@ -30,7 +31,7 @@ def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.
         send(node, peer, message)
 
     monkeypatch.setattr(Node, "send", count)
-    run_threads(5, lambda group: group.barrier(), lanes="unix", timeout=20)
+    run_threads(5, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert said == {(rank, peer): 1 for rank in range(5) for peer in range(5) if rank != peer}
 
 
@@ -43,7 +44,7 @@ def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.M
         send(node, peer, message)
 
     monkeypatch.setattr(Node, "send", count)
-    run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=20)
+    run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert said["Roster"] == 0
 
 
@@ -61,11 +62,11 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
             node.losses.vouched(node.peers[Seat(other)].keeper, [(node.peers[Seat(other)].life, int(value))])
             return presence.vouched_until(other)
 
-        assert control.start(hear(Vouch.STOPPED)).result(10) < 0
-        return control.start(hear(Vouch.BUSY)).result(10)
+        assert control.start(hear(Vouch.STOPPED)).result(DEADLINE) < 0
+        return control.start(hear(Vouch.BUSY)).result(DEADLINE)
 
     began = time.monotonic()
-    assert min(run_threads(2, work, lanes="unix", timeout=20)) > began
+    assert min(run_threads(2, work, lanes="unix", timeout=DEADLINE)) > began
 
 
 @pytest.mark.parametrize("news", ["its process has exited", "a view without it"])
@@ -81,10 +82,10 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
         group.barrier()
         if group.rank:
             is_out.set()
-            is_heard.wait(10)  # its own goodbye comes later
+            is_heard.wait(DEADLINE)  # its own goodbye comes later
             return
 
-        assert is_out.wait(10)  # of the barrier, which its exclusion would end
+        assert is_out.wait(DEADLINE)  # of the barrier, which its exclusion would end
 
         async def hear_both_at_once() -> bool:
             nodes[1].send(Seat(0), messages.Goodbye())  # it is in the socket now, and this rank has not looked there
@@ -96,9 +97,9 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
             return node.peers[Seat(1)].has_left
 
         try:
-            assert control.start(hear_both_at_once()).result(10)
+            assert control.start(hear_both_at_once()).result(DEADLINE)
             assert engine_of(group).failure.message_error() is None, "taken for a loss"
         finally:
             is_heard.set()
 
-    run_threads(2, work, lanes="unix", timeout=20)
+    run_threads(2, work, lanes="unix", timeout=DEADLINE)

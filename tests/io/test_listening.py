@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.proto.calling.tags import CALL_TAG
 from covey.proto.message_link import MessageSizes
@@ -20,7 +21,6 @@ from covey.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE = 20.0
 SHORT = 0.5
 """Far longer than a message takes, far shorter than the deadlines here."""
 
@@ -65,7 +65,7 @@ class Answerer:
 
             def job(question: bytes = question, words: list[bytes] = words) -> None:
                 if b"blocked" in words:
-                    assert self.block.wait(PATIENCE)
+                    assert self.block.wait(DEADLINE)
                 self.messenger.tell(question, 0, CALL_TAG)
                 self.messenger.flush()
 
@@ -127,14 +127,14 @@ def pair() -> Iterator[Pair]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Repeat something until it is true: a loaded machine may be slow, and then another thread takes over."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline
 
 
 def test_a_caller_that_calls_again_soon_receives_its_answers_itself(pair: Pair) -> None:
     me = threading.get_ident()
-    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == me)
+    until(lambda: pair.asker.ask("echo").wait(DEADLINE) == me)
 
 
 def test_answers_come_to_many_waiting_callers(pair: Pair) -> None:
@@ -142,69 +142,69 @@ def test_answers_come_to_many_waiting_callers(pair: Pair) -> None:
 
     def body() -> None:
         for _ in range(50):
-            answered.append(pair.asker.ask("echo").wait(PATIENCE))
+            answered.append(pair.asker.ask("echo").wait(DEADLINE))
 
     threads = [threading.Thread(target=body) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * PATIENCE)
+        thread.join(DEADLINE)
     assert len(answered) == 250
     assert pair.asker.works == {}
 
 
 def test_an_answer_that_no_caller_waits_for_comes_right_after_one_that_was_waited_for(pair: Pair) -> None:
     for _ in range(20):  # the background thread may have stepped aside
-        pair.asker.ask("echo").wait(PATIENCE)
+        pair.asker.ask("echo").wait(DEADLINE)
         came = threading.Event()
         pair.asker.ask("echo").add_done_callback(lambda _, came=came: came.set())  # type: ignore[misc]
         pair.asker.messenger.attend()
-        assert came.wait(PATIENCE)
+        assert came.wait(DEADLINE)
 
 
 def test_a_caller_that_receives_is_woken_when_another_thread_ends_its_work(pair: Pair) -> None:
-    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    until(lambda: pair.asker.ask("echo").wait(DEADLINE) == threading.get_ident())
     work = pair.asker.ask("silence")
     timer = threading.Timer(0.05, pair.asker.end, (work,))
     timer.start()
     began = time.monotonic()
-    assert work.wait(PATIENCE) == timer.ident
-    assert time.monotonic() - began < PATIENCE / 2
+    assert work.wait(DEADLINE) == timer.ident
+    assert time.monotonic() - began < DEADLINE / 2
 
 
 def test_a_caller_that_gives_up_leaves_the_messages_to_others(pair: Pair) -> None:
-    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    until(lambda: pair.asker.ask("echo").wait(DEADLINE) == threading.get_ident())
     with pytest.raises(Exception, match="not done after the timeout"):
         pair.asker.ask("silence").wait(0.05)
     came = threading.Event()
     pair.asker.ask("echo").add_done_callback(lambda _: came.set())
-    assert came.wait(PATIENCE)
+    assert came.wait(DEADLINE)
 
 
 def test_ctrl_c_interrupts_a_caller_that_receives_and_breaks_nothing(pair: Pair) -> None:
     for delay in (0.05, 0.0, 0.0005):
-        until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+        until(lambda: pair.asker.ask("echo").wait(DEADLINE) == threading.get_ident())
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
 
         def interrupted(timer: threading.Timer = timer) -> None:
             timer.start()
-            pair.asker.ask("silence").wait(PATIENCE)
+            pair.asker.ask("silence").wait(DEADLINE)
 
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             interrupted()
-        assert time.monotonic() - began < PATIENCE / 2
-        timer.join(PATIENCE)
-        assert pair.asker.ask("echo").wait(PATIENCE)
+        assert time.monotonic() - began < DEADLINE / 2
+        timer.join(DEADLINE)
+        assert pair.asker.ask("echo").wait(DEADLINE)
 
 
 def test_a_handler_that_raises_nothing_lets_the_wait_go_on(pair: Pair) -> None:
-    until(lambda: pair.asker.ask("echo").wait(PATIENCE) == threading.get_ident())
+    until(lambda: pair.asker.ask("echo").wait(DEADLINE) == threading.get_ident())
     work = pair.asker.ask("silence")
     before = signal.signal(signal.SIGALRM, lambda *_: pair.asker.end(work))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert work.wait(PATIENCE) == threading.get_ident()
+        assert work.wait(DEADLINE) == threading.get_ident()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -217,10 +217,10 @@ def test_a_job_that_takes_long_holds_up_no_other_message(pair: Pair) -> None:
         is_job = pair.answerer.ran[-1][1]
         others = [pair.asker.ask("echo job"), pair.asker.ask("echo")]
         for other in others:
-            other.wait(PATIENCE)
+            other.wait(DEADLINE)
         assert not work.done()
         pair.answerer.block.set()
-        work.wait(PATIENCE)
+        work.wait(DEADLINE)
         pair.answerer.block.clear()
         return is_job
 
@@ -229,7 +229,7 @@ def test_a_job_that_takes_long_holds_up_no_other_message(pair: Pair) -> None:
 
 def test_messengers_that_have_nothing_to_do_use_no_processor_time(pair: Pair) -> None:
     for _ in range(50):
-        pair.asker.ask("echo job").wait(PATIENCE)
+        pair.asker.ask("echo job").wait(DEADLINE)
     time.sleep(0.05)  # the threads that look from time to time go to sleep
     began = time.process_time()
     time.sleep(0.5)
@@ -237,7 +237,7 @@ def test_messengers_that_have_nothing_to_do_use_no_processor_time(pair: Pair) ->
 
 
 def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair) -> None:
-    until(lambda: bool(pair.asker.ask("echo job").wait(PATIENCE)) and pair.answerer.ran[-1][1])
+    until(lambda: bool(pair.asker.ask("echo job").wait(DEADLINE)) and pair.answerer.ran[-1][1])
     pair.asker.ask("echo job blocked")
     until(lambda: b"blocked" in pair.answerer.ran[-1][0].split())
     began = time.monotonic()

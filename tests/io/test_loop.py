@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
@@ -115,8 +116,8 @@ def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_
 
     def work(group: covey.Group) -> float:
         group.barrier()
-        took = control.start(close(group)).result(20)
-        deadline = time.monotonic() + 20
+        took = control.start(close(group)).result(DEADLINE)
+        deadline = time.monotonic() + DEADLINE
         node = engine_of(group).node
         assert node is not None
         while not node._is_closed.is_set():
@@ -124,4 +125,6 @@ def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_
             time.sleep(0.01)
         return took
 
-    assert max(run_threads(2, work, lanes="unix", timeout=20)) < CLOSE_SECONDS  # closing there would take twice that
+    assert (
+        max(run_threads(2, work, lanes="unix", timeout=DEADLINE)) < CLOSE_SECONDS
+    )  # closing there would take twice that

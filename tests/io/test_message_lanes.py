@@ -138,14 +138,14 @@ def test_both_ends_come_to_use_the_same_connection_whichever_breaks_and_asks(lan
         got: dict[int, list[int]] = {rank: [] for rank in others}
 
         def receive(rank: int) -> None:
-            got[rank] += [int(group.recv(src=rank, tag=1, timeout=25)[0]) for _ in range(count)]
+            got[rank] += [int(group.recv(src=rank, tag=1, timeout=DEADLINE)[0]) for _ in range(count)]
 
         threads = [threading.Thread(target=receive, args=(rank,)) for rank in others]
         for thread in threads:
             thread.start()
         for number in range(count):
             for rank in others:
-                group.send(np.array([number]), dst=rank, tag=1, timeout=25)
+                group.send(np.array([number]), dst=rank, tag=1, timeout=DEADLINE)
                 lane = messenger._lanes.by_rank.get(rank)
                 dice = rng.random()
                 if lane is not None and dice < 0.15:
@@ -160,4 +160,4 @@ def test_both_ends_come_to_use_the_same_connection_whichever_breaks_and_asks(lan
         group.barrier()
         return [rank for rank in others if got[rank] != list(range(count))]
 
-    assert run_threads(3, body, lanes=lanes, timeout=30.0) == [[], [], []]
+    assert run_threads(3, body, lanes=lanes, timeout=DEADLINE) == [[], [], []]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import (
@@ -34,7 +35,6 @@ UINT8 = dtype_code(np.dtype(np.uint8))
 INT64 = dtype_code(np.dtype(np.int64))
 KIB, MIB = 1024, 1024 * 1024
 SIZES = [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 10 * MIB]
-PATIENCE = 30.0
 
 
 def content(seed: int, length: int) -> bytes:
@@ -133,17 +133,17 @@ class MessengerGroup:
     def start_receive(self, rank: int, src: int = ANY, tag: int = ANY, out: bytearray | None = None) -> Work[Any]:
         return self.messengers[rank].start_receive(src, tag, None if out is None else memoryview(out), None)
 
-    def wait(self, rank: int, work: Work[Any], seconds: float = PATIENCE) -> Any:
+    def wait(self, rank: int, work: Work[Any], seconds: float = DEADLINE) -> Any:
         return self.messengers[rank].wait(work, time.monotonic() + seconds)
 
     def ends_with(self, error: type[BaseException], rank: int, work: Work[Any]) -> None:
         with pytest.raises(error):
             self.wait(rank, work)
 
-    def send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0, *, seconds: float = PATIENCE) -> None:
+    def send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0, *, seconds: float = DEADLINE) -> None:
         self.wait(rank, self.start_send(rank, data, dst, tag), seconds)
 
-    def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = PATIENCE) -> bytes:
+    def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = DEADLINE) -> bytes:
         return bytes(self.wait(rank, self.start_receive(rank, src, tag), seconds).data)
 
     def run(self, *bodies: Callable[[], object]) -> None:
@@ -160,7 +160,7 @@ class MessengerGroup:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(2 * PATIENCE)
+            thread.join(DEADLINE)
             assert not thread.is_alive(), "a body hangs"
         if errors:
             raise errors[0]
@@ -367,7 +367,7 @@ def test_works_that_are_not_waited_for_go_on_in_the_background(make_group: MakeG
     for messenger in group.messengers:
         messenger.progress_in_background()
     for _ in range(2):
-        assert ended.acquire(timeout=PATIENCE)
+        assert ended.acquire(timeout=DEADLINE)
     assert out == content(5, 10 * MIB)
 
 
@@ -398,7 +398,7 @@ def test_a_thread_that_drives_notices_when_another_one_completes_its_work(make_g
 
     started_at = time.monotonic()
     group.run(lambda: player(1, 2), lambda: player(2, 1))
-    assert time.monotonic() - started_at < PATIENCE / 2
+    assert time.monotonic() - started_at < DEADLINE / 2
 
 
 def test_a_callback_may_wait_for_another_work(make_group: MakeGroup) -> None:
@@ -560,7 +560,7 @@ def test_a_failed_group_ends_all_works_with_its_first_cause(make_group: MakeGrou
         group.messengers[1].progress_in_background()
         group.fail(fault)
     for _ in works:
-        assert ended.acquire(timeout=PATIENCE)
+        assert ended.acquire(timeout=DEADLINE)
     assert all(work.exception() is fault for work in works)
     with pytest.raises(MismatchError):
         group.start_receive(1, 0, 1)
@@ -578,7 +578,7 @@ def test_close_delivers_what_was_accepted(
     def first() -> None:
         for body in bodies:
             group.send(0, body, 1)
-        group.messengers[0].close(time.monotonic() + PATIENCE)
+        group.messengers[0].close(time.monotonic() + DEADLINE)
 
     def second() -> None:
         for _ in bodies:
@@ -613,9 +613,9 @@ def test_an_asynchronous_receive_that_is_not_waited_for_fails_at_its_deadline(ma
     assert isinstance(error, DeadlineError)
     assert error.late == (1,)
     later = two.start_receive(0, 1, 7)
-    two.messengers[0].progress_in_background(later, time.monotonic() + PATIENCE)
+    two.messengers[0].progress_in_background(later, time.monotonic() + DEADLINE)
     two.wait(1, two.start_send(1, b"late", 0, 7))
-    assert later.wait(PATIENCE).data.tobytes() == b"late"
+    assert later.wait(DEADLINE).data.tobytes() == b"late"
 
 
 # Connections that break between ranks that are well
@@ -646,7 +646,7 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
             if dice.random() < 0.4:
                 time.sleep(dice.choice([0, 0, 0.0003, 0.002]))
                 group.cut(*dice.choice([(rank, peer), (peer, rank)]))
-            group.wait(rank, work, 2 * PATIENCE)
+            group.wait(rank, work, DEADLINE)
             memory[:] = bytes(length)  # a send that is over reads its memory no more
 
     def receiver(rank: int) -> None:
@@ -656,7 +656,7 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
                 for at, (tag, _) in enumerate(script[source, rank]):
                     expected.setdefault((source, tag), []).append(at)
         for _ in range(sum(map(len, expected.values()))):
-            message = group.wait(rank, group.start_receive(rank), 2 * PATIENCE)
+            message = group.wait(rank, group.start_receive(rank), DEADLINE)
             at = expected[message.source, message.tag].pop(0)
             assert bytes(message.data) == body_of(message.source, rank, at), (message.source, rank, at)
         assert not any(expected.values())
@@ -702,7 +702,7 @@ def test_a_large_message_goes_on_where_the_connection_broke(make_group: MakeGrou
     cuts = 0
     while not receive.done():
         before = group.messengers[1]._matcher.progress(0)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE
         while group.messengers[1]._matcher.progress(0) < before + 10 * MIB and not receive.done():
             assert time.monotonic() < deadline
             time.sleep(0.0005)
@@ -719,7 +719,7 @@ def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_group: MakeGroup)
     group = make_group(2)
     near, far = group.ends[0, 1], group.ends[1, 0] = unix_pair()  # the test itself is rank 1
     near.setblocking(False)
-    far.settimeout(PATIENCE)
+    far.settimeout(DEADLINE)
     length = 100 * KIB
     send = group.start_send(0, content(1, length), 1)
     group.messengers[0].progress_in_background(send)
@@ -733,7 +733,7 @@ def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_group: MakeGroup)
     with pytest.raises(DeadlineError):
         send.wait(0.1)
     far.sendall(wire.encode(Header(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES)))
-    send.wait(PATIENCE)
+    send.wait(DEADLINE)
 
 
 def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_group: MakeGroup) -> None:
@@ -745,7 +745,7 @@ def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_group
         for body in bodies:
             group.send(0, body, 1)
         group.cut(0, 1)
-        group.messengers[0].close(time.monotonic() + PATIENCE)
+        group.messengers[0].close(time.monotonic() + DEADLINE)
 
     group.run(first, lambda: received.extend(group.recv(1, 0) for _ in bodies))
     assert received == bodies
@@ -754,7 +754,7 @@ def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_group
 def test_a_rank_that_closed_in_order_is_not_asked_for_another_connection(make_group: MakeGroup) -> None:
     group = make_group(2)
     group.send(0, b"last words", 1)
-    group.messengers[0].close(time.monotonic() + PATIENCE)
+    group.messengers[0].close(time.monotonic() + DEADLINE)
     assert group.recv(1, 0) == b"last words"
     with pytest.raises(PeerLostError, match="rank 0"):
         group.recv(1, 0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
-from tests.support.hostile_ranks import HOSTILE, SECONDS, SIZE, SOON, attack
+from tests.support.hostile_ranks import HOSTILE, SIZE, attack
+from tests.support.waiting import DEADLINE
 
 from covey import Codec, ConfigError, ErrorFeedback, Int8, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.arithmetic import reduction
@@ -116,7 +116,7 @@ def test_a_rank_that_speaks_the_protocol_well_is_believed() -> None:
             group.all_reduce(x, compress="topk(0.02)")
         return x
 
-    honest = [x for rank, x in enumerate(run_threads(SIZE, body, timeout=SECONDS)) if rank != HOSTILE]
+    honest = [x for rank, x in enumerate(run_threads(SIZE, body, timeout=DEADLINE)) if rank != HOSTILE]
     assert honest[0].tobytes() == honest[1].tobytes()
     assert np.flatnonzero(honest[0][PART : 2 * PART]).tolist() == [1, 4]
     assert (honest[0][[PART + 1, PART + 4]] == 1).all()
@@ -133,7 +133,7 @@ def test_more_elements_than_positions_can_name_are_refused_before_anything_is_se
         group.all_reduce(values(group.rank, 101), compress="randomk(0.1)")  # which sends no positions
         group.all_reduce(values(group.rank, 100), compress="topk(0.1)")
 
-    run_threads(2, body, timeout=SECONDS)
+    run_threads(2, body, timeout=DEADLINE)
 
 
 # Numbers that ranks agree on
@@ -164,7 +164,7 @@ def test_an_absurd_number_of_steps_ends_the_warm_up_and_nothing_else() -> None:
         group.all_reduce(y, compress="int8", feedback=feedback, name="w")
         return np.concatenate([x, y])
 
-    assert len({x.tobytes() for x in run_threads(SIZE, body, timeout=SECONDS)}) == 1
+    assert len({x.tobytes() for x in run_threads(SIZE, body, timeout=DEADLINE)}) == 1
 
 
 @pytest.mark.parametrize("figure", [-np.inf, np.inf, np.nan, 0.0, -1e300, 1e300])
@@ -191,7 +191,7 @@ def test_whatever_a_rank_claims_to_have_measured_all_choose_alike(
             codecs.append(group.compression.codec)
         return tuple(codecs)
 
-    assert len(set(run_threads(SIZE, body, lanes="unix", timeout=SECONDS))) == 1
+    assert len(set(run_threads(SIZE, body, lanes="unix", timeout=DEADLINE))) == 1
 
 
 # Codecs that fail
@@ -264,23 +264,21 @@ def test_without_the_rank_whose_codec_fails_the_others_go_on_if_they_are_to(monk
             threading.current_thread().name = "hostile"
             with pytest.raises(ArithmeticError):
                 group.all_reduce(x, "mean", compress=Half("encode"))
-            over.wait(SOON)
+            assert over.wait(DEADLINE)
             return b""
-        began = time.monotonic()
         group.all_reduce(x, "mean", compress=Half("encode"))
-        assert time.monotonic() - began < SOON
         assert HOSTILE not in group.contributors
         done.release()
         if group.rank == 0:
             for _ in range(SIZE - 1):
-                assert done.acquire(timeout=SOON)
+                assert done.acquire(timeout=DEADLINE)
             over.set()
         exact = np.mean([values(rank) for rank in range(SIZE) if rank != HOSTILE], axis=0)
         assert np.abs(x - exact).max() < 0.01
         return x.tobytes()
 
     over, done = threading.Event(), threading.Semaphore(0)
-    assert len(set(run_threads(SIZE, body, timeout=SECONDS)) - {b""}) == 1
+    assert len(set(run_threads(SIZE, body, timeout=DEADLINE)) - {b""}) == 1
 
 
 @pytest.mark.parametrize("fault", ["an offset", "too few", "no integer", "negative", "large ones"])
@@ -294,7 +292,7 @@ def test_sizes_that_do_not_add_up_are_refused_before_anything_is_sent(fault: str
             group.sync_gradients({"w": x.copy()}, compress=Half(fault))
         assert group.all_reduce(1) == SIZE
 
-    run_threads(SIZE, body, timeout=SECONDS)
+    run_threads(SIZE, body, timeout=DEADLINE)
 
 
 def test_ranks_whose_codecs_have_one_name_and_different_sizes_get_a_mismatch() -> None:
@@ -314,4 +312,4 @@ def test_ranks_whose_codecs_have_one_name_and_different_sizes_get_a_mismatch() -
             call(group)
         assert f"rank {HOSTILE}" in str(caught.value) or group.rank == HOSTILE
 
-    run_threads(SIZE, body, timeout=SECONDS)
+    run_threads(SIZE, body, timeout=DEADLINE)

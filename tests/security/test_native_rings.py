@@ -19,6 +19,7 @@ import pytest
 from tests.support.compiled import needs_native
 from tests.support.guarded import GuardedMemory
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
+from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
@@ -130,14 +131,14 @@ def test_a_sleeper_finds_an_impossible_position_when_it_is_woken(victim: Victim,
     thread = threading.Thread(target=run)
     thread.start()
     asleep = OUT + WRITER_ASLEEP if word == OUT + TAIL else IN + READER_ASLEEP
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + DEADLINE
     while not victim.words[asleep]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     base = victim.words[OUT + HEAD] - CAPACITY if word == OUT + TAIL else victim.words[IN + TAIL]
     victim.words[word] = wrapped(base + by)
     victim.doorbell.send(b"\0")
-    thread.join(20)
+    thread.join(DEADLINE)
     assert len(told) == 1
     assert "impossible position" in told[0]
 
@@ -177,7 +178,7 @@ def test_a_header_that_changes_while_it_is_read_is_judged_by_one_copy(victim: Vi
                 reported.append(error.args)
     finally:
         stopping = True
-        thread.join(20)
+        thread.join(DEADLINE)
     assert done
     assert all(expected == message.header and header[20] == bad for expected, header in reported)
 
@@ -246,7 +247,7 @@ def test_a_peer_that_writes_all_the_time_crashes_nothing(victim: Victim) -> None
             end.check_canaries()
     finally:
         stopping = True
-        thread.join(20)
+        thread.join(DEADLINE)
 
 
 def test_a_ring_that_does_not_fit_its_memory_is_refused() -> None:

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConnectError
@@ -45,7 +46,7 @@ def ask_one_that(answers: Callable[[bytes], Iterable[tuple[bool, bytes]]], monke
     ):
         router.bind(("127.0.0.1", 0))
         stranger.bind(("127.0.0.2", 0))
-        router.settimeout(10.0)
+        router.settimeout(DEADLINE)
         monkeypatch.setattr(port_mapping, "GATEWAY_PORT", router.getsockname()[1])
 
         def answer() -> None:
@@ -58,7 +59,7 @@ def ask_one_that(answers: Callable[[bytes], Iterable[tuple[bool, bytes]]], monke
         try:
             return ask_gateway("127.0.0.1", 4711, NONCE, 60, (0.5,))
         finally:
-            thread.join(10.0)
+            thread.join(DEADLINE)
 
 
 def test_only_the_router_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

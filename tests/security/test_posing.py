@@ -142,7 +142,9 @@ def later(life: bytes) -> bytes:
 
 
 def abort_links(node: Participant, id: bytes) -> None:
-    for link in list(node.joiner.mesh.met[id].links):
+    """End the links with a node, if there are any: they have ended here if the node ended them at its side."""
+    remote = node.joiner.mesh.met.get(id)
+    for link in list(remote.links) if remote is not None else ():
         link.abort()
 
 

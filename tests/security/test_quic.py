@@ -221,7 +221,7 @@ def test_a_connection_to_a_node_has_to_pass_the_door_and_claim_a_lane() -> None:
             assert node.acceptor.turned_away == 2
         group.barrier()
 
-    run_threads(2, body, lanes="quic", timeout=60)
+    run_threads(2, body, lanes="quic", timeout=DEADLINE)
 
 
 def test_questions_about_paths_are_answered_to_members_only(prey: QuicPump, stranger: socket.socket) -> None:

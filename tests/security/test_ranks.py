@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.hostile_ranks import HOSTILE, SECONDS, SIZE, attack
+from tests.support.hostile_ranks import HOSTILE, SIZE, attack
 from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
@@ -185,7 +185,7 @@ def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(ope
         assert encode(1)
         return group.all_reduce(1)
 
-    assert run_threads(SIZE, body, timeout=SECONDS) == [SIZE] * SIZE
+    assert run_threads(SIZE, body, timeout=DEADLINE) == [SIZE] * SIZE
 
 
 def test_a_value_of_another_type_than_asked_for_names_its_sender() -> None:
@@ -198,7 +198,7 @@ def test_a_value_of_another_type_than_asked_for_names_its_sender() -> None:
                 group.all_gather_object("one", type=int)
         group.barrier()
 
-    run_threads(SIZE, body, timeout=SECONDS)
+    run_threads(SIZE, body, timeout=DEADLINE)
 
 
 # Manifests
@@ -249,7 +249,7 @@ def lying_manifest(manifest: Any) -> Callable[..., Any]:
 
 
 def restoring(group: Group) -> Any:
-    return restore.restore(group, {"w": np.arange(3.0) + group.rank}, timeout=SECONDS)
+    return restore.restore(group, {"w": np.arange(3.0) + group.rank}, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
@@ -290,7 +290,7 @@ def test_a_state_for_which_there_is_no_memory_is_refused_on_all_ranks(monkeypatc
     monkeypatch.setattr(restore._Restore, "_gather", lying_manifest(huge))
 
     def come(group: Group) -> None:
-        restore.restore(group, {"w": np.arange(3.0)}, fresh=True, timeout=SECONDS)
+        restore.restore(group, {"w": np.arange(3.0)}, fresh=True, timeout=DEADLINE)
 
     assert "no memory" in attack(come, restoring, (MismatchError,))[0]
 
@@ -313,7 +313,7 @@ def test_a_receiver_that_asks_for_chunks_that_are_none_is_named_and_others_are_s
         state = {"w": np.arange(5.0) * group.rank}
         group.barrier()
         with pytest.raises((RemoteProtocolError, MismatchError)) as caught:
-            restore.restore(group, state, fresh=True, timeout=SECONDS)
+            restore.restore(group, state, fresh=True, timeout=DEADLINE)
         assert f"rank {HOSTILE}" in str(caught.value)
         return state["w"].tolist()
 
@@ -335,7 +335,7 @@ def test_a_donor_that_sends_chunks_of_another_size_is_not_asked_again(monkeypatc
 
     def body(group: Group) -> Any:
         state = {"w": right.copy() if group.rank < 2 else np.zeros_like(right)}
-        restore.restore(group, state, fresh=group.rank == 2, timeout=SECONDS)
+        restore.restore(group, state, fresh=group.rank == 2, timeout=DEADLINE)
         return bool((state["w"] == right).all())
 
     assert run_threads(SIZE, body, timeout=DEADLINE) == [True] * SIZE
@@ -377,7 +377,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
     def body(group: Group) -> None:
         if group.rank == HOSTILE:
             messenger = engine_of(group).routing.messenger()
-            messenger._opening.open(messenger, 0, time.monotonic() + 5)
+            messenger._opening.open(messenger, 0, time.monotonic() + DEADLINE)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
                 link = messenger._matcher._link(0)
@@ -392,5 +392,5 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
         over.wait()
 
     over = threading.Barrier(SIZE, timeout=DEADLINE)
-    run_threads(SIZE, body, lanes="unix", timeout=SECONDS)
+    run_threads(SIZE, body, lanes="unix", timeout=DEADLINE)
     assert heard == [[0.0, 1.0, 2.0]]

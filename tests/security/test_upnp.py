@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net import port_mapping, upnp
@@ -96,7 +97,7 @@ def test_only_answers_from_the_address_of_the_router_count(monkeypatch: pytest.M
         socket.create_server(("127.0.0.1", 0)) as pages,
     ):
         router.bind(("127.0.0.1", 0))
-        router.settimeout(10.0)
+        router.settimeout(DEADLINE)
         stranger.bind(("127.0.0.2", 0))
         pages.setblocking(False)
         monkeypatch.setattr(upnp, "SEARCH_PORT", router.getsockname()[1])
@@ -113,7 +114,7 @@ def test_only_answers_from_the_address_of_the_router_count(monkeypatch: pytest.M
             with pytest.raises(ConnectError, match="it does not answer"):
                 UpnpPort(4711).ask("127.0.0.1", 60)
         finally:
-            thread.join(10.0)
+            thread.join(DEADLINE)
         with pytest.raises(BlockingIOError):
             pages.accept()
 
@@ -126,7 +127,7 @@ def test_a_flood_of_answers_to_a_search_is_read_up_to_a_bound(monkeypatch: pytes
         socket.create_server(("127.0.0.1", 0)) as pages,
     ):
         router.bind(("127.0.0.1", 0))
-        router.settimeout(10.0)
+        router.settimeout(DEADLINE)
         pages.setblocking(False)
         monkeypatch.setattr(upnp, "SEARCH_PORT", router.getsockname()[1])
 
@@ -141,7 +142,7 @@ def test_a_flood_of_answers_to_a_search_is_read_up_to_a_bound(monkeypatch: pytes
             with pytest.raises(ConnectError, match="it does not answer"):
                 UpnpPort(4711).ask("127.0.0.1", 60)
         finally:
-            thread.join(10.0)
+            thread.join(DEADLINE)
         with pytest.raises(BlockingIOError):
             pages.accept()
 
@@ -169,12 +170,12 @@ def test_an_answer_that_comes_byte_by_byte_is_given_up_at_the_same_moment() -> N
     with ours, theirs:
         thread.start()
         try:
-            ours.settimeout(10.0)
+            ours.settimeout(DEADLINE)
             with pytest.raises(TimeoutError):
                 read_http(upnp._BoundedStream(ours, time.monotonic() + 0.3))
         finally:
             ending.set()
-            thread.join(10.0)
+            thread.join(DEADLINE)
 
 
 @pytest.mark.parametrize(
