@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import time
+import types
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,25 +73,53 @@ def test_a_run_that_runs_is_not_started_twice_and_the_limits_hold(
     start(table, tmp_path, "true")
 
 
-def test_a_flood_of_starts_is_slowed_down_and_ended_programs_are_forgotten(table: JobTable, tmp_path: Path) -> None:
+def test_a_flood_of_starts_is_slowed_down_and_ended_programs_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    table = JobTable(tmp_path / "jobs", lambda _job: None)
+    monkeypatch.setattr(jobs, "time", clock)  # starts take no time
+    burst, refusals = int(jobs.STARTS_BURST), list[str]()
 
-    def flood() -> None:
-        for number in range(40):
-            assert start(table, tmp_path, "true", run=f"run {number}").has_ended.wait(DEADLINE)
+    def started(count: int) -> int:
+        """Start programs one after the other, until one is refused; return how many were not."""
+        for number in range(count):
+            try:
+                job = start(table, tmp_path, "true", run=f"run {number}")
+            except ConfigError as error:
+                refusals.append(str(error))
+                return number
+            assert job.has_ended.wait(DEADLINE)
+        return count
 
-    with pytest.raises(ConfigError, match="too many programs were started"):
-        flood()
+    assert started(2 * burst) == burst
+    now += 4 / jobs.STARTS_RATE
+    assert started(2 * burst) == 4
+    assert all("too many programs were started" in text for text in refusals)
     assert len(table.all()) <= jobs.ENDED_LIMIT + 1
     assert len(list((tmp_path / "jobs").iterdir())) == len(table.all())
 
 
-def test_a_program_whose_terminal_is_gone_is_ended_after_its_lease(table: JobTable, tmp_path: Path) -> None:
-    job = start(table, tmp_path, "sleep 60", lease=0.2)
+def test_a_program_whose_terminal_is_gone_is_ended_after_its_lease(
+    table: JobTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = 1000.0, list[float]()
+    look = StartedJob._look
+    monkeypatch.setattr(jobs, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(StartedJob, "_look", lambda self, at: (look(self, at), looks.append(at)))
+    job = start(table, tmp_path, "exec sleep 600", lease=20.0)
     with job.followed():
-        time.sleep(2 * jobs.LOOK_SECONDS)
-        assert not job.has_ended.is_set()
+        now += 100
+        wait_until(lambda: now in looks)
+        assert output(job) == b""
+    now += 19
+    wait_until(lambda: now in looks)
+    assert output(job) == b""
+    now += 2
     assert job.has_ended.wait(DEADLINE)
-    assert b"the terminal has been gone for 0.2 s" in output(job)
+    assert b"the terminal has been gone for 20 s" in output(job)
 
 
 def test_a_detached_program_needs_no_terminal(table: JobTable, tmp_path: Path) -> None:

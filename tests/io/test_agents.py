@@ -41,7 +41,7 @@ def abort_links(agent: ResidentAgent) -> None:
 
 def test_a_terminal_that_loses_its_link_continues_where_it_was(tmp_path: Path) -> None:
     with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
-        request = StartRequest("train", 1, (), ("x",), lease=10.0)
+        request = StartRequest("train", 1, (), ("x",), lease=DEADLINE)
         job = agent.service.jobs.start(request, ["sh", "-c", COUNTING], tmp_path, "here")
         reports: list[Report] = []
         share = AgentShare(caller, job.number)
@@ -68,16 +68,20 @@ def test_a_signal_that_finds_no_link_is_sent_over_the_next_one(tmp_path: Path) -
 
 
 def test_a_signal_that_is_repeated_because_its_answer_was_lost_is_sent_once(tmp_path: Path) -> None:
-    count = "trap 'echo got it' INT; echo ready; i=0; while [ $i -lt 20 ]; do sleep 0.1; i=$((i+1)); done"
+    count = "trap 'echo got it' INT; echo ready; while [ ! -e enough ]; do sleep 0.02; done"
     with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
         job = agent.service.jobs.start(StartRequest("train", 1, (), ("x",)), ["sh", "-c", count], tmp_path, "here")
-        wait_until(lambda: bool(job.log.read(0).records))
-        for token in (7, 7, 8):
+
+        def printed() -> bytes:
+            return b"".join(data for _, data in job.log.read(0).records)
+
+        wait_until(lambda: printed() == b"ready\n")
+        for token, times in ((7, 1), (7, 1), (8, 2)):
             caller.call("send_signal", job.number, 2, token)
-            threading.Event().wait(0.3)
+            wait_until(lambda times=times: printed().count(b"got it") >= times)  # type: ignore[misc]
+        (tmp_path / "enough").touch()
         assert job.has_ended.wait(DEADLINE)
-        printed = b"".join(data for _, data in job.log.read(0).records)
-        assert printed == b"ready\ngot it\ngot it\n"
+        assert printed() == b"ready\ngot it\ngot it\n"
 
 
 def test_files_of_many_chunks_and_pages_arrive_as_they_are(tmp_path: Path) -> None:

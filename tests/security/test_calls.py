@@ -139,7 +139,11 @@ def attacked(attack: Callable[[Attacker], None], *, is_cut_off: bool) -> CallSer
                     node.call(HOSTILE, "five", timeout=DEADLINE)
         done.wait()
 
-    over, together, done = threading.Event(), threading.Barrier(3, timeout=DEADLINE), threading.Barrier(3, timeout=30)
+    over, together, done = (
+        threading.Event(),
+        threading.Barrier(3, timeout=DEADLINE),
+        threading.Barrier(3, timeout=DEADLINE),
+    )
     run_threads(3, body, lanes="unix", timeout=DEADLINE)
     assert resident_bytes() - before < GROWTH
     return services[VICTIM]

@@ -102,7 +102,7 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         )
         turn.wait()  # the attacker has done its worst
         with pytest.raises(PeerLostError) as lost:
-            group.recv(src=ATTACKER, timeout=5)
+            group.recv(src=ATTACKER, timeout=DEADLINE)
         got = group.all_reduce(np.array([1.0, 10.0 * group.rank])).tolist()
         group.send(np.arange(4.0), dst=1 - group.rank, tag=9)
         return lost.value.rank, got, group.recv(src=1 - group.rank, tag=9).tolist(), open_lanes
@@ -184,7 +184,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
         turn.wait()
         call_on_loop(lambda: None)
         with pytest.raises(PeerLostError):
-            group.recv(src=ATTACKER, timeout=5)
+            group.recv(src=ATTACKER, timeout=DEADLINE)
         return call_on_loop(
             lambda: [
                 key
@@ -198,7 +198,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
 
         def send(rank: int) -> None:
             with contextlib.suppress(CoveyError):
-                group.send(POISON, dst=rank, tag=7, timeout=5)
+                group.send(POISON, dst=rank, tag=7, timeout=DEADLINE)
 
         threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
         for thread in threads:

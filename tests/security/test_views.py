@@ -52,9 +52,7 @@ HONEST = (0, 1)
 BALLOT = LIAR + 4 * 100
 """A ballot of the liar's own in a run of three, above all that others have promised."""
 VALUES = np.arange(1, 4)
-PATIENT = dataclasses.replace(SURVIVING, patience=8.0)
-"""Half of it is waited for a liar that is silent, and this machine may stand still for a second."""
-ANY = dataclasses.replace(PATIENT, quorum="any")
+ANY = dataclasses.replace(SURVIVING, quorum="any")
 
 
 class Scene:
@@ -183,7 +181,7 @@ def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    with ThreadRun(new_cluster(), PATIENT, size=3) as thread_run:
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
         yield Scene(thread_run)
 
 
@@ -360,6 +358,7 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
         scene.tell(rank, Decided(lie))
     for rank in HONEST:
         until(lambda rank: any(isinstance(link.error, RemoteProtocolError) for link in links[rank]), rank)
+    scene.give_up_the_liar()
     assert_right(scene.outcome())
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.joiner import Joiner
 
-SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=4.0)
+SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=DEADLINE)
+"""No run is given up, and no member is taken for lost, because this machine stands still."""
 
 
 class Participant:
