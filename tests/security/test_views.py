@@ -186,6 +186,13 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.fixture
+def hasty_scene() -> Iterator[Scene]:
+    """Where a member that has lost all others soon gives up."""
+    with ThreadRun(new_cluster(), dataclasses.replace(SURVIVING, patience=2.0), size=3) as thread_run:
+        yield Scene(thread_run)
+
+
+@pytest.fixture
 def free_scene() -> Iterator[Scene]:
     """Where halves may go on apart."""
     with ThreadRun(new_cluster(), ANY, size=3) as thread_run:
@@ -510,7 +517,10 @@ def test_a_member_can_cost_another_its_place_and_that_one_is_told(scene: Scene) 
     assert_right(outcome, of=(0, LIAR))
 
 
-def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_run_for_over(scene: Scene) -> None:
+def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_run_for_over(
+    hasty_scene: Scene,
+) -> None:
+    scene = hasty_scene
     for rank in HONEST:
         scene.tell(rank, Decided(scene.follows(LIAR)))
     until(lambda: all(scene.generation(rank).is_over for rank in HONEST))
@@ -520,7 +530,8 @@ def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_ru
     assert [type(outcome[rank][0]) for rank in HONEST] == [GroupChangedError] * 2
 
 
-def test_members_that_a_member_told_of_different_views_end_with_errors_or_right_numbers(scene: Scene) -> None:
+def test_members_that_a_member_told_of_different_views_end_with_errors_or_right_numbers(hasty_scene: Scene) -> None:
+    scene = hasty_scene
     for rank in HONEST:
         scene.tell(rank, scene.ask(), Decided(scene.follows(rank, LIAR)))
     # One of them may hear from the other, first, that it is out.
