@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("home")
 
-COUNTING = "i=0; while [ $i -lt 40 ]; do echo line $i; i=$((i+1)); sleep 0.05; done; exit 3"
+COUNTING = """
+i=0
+while [ $i -lt 40 ]; do
+    echo line $i
+    i=$((i+1))
+    while [ $((i % 15)) = 0 ] && [ ! -e after-$i ]; do sleep 0.02; done
+done
+exit 3
+"""
 
 
 def abort_links(agent: ResidentAgent) -> None:
@@ -47,12 +55,17 @@ def test_a_terminal_that_loses_its_link_continues_where_it_was(tmp_path: Path) -
         share = AgentShare(caller, job.number)
         thread = threading.Thread(target=share.run, args=(reports.append,), daemon=True)
         thread.start()
-        for lines in (5, 20):
-            wait_until(lambda lines=lines: sum(isinstance(each, Printed) for each in reports) >= lines)  # type: ignore[misc]
+
+        def printed() -> bytes:
+            return b"".join(each.data for each in reports if isinstance(each, Printed))
+
+        for times, lines in enumerate((15, 30), start=1):
+            wait_until(lambda lines=lines: printed().count(b"\n") == lines)  # type: ignore[misc]
             abort_links(agent)
+            wait_until(lambda times=times: reports.count(Said("connected again")) == times)  # type: ignore[misc]
+            (tmp_path / f"after-{lines}").touch()
         thread.join(DEADLINE)
-        printed = b"".join(each.data for each in reports if isinstance(each, Printed))
-        assert printed == b"".join(b"line %d\n" % number for number in range(40))
+        assert printed() == b"".join(b"line %d\n" % number for number in range(40))
         assert reports[-1] == Ended(3)
         assert [each.text for each in reports if isinstance(each, Said)].count("connected again") == 2
 

@@ -247,13 +247,14 @@ def test_an_exception_arrives_with_its_class_text_and_remote_traceback() -> None
 
 
 def test_a_call_past_its_deadline_raises_and_cancels_the_function() -> None:
-    cancelled = threading.Semaphore(0)
+    begun, cancelled, given = list[str](), list[str](), dict[int, float]()
 
     async def forever() -> None:
+        begun.append("forever")
         try:
             await asyncio.sleep(DEADLINE)
         finally:
-            cancelled.release()
+            cancelled.append("forever")
 
     def body(group: covey.Group) -> None:
         node, other = group.node, 1 - group.rank
@@ -262,21 +263,27 @@ def test_a_call_past_its_deadline_raises_and_cancels_the_function() -> None:
         def until_cancelled() -> None:
             caller = node.caller()
             assert (caller.rank, caller.name, caller.is_cancelled) == (other, "until cancelled", False)
-            assert 0 < caller.seconds_left <= 0.3
+            begun.append("until cancelled")
+            assert caller.seconds_left <= given[other]
             while not caller.is_cancelled:
                 time.sleep(0.01)
-            cancelled.release()
+            cancelled.append("until cancelled")
 
         node.register("until cancelled", until_cancelled)
         group.barrier()
         for name in ("forever", "until cancelled"):
-            with pytest.raises(covey.DeadlineError, match="timeout") as caught:
-                node.call(other, name, timeout=0.3)
-            assert caught.value.late == (other,)
-        for _ in range(2):
-            assert cancelled.acquire(timeout=DEADLINE)
+            for timeout in (0.3, 3.0, DEADLINE / 2):  # a function whose call comes late does not begin
+                given[group.rank] = timeout
+                with pytest.raises(covey.DeadlineError, match="timeout") as caught:
+                    node.call(other, name, timeout=timeout)
+                assert caught.value.late == (other,)
+                if name in begun:
+                    break
+        wait_until(lambda: sorted(cancelled) == sorted(begun))
+        group.barrier()
 
     in_a_run(body)
+    assert set(begun) == {"forever", "until cancelled"}
 
 
 def test_a_cancelled_call_ends_at_once_and_cancels_its_function() -> None:
@@ -465,10 +472,11 @@ def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch:
     defaults = config.GroupConfig.__init__.__kwdefaults__ or {}
     monkeypatch.setattr(config.GroupConfig.__init__, "__kwdefaults__", {**defaults, "call_handlers": 3})
     lock, running, most, order = threading.Lock(), 0, 0, list[int]()
-    may_go = threading.Event()
+    may_go, services = threading.Event(), dict[int, Any]()
 
     def all_of(group: covey.Group) -> None:
         node = group.node
+        services[group.rank] = serve_calls(_node(group))
         if group.rank == 0:
 
             def work() -> None:
@@ -490,7 +498,7 @@ def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch:
         group.barrier()
         if group.rank == 2:
             works = [node.call_async(0, "work") for _ in range(5)]
-            time.sleep(0.1)
+            wait_until(lambda: len(services[0]._core.incoming) == 45)
             may_go.set()
         for work_ in works:
             work_.wait(DEADLINE)

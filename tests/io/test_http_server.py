@@ -107,7 +107,8 @@ def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
     assert http_server._is_loopback("::ffff:127.0.0.1")
 
 
-def test_an_answer_that_has_begun_is_sent_before_the_server_ends() -> None:
+def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CLOSE_SECONDS", DEADLINE)
     begun = threading.Event()
 
     def slow(_request: Request) -> Response:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from covey.wire.messages import Address
 
-SOON = 4.0
-"""Seconds in which others are found; a quarter of one is usual, on a machine that has nothing else to do."""
+SOON = 30.0
+"""Seconds in which a node asks for others again and again; those that it finds later come with a rare announcement."""
 KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # other test runs on this host have others
 LO = loopback_interfaces()[0].name
 

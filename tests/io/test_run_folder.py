@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support import forked
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
@@ -114,16 +115,23 @@ def test_a_folder_that_is_seconds_old_stays(base: Path) -> None:
         assert left.exists()
 
 
+def is_locked(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 def test_a_folder_in_which_a_rank_lives_stays(base: Path) -> None:
     """Elsewhere than on Linux ranks may outlive their keeper."""
     left = left_by_a_killed_keeper(base)
     holder = forked.Popen(["flock", str(left / "3.lock"), "sleep", "60"])
     try:
-        deadline = time.monotonic() + DEADLINE
-        while not (left / "3.lock").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.1)
+        wait_until(lambda: is_locked(left / "3.lock"))
         make_old(left)
         sweep(str(base))
         assert left.exists()

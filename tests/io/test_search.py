@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
@@ -59,7 +60,7 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
         )
         searching = asyncio.create_task(search.run())
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 await tried_again.wait()
             assert is_there(endpoint.card.contact.socket)
         finally:

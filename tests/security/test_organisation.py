@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 JOB = """
-import time
+import os, time
 import covey
 
 with covey.join() as group:
     print("the sum is", group.all_reduce(10**group.rank), flush=True)
-    time.sleep(4)  # the others find the run while it goes on
+    while not os.path.exists("enough"):  # the others find the run while it goes on
+        time.sleep(0.05)
 """
 ONE, OTHER = bytes(32), bytes(31) + b"1"
 
@@ -108,13 +109,14 @@ def test_a_node_with_the_secret_and_without_a_certificate_is_in_no_run() -> None
             files = acme.issue(name)
             words = [word for file, path in files.items() for word in (f"--{file.replace('_', '-')}", path)]
             runs.append(machine.start("-m", "covey", "run", "train", "--size", "2", *words, "job.py"))
-        without = three.node("train", size=2, timeout=5.0)
-        false = four.node("train", size=2, timeout=5.0, settings=rogue.issue("one"))
+        without = three.node("train", size=2, timeout=15.0)
+        false = four.node("train", size=2, timeout=15.0, settings=rogue.issue("one"))
         for node, reason in ((without, "is missing"), (false, "is not accepted")):
             assert heard(node) == "joining"
             code, _, err = end(node)
             assert code == 1
             assert reason in err, err
+        (lab.folder / "enough").touch()
         for run in runs:
             code, out, err = end(run)
             assert code == 0, err

@@ -40,7 +40,7 @@ from covey.wire.membership import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.runtime.group.group import Group
     from covey.runtime.links.link import Link
@@ -134,14 +134,21 @@ class Scene:
 
     def tell(self, rank: int, *votes: membership.Membership) -> None:
         """Let the liar say these to a rank, one right after the other."""
-        send_vote = self._send_vote or self.node(LIAR).send_vote
-        bodies = [messages.Agreeing(0, membership.encode_membership(vote)) for vote in votes]
-        call_on_loop(lambda: [send_vote(Seat(rank), body) for body in bodies])
+        self.tell_each({rank: votes})
 
     def tell_all(self, *votes: membership.Membership) -> None:
         """Let the liar say these to every honest rank."""
-        for rank in HONEST:
-            self.tell(rank, *votes)
+        self.tell_each(dict.fromkeys(HONEST, votes))
+
+    def tell_each(self, words: Mapping[int, Sequence[membership.Membership]]) -> None:
+        """Let the liar say these by rank, at once: none of them hears from another how that one took it."""
+        send_vote = self._send_vote or self.node(LIAR).send_vote
+        bodies = [
+            (Seat(rank), messages.Agreeing(0, membership.encode_membership(vote)))
+            for rank, votes in words.items()
+            for vote in votes
+        ]
+        call_on_loop(lambda: [send_vote(seat, body) for seat, body in bodies])
 
     def give_up_the_liar(self) -> None:
         """Let the honest ranks take the liar for lost; they would wait for it to come back for half their patience."""
@@ -241,8 +248,7 @@ def test_a_member_that_tells_of_a_view_that_cannot_follow_is_cut_off_and_the_oth
     lie: Callable[[Scene], View], scene: Scene
 ) -> None:
     def tell() -> None:
-        scene.tell(0, scene.ask(), Decided(lie(scene)))
-        scene.tell(1, scene.ask(), Accept(BALLOT, lie(scene)))
+        scene.tell_each({0: (scene.ask(), Decided(lie(scene))), 1: (scene.ask(), Accept(BALLOT, lie(scene)))})
 
     assert_cut_off(scene, tell)
     assert_right(scene.outcome())
@@ -250,8 +256,8 @@ def test_a_member_that_tells_of_a_view_that_cannot_follow_is_cut_off_and_the_oth
 
 def test_a_view_for_which_a_member_never_answered_is_not_installed(scene: Scene) -> None:
     def tell() -> None:
-        scene.tell(0, Decided(scene.follows(0, 1, 2)))
-        scene.tell(1, Accept(BALLOT, scene.follows(0, 1, 2)))
+        view = scene.follows(0, 1, 2)
+        scene.tell_each({0: (Decided(view),), 1: (Accept(BALLOT, view),)})
 
     assert_cut_off(scene, tell)
     assert_right(scene.outcome())
@@ -342,8 +348,7 @@ AGAINST_ANSWERS: dict[str, Callable[[Scene], View]] = {
 @pytest.mark.parametrize("lie", AGAINST_ANSWERS.values(), ids=AGAINST_ANSWERS)
 def test_a_view_against_what_a_member_answered_is_refused(lie: Callable[[Scene], View], scene: Scene) -> None:
     def tell() -> None:
-        scene.tell(0, scene.ask(), Decided(lie(scene)))
-        scene.tell(1, scene.ask(), Accept(BALLOT, lie(scene)))
+        scene.tell_each({0: (scene.ask(), Decided(lie(scene))), 1: (scene.ask(), Accept(BALLOT, lie(scene)))})
 
     assert_cut_off(scene, tell)
     assert_right(scene.outcome())
@@ -361,8 +366,7 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
         core = scene.generation(rank).view_driver._core
         scene.tell(rank, scene.ask())
         until(lambda core: core._round.states is not None and any(state.sequence for state in core._round.states), core)
-    for rank in HONEST:  # at once, before one that cut the liar off has given it up
-        scene.tell(rank, Decided(lie))
+    scene.tell_all(Decided(lie))
     for rank in HONEST:
         until(lambda rank: any(isinstance(link.error, RemoteProtocolError) for link in links[rank]), rank)
     scene.give_up_the_liar()
@@ -372,8 +376,7 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
 def test_verdicts_of_groups_that_a_member_is_not_in_are_none_of_its_business(scene: Scene) -> None:
     others = (Verdict(1 << 61, 7, Fate.REVOKE), Verdict(77, 1, Fate.COMMIT))
     view = scene.follows(0, 1, 2, verdicts=scene.follows(0).verdicts + others)
-    for rank in HONEST:
-        scene.tell(rank, scene.ask(), Decided(view))
+    scene.tell_all(scene.ask(), Decided(view))
     until(lambda: all(scene.generation(rank).view == view for rank in HONEST))
     assert_right(scene.outcome())
 
@@ -521,8 +524,7 @@ def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_ru
     hasty_scene: Scene,
 ) -> None:
     scene = hasty_scene
-    for rank in HONEST:
-        scene.tell(rank, Decided(scene.follows(LIAR)))
+    scene.tell_all(Decided(scene.follows(LIAR)))
     until(lambda: all(scene.generation(rank).is_over for rank in HONEST))
     known = [call_on_loop(scene.prey(rank).joiner.records.lineages) for rank in HONEST]
     assert [(len(each.open), each.ended) for each in known] == [(1, ())] * 2
@@ -532,8 +534,7 @@ def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_ru
 
 def test_members_that_a_member_told_of_different_views_end_with_errors_or_right_numbers(hasty_scene: Scene) -> None:
     scene = hasty_scene
-    for rank in HONEST:
-        scene.tell(rank, scene.ask(), Decided(scene.follows(rank, LIAR)))
+    scene.tell_each({rank: (scene.ask(), Decided(scene.follows(rank, LIAR))) for rank in HONEST})
     # One of them may hear from the other, first, that it is out.
     views = {rank: (rank, LIAR) for rank in HONEST}
     until(
