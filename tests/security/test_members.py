@@ -28,6 +28,7 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
+from tests.support.seeds import seeds
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
@@ -68,7 +69,7 @@ def test_messages_of_every_kind_with_random_content_do_no_harm(prey: Victim, cap
         insider: Insider | None = None
         cut_off = 0
         try:
-            for number in range(1000):
+            for number in seeds(400):
                 if insider is None:
                     insider = Insider(prey)
                 kind = CONTROLS[number % len(CONTROLS)]
@@ -299,6 +300,7 @@ def test_loopback_addresses_of_a_member_elsewhere_are_not_ours(prey: Victim) -> 
 @pytest.mark.parametrize("keys", ["one key", "many keys"])
 def test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member(prey: Victim, keys: str) -> None:
     keeper, same = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    most = LINKS_PER_KEY if keys == "one key" else VISITORS_LIMIT
     with contextlib.ExitStack() as stack:
         member = stack.enter_context(Insider(prey, card={"keeper": keeper.id}))
         until(lambda: prey.node.met)
@@ -306,9 +308,8 @@ def test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member(p
         needed.ping()
         crowd = [
             stack.enter_context(Insider(prey, same if keys == "one key" else None, purpose="visitor"))
-            for _ in range(VISITORS_LIMIT + 20)
+            for _ in range(most + 20)
         ]
-        most = LINKS_PER_KEY if keys == "one key" else VISITORS_LIMIT
         until(lambda: len(prey.node.visitors) == most + 1)
         for each in crowd[:-most]:
             with pytest.raises(BROKEN):

@@ -154,38 +154,43 @@ GARBAGE: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("operation", ["all_gather_object", "broadcast_object", "recv_object"])
-def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(operation: str, garbage: str) -> None:
-    def body(group: Group) -> Any:
-        encode = objects.encode
-        group.barrier()
-        if group.rank == HOSTILE:
-            data = np.frombuffer(GARBAGE[garbage], np.uint8)
-            operand = Operand(data, data.shape, BYTE)
-            engine = engine_of(group)
-            if operation == "all_gather_object":
-                call = group._call("all_gather_object", None, None)
-                engine.run(call, lambda c: movements.gather_all(c, operand), timeout=None, async_op=False)
-            elif operation == "broadcast_object":
-                call = group._call("broadcast_object", None, None, root=HOSTILE)
-                engine.run(call, lambda c: movements.broadcast_bytes(c, data.tobytes(), Slot(HOSTILE)),
-                           timeout=None, async_op=False, root=Rank(HOSTILE))  # fmt: skip
-            else:
-                for rank in (0, 2):
-                    group._send(data, rank, 0, BYTE, data.shape, True, None, False)
+def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(operation: str) -> None:
+    def say(group: Group, garbage: bytes) -> None:
+        data = np.frombuffer(garbage, np.uint8)
+        operand = Operand(data, data.shape, BYTE)
+        engine = engine_of(group)
+        if operation == "all_gather_object":
+            call = group._call("all_gather_object", None, None)
+            engine.run(call, lambda c: movements.gather_all(c, operand), timeout=None, async_op=False)
+        elif operation == "broadcast_object":
+            call = group._call("broadcast_object", None, None, root=HOSTILE)
+            engine.run(call, lambda c: movements.broadcast_bytes(c, data.tobytes(), Slot(HOSTILE)),
+                       timeout=None, async_op=False, root=Rank(HOSTILE))  # fmt: skip
         else:
-            calls: dict[str, Callable[[], Any]] = {
-                "all_gather_object": lambda: group.all_gather_object(1),
-                "broadcast_object": lambda: group.broadcast_object(root=HOSTILE),
-                "recv_object": lambda: group.recv_object(src=HOSTILE),
-            }
-            with pytest.raises((RemoteProtocolError, MismatchError), match=f"rank {HOSTILE}"):
-                calls[operation]()
-        assert encode(1)
-        return group.all_reduce(1)
+            for rank in (0, 2):
+                group._send(data, rank, 0, BYTE, data.shape, True, None, False)
 
-    assert run_threads(SIZE, body, timeout=DEADLINE) == [SIZE] * SIZE
+    def body(group: Group) -> list[str]:
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather_object": lambda: group.all_gather_object(1),
+            "broadcast_object": lambda: group.broadcast_object(root=HOSTILE),
+            "recv_object": lambda: group.recv_object(src=HOSTILE),
+        }
+        told = []
+        for name, garbage in GARBAGE.items():
+            group.barrier()
+            if group.rank == HOSTILE:
+                say(group, garbage)
+            else:
+                with pytest.raises((RemoteProtocolError, MismatchError), match=f"rank {HOSTILE}"):
+                    calls[operation]()
+            assert objects.encode(1)
+            assert group.all_reduce(1) == SIZE
+            told.append(name)
+        return told
+
+    assert run_threads(SIZE, body, timeout=DEADLINE) == [list(GARBAGE)] * SIZE
 
 
 def test_a_value_of_another_type_than_asked_for_names_its_sender() -> None:

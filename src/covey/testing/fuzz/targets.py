@@ -148,8 +148,9 @@ def _datagram_seeds() -> list[bytes]:
     short = b"\x40" + bytes(40)
     probe = quic.path_probe(KEY, bytes(16))
     other = _write_datagram(quic.FirstPacket(b"\1" * 8, b"\2" * 20, b""))
-    longer = _write_datagram(quic.FirstPacket(bytes(20), bytes(21), b""))
+    shorter, longer = (_write_datagram(quic.FirstPacket(bytes(20), bytes(size), b"")) for size in (8, 21))
     lengths = [
+        shorter,
         longer,
         whole[:5] + b"\xff" + whole[6:],
         whole[:47] + b"\xff" * 8 + whole[55:],
