@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.agent.ssh import SshHost, SshShare, parse_hosts, ssh_command
 from covey.base.errors import ConfigError
@@ -13,9 +14,7 @@ def test_hosts_have_numbers_of_processes() -> None:
     assert parse_hosts("north,south:2", 4) == [SshHost("north", 4), SshHost("south", 2)]
 
 
-@pytest.mark.parametrize(
-    "text", ["", ",", "north:0", "north:x", "north:9999", ":2", "-oProxyCommand=x", "a b", "north,north:2", "a\nb"]
-)
+@in_turn(text=["", ",", "north:0", "north:x", "north:9999", ":2", "-oProxyCommand=x", "a b", "north,north:2", "a\nb"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
         parse_hosts(text)

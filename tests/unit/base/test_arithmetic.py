@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.arithmetic import OPS, identity, reduction
 from covey.base.dtypes import DTYPES
@@ -66,8 +67,8 @@ def test_the_identity_changes_nothing(dtype: np.dtype[Any], op: str) -> None:
     assert np.array_equal(result, x)
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind in "iu"], ids=lambda dtype: dtype.name)
+@in_turn(op=["min", "max"])
+@in_turn(dtype=[d for d in DTYPES if d.kind in "iu"])
 def test_the_identity_of_min_and_max_reaches_the_limits(dtype: np.dtype[Any], op: str) -> None:
     limits = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
     result = np.empty_like(limits)

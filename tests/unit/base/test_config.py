@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
 from covey.base.errors import ConfigError
@@ -112,16 +113,33 @@ RATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("given", RATES)
+@in_turn(given=RATES)
 def test_a_limit_is_bits_a_second_or_bytes_if_it_says_so(given: object) -> None:
     config = group_config({}, limit=given)
     assert config.limit == RATES[given]
     assert group_config({"COVEY_LIMIT": SETTINGS["limit"].show(config.limit)}) == config
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["", "20", "20m", "20Mb", "20Mbps", "20MiB", "-1M", "M", "1e6M", "20M/h", "99k", "2T", 1, 99_999, -1, 1.5, True],
+@in_turn(
+    given=[
+        "",
+        "20",
+        "20m",
+        "20Mb",
+        "20Mbps",
+        "20MiB",
+        "-1M",
+        "M",
+        "1e6M",
+        "20M/h",
+        "99k",
+        "2T",
+        1,
+        99_999,
+        -1,
+        1.5,
+        True,
+    ]
 )
 def test_a_limit_that_cannot_be_is_refused_with_examples_or_the_range(given: object) -> None:
     with pytest.raises(ConfigError, match=r"limit=.* (write 20M or 20Mbit|100k to 1000G)"):

@@ -5,6 +5,7 @@ import array
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 
@@ -18,7 +19,7 @@ def test_codes_on_the_wire_never_change() -> None:
     assert ml_dtypes.bfloat16 == BFLOAT16
 
 
-@pytest.mark.parametrize("code", "bBhHiIlLqQfd")
+@in_turn(code="bBhHiIlLqQfd")
 def test_every_spelling_of_a_c_type_has_the_code_of_its_size(code: str) -> None:
     dtype = np.asarray(array.array(code)).dtype
     assert DTYPES[dtype_code(dtype)] == dtype

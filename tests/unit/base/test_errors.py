@@ -4,6 +4,7 @@ import inspect
 import pickle
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base import errors
 from covey.base.errors import CoveyError, DeadlineError, PeerLostError, RankFailedError, Remedy
@@ -11,7 +12,7 @@ from covey.base.errors import CoveyError, DeadlineError, PeerLostError, RankFail
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CoveyError)]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CoveyError])
+@in_turn(kind=[kind for kind in KINDS if kind is not CoveyError])
 def test_every_error_stands_in_the_tree_with_its_remedy(kind: type[CoveyError]) -> None:
     tree = [line for line in (errors.__doc__ or "").splitlines() if line.startswith(("├──", "└──"))]
     lines = [line for line in tree if line.split()[1] == kind.__name__]

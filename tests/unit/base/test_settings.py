@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.in_turn import in_turn
 
 import covey
 from covey.base.config import KNOWN_VARIABLES, GroupConfig, group_config
@@ -39,7 +40,7 @@ def test_every_argument_of_the_table_is_one_of_join() -> None:
     assert {setting.argument for setting in SETTINGS.values() if setting.argument} <= set(arguments)
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+@in_turn(setting=SETTINGS.values())
 def test_every_setting_is_read_somewhere(setting: Any) -> None:
     used = re.compile(rf"\.{setting.name}\b|{setting.variable}\b")
     if setting.of_group:
@@ -51,7 +52,7 @@ def test_every_setting_is_read_somewhere(setting: Any) -> None:
     assert readers
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+@in_turn(setting=SETTINGS.values())
 def test_a_default_is_a_value_of_its_kind_and_survives_being_written(setting: Any) -> None:
     if setting.default is not None:
         assert setting.kind.read("x", setting.default) == setting.default
@@ -69,9 +70,7 @@ def test_sizes_are_numbers_or_have_a_unit(value: object, size: int) -> None:
     assert group_config({"COVEY_SEGMENT_BYTES": str(value)}).segment_bytes == size
 
 
-@pytest.mark.parametrize(
-    "value", ["64 KB", "-1", "1.5MiB", "", True, 1.0, None, [1], 4095, 1 << 31, "9999999999999999"]
-)
+@in_turn(value=["64 KB", "-1", "1.5MiB", "", True, 1.0, None, [1], 4095, 1 << 31, "9999999999999999"])
 def test_sizes_that_are_none_are_refused_with_the_place_they_stand_in(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^segment_bytes="):
         from_argument({"segment_bytes": value})

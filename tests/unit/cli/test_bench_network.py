@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+from tests.support.in_turn import in_turn
 from tests.unit.cli.test_main import covey, home  # noqa: F401 - fixtures
 
 from covey.base.errors import ConfigError, RemoteProtocolError
@@ -180,8 +181,8 @@ def test_a_share_is_that_of_the_slowest_link_in_use() -> None:
 # Tables
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, None])
-@pytest.mark.parametrize("size", [2, 4, 8, 32])
+@in_turn(width=[60, 80, 120, None])
+@in_turn(size=[2, 4, 8, 32])
 def test_matrices_fit_the_terminal_and_show_every_pair(size: int, width: int | None) -> None:
     terms, links = terms_of(size), all_links(size)
     text = shown(links_view(terms, links, width))

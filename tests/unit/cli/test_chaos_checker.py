@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import pytest
+from tests.support.in_turn import in_turn
 
 from covey.cli.chaos.checked import operations
 from covey.cli.chaos.checked.checker import MAIN, MOST_FINDINGS, Circumstances, check
@@ -178,7 +178,7 @@ def test_what_is_written_can_be_read() -> None:
         assert from_lines(b"".join(map(to_line, records)).split(b"\n")) == records
 
 
-@pytest.mark.parametrize("operation", KINDS, ids=lambda operation: operation.kind)
+@in_turn(operation=KINDS)
 def test_results_are_what_the_contributors_put_in(operation: Operation) -> None:
     """By another way than the checker's: adding up, element by element."""
     size, ranks = 4, (0, 2, 3)
@@ -335,7 +335,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
+@in_turn(forgery=FORGERIES)
 def test_a_forged_history_is_caught(forgery: str) -> None:
     forge, finding = FORGERIES[forgery]
     history = right_history()

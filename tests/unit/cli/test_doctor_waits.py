@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.cli.test_doctor_findings import ALONE, BETA, CABLE, LOOPBACK, MACHINE, WELL, found, only
 
 from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
@@ -309,7 +310,7 @@ def test_an_error_that_covey_does_not_know_gets_no_guessed_cure() -> None:
     assert "WEIRD" in finding.text
 
 
-@pytest.mark.parametrize("kind", Obstacle)
+@in_turn(kind=Obstacle)
 def test_every_obstacle_has_a_cure(kind: Obstacle) -> None:
     from covey.cli.doctor.cures import _SIGNS
 

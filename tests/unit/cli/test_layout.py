@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from rich.cells import cell_len
+from tests.support.in_turn import in_turn
 
 from covey.cli.layout import Column, lay_out, table, wrap
 
@@ -29,7 +29,7 @@ def test_with_enough_room_everything_is_in_aligned_columns_without_blanks_at_the
     ]
 
 
-@pytest.mark.parametrize("width", range(20, 130))
+@in_turn(width=range(20, 130))
 def test_at_every_width_the_key_columns_and_all_words_are_there(width: int) -> None:
     text = table(columns(), width)
     for line in text.splitlines():

@@ -6,6 +6,7 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.cli.doctor.facts import Facts, Machine
 from covey.cli.doctor.findings import findings
@@ -150,12 +151,10 @@ def many(sites: tuple[int, ...], names: tuple[str, ...]) -> RunNetwork:
     return made
 
 
-@pytest.mark.parametrize(
-    "sites",
-    [(0, 1), (0, 0, 1, 1), (0,) * 8, (0, 0, 0, 1, 1, 1, 2, 2), (0,) * 16, tuple(range(16)), (0,) * 30 + (1,) * 3],
-    ids=["2", "4", "8", "8 at 3", "16", "16 apart", "33 at 2"],
+@in_turn(
+    sites=[(0, 1), (0, 0, 1, 1), (0,) * 8, (0, 0, 0, 1, 1, 1, 2, 2), (0,) * 16, tuple(range(16)), (0,) * 30 + (1,) * 3]
 )
-@pytest.mark.parametrize("names", [("anna",), ("a-laptop-with-a-very-long-name.example.org",)])
+@in_turn(names=[("anna",), ("a-laptop-with-a-very-long-name.example.org",)])
 def test_in_the_picture_no_text_leaves_its_place_and_no_boxes_overlap(
     sites: tuple[int, ...], names: tuple[str, ...]
 ) -> None:

@@ -8,6 +8,7 @@ import json
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
@@ -176,8 +177,8 @@ def test_names_of_nodes_and_runs_are_shown_as_they_are(name: str) -> None:
     assert text.count(name) >= 4
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, None])
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@in_turn(width=[60, 80, 120, None])
+@in_turn(size=[1, 2, 5, 8])
 def test_at_every_width_each_node_is_shown_whole_and_no_line_is_too_long(size: int, width: int | None) -> None:
     answers: list[Answer | CoveyError] = [*tells(size)]
     answers[-1] = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, normal
 
 from covey.compress.choice import ERRORS, Speed, choose, codec_seconds, plain_seconds
@@ -58,7 +59,7 @@ def test_nothing_is_chosen_if_nothing_fits_the_budget_or_was_measured() -> None:
     assert choose(LARGE, 4, SLOW, 1e-3, {OneBit(): SPEEDS[OneBit()]}, 0.5)[0] is None
 
 
-@pytest.mark.parametrize("seed", range(300))
+@in_turn(seed=range(300))
 def test_the_choice_is_never_slower_than_none_nor_above_the_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
     nbytes, ranks = int(10 ** rng.uniform(0, 10)), int(rng.integers(1, 65))

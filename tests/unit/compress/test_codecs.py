@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, decoded, encoded, finite_arrays, gradient, normal
 from tests.unit.compress.codecs import BLOCKWISE, CODECS
 
@@ -13,11 +14,11 @@ from covey.compress.casts import BF16, FP16
 from covey.compress.codec import Codec, chunk_elements, encode_with_residual
 
 ARRAYS = finite_arrays()
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+every_codec = in_turn(codec=CODECS)
 
 
 @every_codec
-@pytest.mark.parametrize("name", ARRAYS)
+@in_turn(name=ARRAYS)
 def test_no_element_is_further_off_than_its_bound(codec: Codec, name: str) -> None:
     x = ARRAYS[name]
     bound = codec.error_bound(x)
@@ -29,7 +30,7 @@ def test_no_element_is_further_off_than_its_bound(codec: Codec, name: str) -> No
 
 
 @every_codec
-@pytest.mark.parametrize("seed", range(10))
+@in_turn(seed=range(10))
 def test_any_bit_patterns_are_within_their_bounds_or_visibly_not_finite(codec: Codec, seed: int) -> None:
     """All exponents, or five of them that follow each other: the latter meet every edge of scales and denormals."""
     rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def test_the_bound_is_not_much_above_the_worst_error(codec: Codec) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 255, 256, 257, 511, 512, 513, 100_003])
+@in_turn(count=[0, 1, 3, 8, 255, 256, 257, 511, 512, 513, 100_003])
 def test_all_bytes_are_written_and_depend_on_the_elements_only(codec: Codec, count: int) -> None:
     x = normal(count, 4)
     clean, dirty = np.zeros(codec.wire_bytes(count), np.uint8), np.full(codec.wire_bytes(count), 0xFF, np.uint8)
@@ -70,7 +71,7 @@ def test_sizes_add_up_at_units(codec: Codec) -> None:
             assert codec.wire_bytes(first + rest) == codec.wire_bytes(first) + codec.wire_bytes(rest)
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if "stochastic" not in str(codec)], ids=str)
+@in_turn(codec=[codec for codec in CODECS if "stochastic" not in str(codec)])
 def test_ranges_that_start_at_units_stand_by_themselves(codec: Codec) -> None:
     x = normal(3 * 65536 + 1001, 5)
     cut = 2 * codec.unit * (30_000 // codec.unit or 1)
@@ -92,7 +93,7 @@ def test_a_wire_at_any_address_is_the_same(codec: Codec) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("count", [0, 1, 7, 257, 70_001])
+@in_turn(count=[0, 1, 7, 257, 70_001])
 def test_decode_add_is_decode_and_then_add(codec: Codec, count: int) -> None:
     x, out = normal(count, 7), normal(count, 8)
     wire = encoded(codec, x)
@@ -102,8 +103,8 @@ def test_decode_add_is_decode_and_then_add(codec: Codec, count: int) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("index", [0, 300, 1002])
+@in_turn(value=[np.nan, -np.nan, np.inf, -np.inf])
+@in_turn(index=[0, 300, 1002])
 def test_what_is_not_finite_stays_visible_at_its_index(codec: Codec, value: float, index: int) -> None:
     x = normal(1003, 9)
     x[index] = value
@@ -124,7 +125,7 @@ def test_a_signalling_nan_is_a_nan(codec: Codec) -> None:
     assert np.isnan(around(codec, x)[3])
 
 
-@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+@in_turn(codec=BLOCKWISE)
 def test_any_bytes_decode_without_a_warning(codec: Codec) -> None:
     """They may come from a peer with a bug, or with bad intent; a warning would be an error here."""
     rng = np.random.default_rng(11)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import decoded, gradient, normal
 from tests.unit.compress.codecs import CODECS
 
@@ -81,8 +82,8 @@ def contents(feedback: ErrorFeedback) -> dict[str, dict[str, Any]]:
     return {part: {name: np.asarray(value).tolist() for name, value in state[part].items()} for part in state}
 
 
-@pytest.mark.parametrize("make", [normal, gradient])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@in_turn(make=[normal, gradient])
+@in_turn(codec=CODECS)
 def test_the_sum_over_steps_converges_to_the_exact_sum(codec: Codec, make: Callable[[int, int], Floats]) -> None:
     """The distance falls with the number of steps; `onebit` with numbers of eight decades is the slowest."""
     feedback = ErrorFeedback()

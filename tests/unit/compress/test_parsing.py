@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 import covey
 from covey.base.errors import ConfigError
@@ -48,7 +49,7 @@ TEXTS: dict[str, Compression] = {
 """The canonical text of codecs."""
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@in_turn(text=TEXTS)
 def test_the_text_of_a_codec_makes_it_again(text: str) -> None:
     assert parse(text) == TEXTS[text]
     assert str(TEXTS[text]) == text

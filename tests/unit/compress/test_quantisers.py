@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, encoded, finite_arrays, normal
 
 from covey.base.errors import ConfigError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from covey.compress.codec import Codec
 
 ARRAYS = {name: x[:3000] for name, x in finite_arrays().items()}
-ALL_NAMES = pytest.mark.parametrize("name", sorted(ARRAYS))
+ALL_NAMES = in_turn(name=sorted(ARRAYS))
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -34,7 +35,7 @@ def blocks(x: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 @ALL_NAMES
-@pytest.mark.parametrize("size", [8, 256])
+@in_turn(size=[8, 256])
 def test_int8_writes_a_scale_and_a_byte_for_each_element(name: str, size: int) -> None:
     expected = b""
     for block in blocks(ARRAYS[name], size):
@@ -45,7 +46,7 @@ def test_int8_writes_a_scale_and_a_byte_for_each_element(name: str, size: int) -
 
 
 @ALL_NAMES
-@pytest.mark.parametrize("size", [8, 256])
+@in_turn(size=[8, 256])
 def test_int4_writes_a_scale_and_a_nibble_for_each_element(name: str, size: int) -> None:
     expected = b""
     for block in blocks(ARRAYS[name], size):
@@ -74,7 +75,7 @@ def test_fp8_writes_a_scale_and_a_small_float_for_each_element(
 
 
 @ALL_NAMES
-@pytest.mark.parametrize("size", [8, 256])
+@in_turn(size=[8, 256])
 def test_onebit_writes_the_mean_magnitude_and_a_sign_for_each_element(name: str, size: int) -> None:
     x = ARRAYS[name]
     means = [math.fsum(abs(float(value)) for value in block) / block.size for block in blocks(x, size)]
@@ -188,8 +189,8 @@ def test_random_rounding_differs_by_seed_salt_and_position() -> None:
     assert encoded(Int8(stochastic=True), x, 5).tobytes() == encoded(Int8(stochastic=True), x, 5).tobytes()
 
 
-@pytest.mark.parametrize("kind", [Int8, Int4, OneBit])
-@pytest.mark.parametrize("block", [0, -8, 12, 65544, 256.0, "256", True])
+@in_turn(kind=[Int8, Int4, OneBit])
+@in_turn(block=[0, -8, 12, 65544, 256.0, "256", True])
 def test_a_bad_block_is_named_with_what_is_valid(kind: type, block: object) -> None:
     with pytest.raises(ConfigError, match="give a multiple of 8 from 8 to 65536"):
         kind(block=block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import finite_arrays, gradient, normal
 
 from covey.base.errors import ConfigError
@@ -18,7 +19,7 @@ def by_sorting(x: np.ndarray, count: int) -> list[int]:
     return sorted(sorted(range(x.size), key=lambda index: (-bits[index], index))[:count])
 
 
-@pytest.mark.parametrize("name", ARRAYS)
+@in_turn(name=ARRAYS)
 def test_topk_selects_what_a_sort_selects(name: str) -> None:
     x = ARRAYS[name][:5000]
     for ratio in RATIOS:
@@ -91,8 +92,8 @@ def test_randomk_gives_every_element_the_same_chance() -> None:
     assert np.abs(drawn - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)
 
 
-@pytest.mark.parametrize("kind", [TopK, RandomK])
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, float("nan"), "0.1", True, None])
+@in_turn(kind=[TopK, RandomK])
+@in_turn(ratio=[0, -0.1, 1.1, float("nan"), "0.1", True, None])
 def test_a_ratio_must_be_above_0_and_at_most_1(kind: type, ratio: object) -> None:
     with pytest.raises(ConfigError, match="give the part of all elements to send"):
         kind(ratio)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 from tests.support.compiled import needs_compiler, needs_native, shared_library
+from tests.support.in_turn import in_turn
 
 from covey.base.arithmetic import OPS, reduction
 from covey.base.dtypes import BFLOAT16, DTYPES
@@ -126,7 +127,7 @@ def mixture(dtype: np.dtype[Any], size: int, seed: int) -> Array:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@in_turn(dtype=DTYPES)
 def test_every_operation_gives_the_bits_of_the_python_executor_at_every_size(dtype: np.dtype[Any]) -> None:
     for op in allowed(dtype):
         for size in SIZES:
@@ -135,7 +136,7 @@ def test_every_operation_gives_the_bits_of_the_python_executor_at_every_size(dty
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@in_turn(dtype=DTYPES)
 def test_every_pair_of_special_values_is_combined_to_the_bits_of_the_python_executor(dtype: np.dtype[Any]) -> None:
     found = specials(dtype)
     if dtype.kind == "c":

@@ -1,18 +1,19 @@
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES, each_rank
 
 from covey.plan import barrier, check
 from covey.plan.moves import Plan
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_turn(size=SIZES)
 def test_no_rank_leaves_before_every_rank_has_come(size: int) -> None:
     plans = each_rank(size, barrier.dissemination, size)
     check.barrier(plans)
     assert {len(plan.sends) for plan in plans} == {(size - 1).bit_length()}
 
 
-@pytest.mark.parametrize("size", range(2, 18))
+@in_turn(size=range(2, 18))
 def test_one_round_less_is_no_barrier(size: int) -> None:
     plans = each_rank(size, barrier.dissemination, size)
     shorter = [Plan(plan.sends[:-1], plan.recvs[:-1]) for plan in plans]

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import StuckError, each_rank, run
 
 from covey.base.errors import ConfigError
@@ -38,7 +39,7 @@ SUBJECTS = [
     Subject("doubling-3", each_rank(3, doubling.all_reduce, 3, COUNT)),
     Subject("doubling-4", each_rank(4, doubling.all_reduce, 4, COUNT)),
 ]
-each_subject = pytest.mark.parametrize("plans", [s.plans for s in SUBJECTS], ids=[s.name for s in SUBJECTS])
+each_subject = in_turn(plans=[s.plans for s in SUBJECTS])
 
 
 def with_moves(plans: Sequence[Plan], rank: int, kind: str, moves: Sequence[Any]) -> list[Plan]:
@@ -152,7 +153,7 @@ HARMLESS_AT_TIMES = [operands_swapped, doubled]
 
 
 @each_subject
-@pytest.mark.parametrize("breakage", FATAL)
+@in_turn(breakage=FATAL)
 def test_a_broken_all_reduce_is_refused(breakage: Breakage, plans: list[Plan]) -> None:
     check.all_reduce(plans, COUNT)
     for broken in breakage(plans):
@@ -162,7 +163,7 @@ def test_a_broken_all_reduce_is_refused(breakage: Breakage, plans: list[Plan]) -
 
 
 @each_subject
-@pytest.mark.parametrize("breakage", [*FATAL, *HARMLESS_AT_TIMES])
+@in_turn(breakage=[*FATAL, *HARMLESS_AT_TIMES])
 def test_what_is_accepted_runs_right_in_any_order(breakage: Breakage, plans: list[Plan]) -> None:
     rng = random.Random(len(plans))
     for changed in [plans, *breakage(plans)]:

@@ -4,6 +4,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES, lengths
 
 from covey.base.errors import ConfigError
@@ -22,8 +23,8 @@ def segment(itemsize: int) -> int:
     return DEFAULT.segment_bytes // itemsize
 
 
-@pytest.mark.parametrize("lanes", FAMILIES)
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+@in_turn(lanes=FAMILIES)
+@in_turn(itemsize=[1, 2, 4, 8, 16])
 def test_two_ranks_swap_small_buffers_and_own_halves_of_large_ones(lanes: str, itemsize: int) -> None:
     limit = DEFAULT.exchange_bytes // itemsize
     for rank in (0, 1):
@@ -109,7 +110,7 @@ def test_a_choice_is_the_same_however_often_it_is_made() -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_turn(size=SIZES)
 def test_rows_of_one_array_are_gathered_and_exchanged_also_if_some_are_left_out(size: int) -> None:
     rows, count = tuple(range(1, 2 * size, 2)), 2  # every other row, as if the ranks between were lost
 
@@ -142,7 +143,7 @@ def test_rows_of_one_array_are_gathered_and_exchanged_also_if_some_are_left_out(
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_turn(size=SIZES)
 def test_parts_of_one_array_are_reduced_also_if_some_are_left_out(size: int) -> None:
     counts = tuple(lengths(size, 2 * size + 3))
     starts = tuple(

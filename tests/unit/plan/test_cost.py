@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites, uneven
 
 from covey.plan import cost, estimate, fit, ring
@@ -68,7 +69,7 @@ def test_uneven_networks_come_near_the_bound(name: str, gain: float) -> None:
     assert chosen.fitted.seconds == pytest.approx(time * 64 * MIB / nbytes, rel=0.15)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@in_turn(seed=range(16))
 def test_on_any_network_the_chosen_plan_takes_the_predicted_time_and_no_longer_than_the_plain_one(seed: int) -> None:
     network = random_network(3 + seed % 9, seed)
     found = fit.fit(network, MIB // 4, 4, DEFAULT_SIZES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES, counts
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes, two_sites
 
@@ -15,7 +16,7 @@ from covey.testing.network_simulation import simulated
 DEFAULT = choose.DEFAULT_SIZES
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_turn(size=SIZES)
 def test_every_plan_that_could_be_chosen_reduces_everything_on_every_rank(size: int) -> None:
     network = random_network(size, seed=size)
     for count in counts(size) if size <= 8 else [size - 1, size + 3]:
@@ -27,8 +28,8 @@ def test_every_plan_that_could_be_chosen_reduces_everything_on_every_rank(size: 
                 first_writes(plan)
 
 
-@pytest.mark.parametrize("size", range(2, 13))
-@pytest.mark.parametrize("nbytes", [4, 4096, 1 << 20, 64 << 20])
+@in_turn(size=range(2, 13))
+@in_turn(nbytes=[4, 4096, 1 << 20, 64 << 20])
 def test_equal_links_get_the_plan_that_they_had_before(size: int, nbytes: int) -> None:
     network = uniform(size, 125e6)
     chosen = fit(network, nbytes // 4, 4, DEFAULT)[0].fitted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, uneven
 
 from covey.plan import check, choose
@@ -17,11 +17,7 @@ LARGE = CodedArray(units=1 << 16, unit_bytes=260, segment=1000)
 FAST, SLOW = CodecPace(1e-7, 1e-7), CodecPace(2e-4, 2e-4)
 
 
-@pytest.mark.parametrize(
-    "network",
-    [*NETWORKS.values(), uniform(6, 100 * MBIT, round_trip=0.2), random_network(13, 1)],
-    ids=[*NETWORKS, "distant", "13"],
-)
+@in_turn(network=[*NETWORKS.values(), uniform(6, 100 * MBIT, round_trip=0.2), random_network(13, 1)])
 def test_every_plan_reduces_everything_and_encodes_each_range_once(network: Network) -> None:
     size, array = len(network.hosts), CodedArray(units=37, unit_bytes=260, segment=3)
     for fitted, _ in fit_coded(network, array, FAST, SIZES):

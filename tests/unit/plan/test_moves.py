@@ -1,11 +1,11 @@
 import numpy as np
-import pytest
+from tests.support.in_turn import in_turn
 
 from covey.plan.moves import part, pieces, segmented_parts, segments
 
 
-@pytest.mark.parametrize("size", range(1, 9))
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
+@in_turn(size=range(1, 9))
+@in_turn(count=[0, 1, 7, 8, 9, 30])
 def test_parts_are_those_of_array_split(count: int, size: int) -> None:
     split = [list(chunk) for chunk in np.array_split(np.arange(count), size)]
     assert [list(range(*part(count, size, index))) for index in range(size)] == split
@@ -21,9 +21,9 @@ def test_an_empty_range_is_one_empty_segment() -> None:
     assert segments(5, 5, 4) == [(5, 5)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 1000])
-@pytest.mark.parametrize("size", range(1, 9))
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
+@in_turn(length=[1, 2, 3, 1000])
+@in_turn(size=range(1, 9))
+@in_turn(count=[0, 1, 7, 8, 9, 30])
 def test_segmented_parts_cover_their_part_in_equally_many_short_pieces(count: int, size: int, length: int) -> None:
     cuts = segmented_parts(count, size, length)
     assert len({len(row) for row in cuts}) == 1

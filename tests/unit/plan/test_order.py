@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites, uneven
 
 from covey.plan import order
@@ -25,7 +26,7 @@ def crossings(network: Network, ring: tuple[int, ...]) -> int:
     return sum(network.sites[i] != network.sites[j] for i, j in itertools.pairwise([*ring, ring[0]]))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn(seed=range(12))
 def test_no_other_order_has_a_faster_slowest_hop(seed: int) -> None:
     for network in (matrix(3 + seed % 4, seed), random_network(3 + seed % 4, seed)):
         found = order.best(network)

@@ -1,13 +1,14 @@
 from itertools import product
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES
 
 from covey.plan.moves import Plan
 from covey.plan.probes import partners, rotation, swaps
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size > 1])
+@in_turn(size=[size for size in SIZES if size > 1])
 def test_rotations_send_over_every_link_once_and_pieces_match(size: int) -> None:
     seen = []
     for step in range(1, size):
@@ -20,7 +21,7 @@ def test_rotations_send_over_every_link_once_and_pieces_match(size: int) -> None
     assert sorted(seen) == [(one, other) for one, other in product(range(size), repeat=2) if one != other]
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size > 1])
+@in_turn(size=[size for size in SIZES if size > 1])
 def test_every_pair_swaps_and_no_pair_waits_for_a_third_rank_that_waits_for_it(size: int) -> None:
     met = [partners(rank, size, 100) for rank in range(size)]
     assert [sorted(each) for each in met] == [[other for other in range(size) if other != rank] for rank in range(size)]

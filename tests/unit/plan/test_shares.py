@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.plan import shares
 
@@ -22,7 +23,7 @@ def some_parts(rng: random.Random, size: int) -> list[float]:
     return [weight / (sum(weights) or 1) for weight in weights]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_owners_finish_together_and_no_sooner_time_is_possible(seed: int) -> None:
     rng = random.Random(seed)
     speeds = [rng.choice([1, 3, 10, 10 * rng.random() + 0.1]) for _ in range(rng.randint(3, 12))]
@@ -37,7 +38,7 @@ def test_owners_finish_together_and_no_sooner_time_is_possible(seed: int) -> Non
     assert max(owning) == pytest.approx(min(owning), rel=1e-2)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_no_other_shares_make_a_ring_faster(seed: int) -> None:
     rng = random.Random(seed)
     speeds = [rng.choice([1.0, 3.0, 10.0]) for _ in range(rng.randint(3, 9))]

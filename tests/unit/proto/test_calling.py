@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
@@ -140,9 +141,8 @@ def test_a_node_that_leaves_answers_all_calls_and_refuses_new_ones() -> None:
     assert done.Conclude(5, 1, Ending.CLOSED) in effects
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+@in_turn(
+    messages=[
         [wire.CallResult(1, NOTHING)],
         [wire.CallFailure(1, wire.RAISED, "E", "")],
         [wire.StreamItem(1, NOTHING)],
@@ -154,7 +154,7 @@ def test_a_node_that_leaves_answers_all_calls_and_refuses_new_ones() -> None:
         [request(1, credit=1024), wire.StreamCredit(1, 1)],
         [request(number) for number in range(1, CALLS_LIMIT + 2)],
         [request(1, payload=wire.CallPayload((b"x",), (1,)))],
-    ],
+    ]
 )
 def test_what_no_correct_node_sends_is_an_error_of_the_protocol(messages: list[Any]) -> None:
     core = Calling(handlers=1)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.proto.health import (
     ASK_VOUCHED,
@@ -276,8 +277,8 @@ def test_a_word_revives_the_dead() -> None:
     assert watch.run(10.0, A) == []
 
 
-@pytest.mark.parametrize("seconds", [1.0, 4.0, 30.0, 86_400.0])
-@pytest.mark.parametrize("silence", [0.0, 0.4, 1.4])
+@in_turn(seconds=[1.0, 4.0, 30.0, 86_400.0])
+@in_turn(silence=[0.0, 0.4, 1.4])
 def test_a_node_that_did_not_listen_accuses_nobody_and_asks_everybody(seconds: float, silence: float) -> None:
     watch = Watch(a="south", b="west")
     watch.told("acknowledged", A)

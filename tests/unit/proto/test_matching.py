@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
@@ -99,7 +100,7 @@ def admits(receive: Receive, source: int, tag: int) -> bool:
     return receive.source in (ANY, source) and receive.tag in (ANY, tag)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(seed=range(60))
 def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int) -> None:
     rng = random.Random(seed)
     size, tags = 3, 3
@@ -249,9 +250,9 @@ def test_a_message_to_oneself_is_a_copy(length: int) -> None:
     assert payload(late) == content(4, length)
 
 
-@pytest.mark.parametrize("length", [40, 400_000])
-@pytest.mark.parametrize("early", [True, False], ids=["posted first", "posted later"])
-@pytest.mark.parametrize("wrong", ["dtype", "size", "object"])
+@in_turn(length=[40, 400_000])
+@in_turn(early=[True, False])
+@in_turn(wrong=["dtype", "size", "object"])
 def test_a_message_that_does_not_fit_is_consumed_and_named(length: int, early: bool, wrong: str) -> None:
     world = World(2)
     out_length = length - 4 if wrong == "size" else length

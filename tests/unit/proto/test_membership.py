@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto import ballot
@@ -813,7 +814,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE)
+@in_turn(changes=NONSENSE.values())
 def test_an_answer_that_cannot_be_is_a_protocol_error_and_changes_nothing(changes: dict[str, Any]) -> None:
     core = lone("a")
     core.disturbed(0, 1.0)

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.proto import relaying
@@ -170,7 +171,7 @@ def test_a_registration_is_asked_whether_it_is_there_and_closed_if_it_says_nothi
     assert table.registrations == 1
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@in_turn(seed=seeds(20))
 def test_whatever_happens_in_whatever_order_no_connection_has_two_roles_and_nothing_remains(seed: int) -> None:
     chance, table, now = random.Random(seed), new_table(), 0.0
     numbers, idle, joined, calls = itertools.count(), set[int](), set[int](), list[bytes]()

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.proto.transferring import WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
 from covey.wire.manifest import CHUNK_BYTES, Entry, Manifest, Tagger
@@ -126,7 +127,7 @@ def test_a_donor_sends_two_chunks_at_a_time_to_each_receiver_in_the_order_of_the
     assert orders.asked(3, [4, 5, 6]) == [4, 5]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@in_turn(seed=range(300))
 def test_whatever_donors_do_each_chunk_comes_once_or_nobody_is_left(seed: int) -> None:
     rng = random.Random(seed)
     sizes = {chunk: rng.choice((1, 1000, CHUNK_BYTES)) for chunk in rng.sample(range(500), rng.randint(0, 60))}

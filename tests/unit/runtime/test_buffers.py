@@ -7,13 +7,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import DTYPES, dtype_code
 from covey.runtime.buffers import as_array, readable, writable
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 1, 4)])
+@in_turn(dtype=DTYPES)
+@in_turn(shape=[(), (0,), (5,), (2, 3), (2, 0, 3), (1, 1, 4)])
 def test_a_contiguous_array_is_used_where_it_stands(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, dtype)
     for operand in (writable(x), readable(x)):
@@ -27,7 +28,7 @@ def test_a_contiguous_array_is_used_where_it_stands(dtype: np.dtype[Any], shape:
         assert (x == 1).all()
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize > 1], ids=lambda dtype: dtype.name)
+@in_turn(dtype=[dtype for dtype in DTYPES if dtype.itemsize > 1])
 def test_an_array_that_is_not_aligned_is_copied_in_and_out(dtype: np.dtype[Any]) -> None:
     room = np.zeros(1 + 5 * dtype.itemsize, np.uint8)
     x = room[1:].view(dtype)

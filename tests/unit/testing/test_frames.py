@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.testing.frames import (
     IPV4,
@@ -68,8 +69,8 @@ def test_only_ip_version_6_keeps_the_multicast_that_it_cannot_do_without() -> No
     assert not is_stoppable_multicast(frame_of(4))
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("start", [0, 2**32 - 5_000])
+@in_turn(seed=range(20))
+@in_turn(start=[0, 2**32 - 5_000])
 def test_a_stream_is_put_together_from_frames_in_any_order_some_of_them_twice(seed: int, start: int) -> None:
     rng = random.Random(seed)
     data = rng.randbytes(20_000)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.wire import beacon
 
@@ -115,13 +115,12 @@ def test_of_a_property_that_comes_twice_the_first_counts() -> None:
     assert (said.is_ours, said.port, said.ips) == (True, 9, IPS)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+@in_turn(
+    damage=[
         *({b"v": b"2"}, {b"v": None}, {b"n": None}, {b"t": b""}, {b"t": b"0" * 31}, {b"n": b"G" * 32}),
         *({b"p": b"0"}, {b"p": b"65536"}, {b"p": b"-1"}, {b"p": b"1e3"}, {b"p": b"\xd9\xa1"}, {b"p": None}),
         *({b"4": b"abc"}, {b"6": b"a" * 15}, {b"4": b"", b"6": b""}, {b"4": b"abcd" * 9}, {b"4": None, b"6": None}),
-    ],
+    ]
 )
 def test_what_is_not_well_formed_is_nobodys(damage: dict[bytes, bytes | None]) -> None:
     assert beacon.read(OTHER, {**beacon.make(OTHER, NONCE, 7, IPS), **damage}) is None

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from msgspec.msgpack import Ext
+from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
@@ -48,8 +49,8 @@ def called(function: Any, *args: Any, **named: Any) -> Any:
     return function(*got, **got_named)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (PART_BYTES,), (2, 0, 3)])
+@in_turn(dtype=DTYPES)
+@in_turn(shape=[(), (0,), (7,), (3, 5), (PART_BYTES,), (2, 0, 3)])
 def test_arrays_of_every_dtype_and_shape_arrive_equal_and_writable(
     dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> None:

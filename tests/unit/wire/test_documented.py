@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
@@ -278,7 +278,7 @@ NUMBERS = (
 )
 
 
-@pytest.mark.parametrize("said", NUMBERS)
+@in_turn(said=NUMBERS)
 def test_a_number_of_the_page_is_that_of_the_code(said: str) -> None:
     assert said in WORDS
 

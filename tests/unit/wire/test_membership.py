@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire import membership as wire
@@ -31,7 +32,7 @@ MESSAGES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@in_turn(message=MESSAGES)
 def test_messages_come_back_as_they_were(message: Any) -> None:
     assert wire.decode_membership(wire.encode_membership(message)) == message
 

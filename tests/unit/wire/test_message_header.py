@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import DTYPES
 from covey.base.errors import RemoteProtocolError
@@ -52,9 +53,8 @@ def test_a_damaged_header_is_a_header_or_a_protocol_error(header: Header, data: 
         assert wire.encode(parsed[0])[8:] == bytes(encoded[8 : parsed[1]])
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
+@in_turn(
+    header=[
         Header(wire.EAGER, payload_bytes=9, dtype_code=4, shape=(1,)),
         Header(wire.RTS, payload_bytes=0, dtype_code=4, shape=(2**62, 0)),
         Header(wire.RTS, payload_bytes=2**64 - 8, dtype_code=4, shape=(2**61 - 1, 1)),
@@ -65,8 +65,7 @@ def test_a_damaged_header_is_a_header_or_a_protocol_error(header: Header, data: 
         Header(0),
         Header(9),
         Header(wire.EAGER, dtype_code=len(DTYPES), shape=(0,)),
-    ],
-    ids=str,
+    ]
 )
 def test_headers_that_contradict_themselves_are_refused(header: Header) -> None:
     encoded = wire.encode(header)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat
@@ -79,7 +80,7 @@ def test_greetings_come_back_as_they_were(message: Any) -> None:
     assert messages.decode_handshake(messages.encode(message)) == message
 
 
-@pytest.mark.parametrize("message", CONTROLS, ids=lambda message: type(message).__name__)
+@in_turn(message=CONTROLS)
 def test_control_messages_come_back_as_they_were(message: Any) -> None:
     assert messages.decode_control(messages.encode(message)) == message
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.base.dtypes import BFLOAT16, DTYPES
@@ -56,15 +57,15 @@ def test_json_like_values_come_back_equal(value: Any) -> None:
     assert objects.decode(objects.encode(value)) == value
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn(shape=SHAPES)
+@in_turn(dtype=DTYPES)
 def test_arrays_of_every_dtype_and_shape_come_back_bit_for_bit(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     array = sample(dtype, shape)
     back = objects.decode(objects.encode({"deep": [1, {"er": array}]}))
     assert_same_array(back["deep"][1]["er"], array)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn(dtype=DTYPES)
 def test_numpy_scalars_keep_their_type(dtype: np.dtype[Any]) -> None:
     scalar = dtype.type(1)
     back = objects.decode(objects.encode([scalar]))[0]
@@ -195,9 +196,8 @@ def extension(kind: int, body: bytes) -> bytes:
     return b"\x01" + msgspec.msgpack.encode(msgspec.msgpack.Ext(kind, body))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+@in_turn(
+    data=[
         b"",
         b"\x00",
         b"\x01",
@@ -212,8 +212,7 @@ def extension(kind: int, body: bytes) -> bytes:
         extension(1, struct.pack("<BBQQ", 4, 2, 2**62, 0)),
         extension(2, struct.pack("<BBQ", 4, 1, 1) + bytes(8)),
         extension(3, bytes(8)),
-    ],
-    ids=range(14),
+    ]
 )
 def test_malformed_bytes_are_a_protocol_error(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):

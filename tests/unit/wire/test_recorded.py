@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import CoveyError
 from covey.testing.fuzz import values
@@ -82,7 +82,7 @@ def test_messages_of_every_type_are_recorded() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", READERS)
+@in_turn(name=READERS)
 def test_recorded_messages_are_read_as_they_were_sent(name: str) -> None:
     read = READERS[name]
     for (reader, kind), data in recorded().items():
@@ -90,7 +90,7 @@ def test_recorded_messages_are_read_as_they_were_sent(name: str) -> None:
             assert begins_with(sent_again(read, data), plain(data)), kind
 
 
-@pytest.mark.parametrize("name", READERS)
+@in_turn(name=READERS)
 def test_fields_that_a_later_release_adds_are_passed_over(name: str) -> None:
     read = READERS[name]
     for (reader, kind), data in recorded().items():

@@ -10,6 +10,7 @@ import secrets
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConfigError
 from covey.wire.secret import (
@@ -72,9 +73,8 @@ def test_names_that_could_be_mistaken_are_refused(name: str) -> None:
         check_cluster_name(name)
 
 
-@pytest.mark.parametrize(
-    "passphrase",
-    [
+@in_turn(
+    passphrase=[
         "",
         "correct horse",
         "to be or not to be",
@@ -85,7 +85,7 @@ def test_names_that_could_be_mistaken_are_refused(name: str) -> None:
         "12345678901234567890",
         "abcdefghijklmnopqrstuvwxyz",
         "abababababababababababab",
-    ],
+    ]
 )
 def test_an_easy_passphrase_is_refused_and_a_good_one_offered(passphrase: str) -> None:
     with pytest.raises(ConfigError, match="too easy to guess") as caught:

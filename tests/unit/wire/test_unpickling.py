@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy._core import multiarray
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire import objects
@@ -131,7 +132,7 @@ GADGETS = {
 }
 
 
-@pytest.mark.parametrize("gadget", GADGETS)
+@in_turn(gadget=GADGETS)
 def test_what_is_not_listed_is_neither_imported_nor_called(gadget: str) -> None:
     with pytest.raises(MismatchError, match="allow_pickle"):
         load(GADGETS[gadget], [Point, Colour, Caller])
@@ -182,7 +183,7 @@ def test_what_is_no_pickle_is_an_error_of_its_own() -> None:
         assert not isinstance(raised.value, SystemExit)
 
 
-@pytest.mark.parametrize("allowed", ["numpy", b"x", 7, None, ["numpy"], [7], ["a..b"], ["a b.c"], [""], [None]])
+@in_turn(allowed=["numpy", b"x", 7, None, ["numpy"], [7], ["a..b"], ["a b.c"], [""], [None]])
 def test_what_is_no_list_of_classes_and_full_names_is_refused(allowed: Any) -> None:
     with pytest.raises(ConfigError, match="allow_pickle"):
         check_allowed(allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire.upnp import (
@@ -62,9 +63,8 @@ def test_an_answer_to_a_search_says_where_the_description_is() -> None:
     assert read_found(found("http://192.168.1.1:5000/desc/root.xml").replace(b"\r\n", b"\n"), GATEWAY) == AT
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+@in_turn(
+    data=[
         b"",
         found("http://192.168.1.2/root.xml"),
         found("http://192.168.1.1.example/root.xml"),
@@ -79,7 +79,7 @@ def test_an_answer_to_a_search_says_where_the_description_is() -> None:
         found("http://192.168.1.1/", first="HTTP/1.1 404 Not Found"),
         found("http://192.168.1.1/", first="NOTIFY * HTTP/1.1"),
         found("http://192.168.1.1/", st="urn:schemas-upnp-org:device:MediaServer:1"),
-    ],
+    ]
 )
 def test_answers_to_a_search_that_lead_elsewhere_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):

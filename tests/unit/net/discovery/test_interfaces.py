@@ -13,6 +13,7 @@ import ifaddr
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConfigError, ConnectError
 from covey.net.discovery import interfaces as interfaces_module
@@ -231,9 +232,20 @@ def test_link_local_ipv4_is_dialled_from_link_local_ipv4() -> None:
     assert to_dial([own], at("169.254.1.1", "10.0.0.1"), same_host=False) == [("169.254.1.1", 5000)]
 
 
-@pytest.mark.parametrize(
-    "ip",
-    ["127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1", "224.0.0.1", "ff02::1", "", "host", "1.2.3"],
+@in_turn(
+    ip=[
+        "127.0.0.1",
+        "127.0.1.1",
+        "::1",
+        "0.0.0.0",
+        "::",
+        "::ffff:127.0.0.1",
+        "224.0.0.1",
+        "ff02::1",
+        "",
+        "host",
+        "1.2.3",
+    ]
 )
 def test_another_hosts_loopback_and_what_is_no_address_are_never_dialled(ip: str) -> None:
     assert to_dial([LO, ETH, WLAN], at(ip), same_host=False) == []

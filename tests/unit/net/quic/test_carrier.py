@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("qh3")
 
+from tests.support.in_turn import in_turn
 from tests.unit.net.quic.lossy import HORIZON, KEY, Faults, Pair
 
 from covey.net.quic.carrier import STRANGER_BYTES, UNSENT_BYTES, Carrier
@@ -72,8 +73,8 @@ class Story:
             end.consumed(len(data))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("faults", FAULTS)
+@in_turn(seed=range(2))
+@in_turn(faults=FAULTS)
 def test_all_bytes_arrive_once_and_in_order(faults: str, seed: int) -> None:
     story = Story(Pair(seed, FAULTS[faults]), (150_000 + seed, 70_001))
     assert [bytes(each) for each in story.got] == story.sources

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.numbers import Slot
 from covey.runtime.collectives.lane_switch import MOST_AHEAD, LaneSwitch
@@ -63,7 +64,7 @@ class Program:
         return since
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn(seed=range(200))
 def test_whatever_the_two_programs_do_meanwhile_each_operation_uses_one_lane(seed: int) -> None:
     """The two ends are at different operations, and the messages between them take their time."""
     random_ = random.Random(seed)

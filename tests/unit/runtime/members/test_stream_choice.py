@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.support.in_turn import in_turn
 
 from covey.base.settings import STREAMS_LIMIT
 from covey.runtime.members.stream_choice import (
@@ -111,7 +111,7 @@ def test_streams_that_cannot_be_opened_are_given_up_and_tried_again_later() -> N
     assert choice.count == 16
 
 
-@pytest.mark.parametrize("seed", range(150))
+@in_turn(seed=range(150))
 def test_on_any_network_the_number_is_bounded_and_settles_where_more_gain_nothing(seed: int) -> None:
     rng = random.Random(seed)
     each, link = rng.uniform(0.1, 20) * MB, rng.uniform(0.5, 400) * MB
@@ -140,7 +140,7 @@ def test_on_any_network_the_number_is_bounded_and_settles_where_more_gain_nothin
     assert not (may_grow and ideal(wanted) > clear * ideal(kept[-1])), "a clear gain was not found"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_noise_is_no_gain(seed: int) -> None:
     rng = random.Random(seed)
     choice = StreamChoice(4)
