@@ -13,7 +13,7 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-import pytest
+from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.base.errors import RemoteProtocolError
@@ -176,7 +176,7 @@ class CallWorld:
 NAMES = ["echo", "raise", "stream0", "stream3", "stream20"]
 
 
-@pytest.mark.parametrize("seed", seeds(21))
+@in_turn(seed=seeds(21))
 def test_every_call_ends_once_with_its_own_outcome_and_nothing_stays_behind(seed: int) -> None:
     world = CallWorld(seed)
     chance = world.chance
@@ -266,7 +266,7 @@ def test_a_stream_whose_reader_is_slow_holds_no_handler() -> None:
     assert done.StepStream(1, 1) in core.effects()
 
 
-@pytest.mark.parametrize("seed", seeds(15))
+@in_turn(seed=seeds(15))
 def test_whatever_one_node_sends_the_core_raises_only_that_and_keeps_a_bounded_amount(seed: int) -> None:
     """A hostile node, cut off at its first impossible message as a driver does it, and an honest one beside it."""
     chance, now = random.Random(seed), 0.0

@@ -5,14 +5,12 @@ A failing seed prints its story; `Play(seed, hard=...).story()` tells it again.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.seeds import seeds
+from tests.support.hash_seeds import printed_with_another_hash_seed
+from tests.support.seeds import batches
 
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
@@ -252,7 +250,7 @@ def perform(seed: int, *, hard: bool) -> Play:
     return play
 
 
-@pytest.mark.parametrize("batch", seeds(3))
+@pytest.mark.parametrize("batch", batches(3))
 def test_a_hundred_formations_of_a_known_size_all_agree(batch: int) -> None:
     for seed in range(100 * batch, 100 * batch + 100):
         play = perform(seed, hard=False)
@@ -261,7 +259,7 @@ def test_a_hundred_formations_of_a_known_size_all_agree(batch: int) -> None:
         assert {member.id for member, _ in play.returned} == set(play.ids)
 
 
-@pytest.mark.parametrize("batch", seeds(4))
+@pytest.mark.parametrize("batch", batches(4))
 def test_fifty_formations_among_crashes_restarts_and_cuts_keep_the_invariants(batch: int) -> None:
     plays = [perform(seed, hard=True) for seed in range(50 * batch, 50 * batch + 50)]
     assert sum(len(play.returned) for play in plays) > 100, "so little was agreed that nothing was shown"
@@ -296,19 +294,9 @@ def test_the_simulation_notices_a_joiner_that(mutant: str, monkeypatch: pytest.M
 
 
 def test_a_play_is_the_same_whatever_the_hash_seed_is() -> None:
-    script = f"import sys; sys.path[:0] = {sys.path!r}; from tests.sim.test_formation import Play; "
-    script += "print(Play(11, hard=True).story())"
-    stories = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-        for hash_seed in (1, 2)
-    ]
-    assert stories[0] == stories[1]
-    assert "RETURNS" in stories[0]
-    assert stories[0].endswith("all well\n")
+    story = Play(11, hard=True).story()
+    code = "from tests.sim.test_formation import Play; print(Play(11, hard=True).story())"
+    there = printed_with_another_hash_seed("-c", code)
+    assert there == story + "\n"
+    assert "RETURNS" in story
+    assert story.endswith("all well")

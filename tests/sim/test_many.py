@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.sim.test_formation import perform
 from tests.sim.test_membership import perform as perform_views
-from tests.support.seeds import seeds
+from tests.support.seeds import batches, seeds
 
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
@@ -85,7 +85,7 @@ def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> N
     assert counted[Standing] < 12 * size
 
 
-@pytest.mark.parametrize("batch", seeds(2))
+@pytest.mark.parametrize("batch", batches(2))
 def test_formations_in_which_one_member_tells_all_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

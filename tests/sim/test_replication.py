@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.seeds import seeds
+from tests.support.seeds import batches
 
 from covey.proto.replication import Answered, Replica, Send
 from covey.wire import store as wire
@@ -119,7 +119,7 @@ class World:
         raise AssertionError("the messages never end")
 
 
-@pytest.mark.parametrize("batch", seeds(2))
+@pytest.mark.parametrize("batch", batches(2))
 def test_answered_changes_survive_any_losses_and_are_applied_once(batch: int) -> None:
     for seed in range(40 * batch, 40 * batch + 40):
         world = World(seed)

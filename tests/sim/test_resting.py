@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.sim.test_membership import MUTANTS, Patches, performed, without_the_freeze
-from tests.support.seeds import seeds
+from tests.support.seeds import batches, seeds
 
 from covey.proto.membership import answerer
 from covey.proto.membership.position import ViewPosition
@@ -24,14 +24,14 @@ def perform(seed: int) -> RestingPlay:
     return performed(play_of(seed))
 
 
-@pytest.mark.parametrize("batch", seeds(1))
-def test_a_hundred_runs_whose_links_rest_keep_the_invariants(batch: int) -> None:
-    plays = [perform(seed) for seed in range(100 * batch, 100 * batch + 100)]
+@pytest.mark.parametrize("batch", batches(2))
+def test_fifty_runs_whose_links_rest_keep_the_invariants(batch: int) -> None:
+    plays = [perform(seed) for seed in range(50 * batch, 50 * batch + 50)]
     totals = sum((play.count() for play in plays), Counter[str]())
-    assert totals["views"] > 50, totals
-    assert totals["operations that returned"] > 500, totals
-    assert totals["links that were woken"] > 200, totals
-    assert totals["links that could not be woken"] > 10, totals
+    assert totals["views"] > 25, totals
+    assert totals["operations that returned"] > 250, totals
+    assert totals["links that were woken"] > 100, totals
+    assert totals["links that could not be woken"] > 5, totals
 
 
 @pytest.mark.parametrize("batch", seeds(1))

@@ -8,7 +8,9 @@ fewer, and a message of a failure names the seed that repeats it.
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final
+
+import pytest
 
 TIMES: Final = int(os.environ.get("TEST_SEEDS", "1"))
 
@@ -16,3 +18,8 @@ TIMES: Final = int(os.environ.get("TEST_SEEDS", "1"))
 def seeds(count: int) -> range:
     """Return as many seeds, or TEST_SEEDS times as many."""
     return range(count * TIMES)
+
+
+def batches(count: int) -> list[Any]:
+    """Return numbers of batches of seeds, for `parametrize`: only the first one is in `make test`."""
+    return [0, *(pytest.param(batch, marks=pytest.mark.thorough) for batch in seeds(count)[1:])]
