@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.testing import run_threads
@@ -346,7 +347,9 @@ def test_the_check_of_the_guide_to_services_is_on_the_page(capsys: pytest.Captur
 def test_the_closers_of_the_guide_to_services_run_in_reverse_order() -> None:
     page = "docs/guides/services.md"
     program = "import covey, os\n" + blocks(page)[3] + "files = []\nserve(files)\nprint(files)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True
+    ).stdout
     assert out == "['state saved', 'database closed']\n"
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 ROOT = Path(__file__).parent.parent
 EXPECTED = {
@@ -22,7 +23,9 @@ OPTIONS = {"survive.py": ("--restarts", "1")}
 
 def run(*command: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=env, check=False)
+    ended = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=DEADLINE, env=env, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

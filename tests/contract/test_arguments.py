@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support.values import all_values, same, values
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.testing.threads import run_threads
@@ -43,7 +44,7 @@ def test_any_layout_is_changed_in_place_and_nothing_around_it(layout: str) -> No
         sums = sum(all_values(SIZE, (6, 8)), np.zeros((6, 8)))
         cases: list[tuple[Callable[[Any], Any], Any]] = [
             (lambda x: group.all_reduce(x), sums),
-            (lambda x: group.all_reduce(x, async_op=True).wait(10), sums),
+            (lambda x: group.all_reduce(x, async_op=True).wait(DEADLINE), sums),
             (lambda x: group.reduce(x, 1), sums if me == 1 else values(me, (6, 8))),
             (lambda x: group.broadcast(x, 2), values(2, (6, 8))),
         ]

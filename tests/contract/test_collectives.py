@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, around_thresholds, combined, same, total, values
+from tests.support.waiting import DEADLINE
 
 from covey import ConfigError
 from covey.plan import choose
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4], LANES)])
-"""Plans are proved for more ranks in tests/unit/plan; three sizes meet all executors on every lane."""
+at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *pairs([2, 3, 4], LANES)])
+"""Plans are proved for more ranks in tests/unit/plan; three sizes meet all executors."""
 MIB = 1 << 20
 
 
@@ -84,8 +85,7 @@ def test_broadcast_copies_the_root_to_every_rank(size: int, lanes: str) -> None:
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize(("size", "lanes"), pairs([3, 5, 1], LANES))
 def test_rooted_algorithms_agree_for_every_root(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for algorithm in choose.ROOTED:
@@ -151,8 +151,7 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 4, 1], LANES))
 def test_blocks_around_the_size_that_travels_with_its_shape_arrive_whole(size: int, lanes: str) -> None:
     most = movements.INLINE_BYTES
 
@@ -278,8 +277,7 @@ def test_eight_ranks_agree_with_numpy_on_everything(lanes: str) -> None:
     run_threads(8, body, lanes=lanes)
 
 
-@on_every_lane
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 3], LANES))
 def test_arrays_of_several_mebibytes_and_an_odd_tail_are_combined(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         count = 8 * MIB // 4 + 3
@@ -306,7 +304,7 @@ def test_a_hundred_megabytes_are_combined() -> None:
         assert x[-1] == 2 * 24_999_999 + 1
         assert int(x.sum(dtype=np.int64)) == 25_000_000 * 24_999_999 + 25_000_000
 
-    run_threads(2, body, lanes="shm" if "shm" in LANES else "unix", timeout=60)
+    run_threads(2, body, lanes="shm" if "shm" in LANES else "unix")
 
 
 @on_every_lane
@@ -384,7 +382,7 @@ def test_python_numbers_come_back_as_numbers(size: int) -> None:
             got = group.all_reduce(x, op)
             assert got == expected
             assert type(got) is type(expected)
-            assert group.all_reduce(x, op, async_op=True).wait(10) == expected
+            assert group.all_reduce(x, op, async_op=True).wait(DEADLINE) == expected
         assert group.all_reduce(2.0, algorithm="doubling") == 2.0 * size
         with pytest.raises(ConfigError, match="no-such"):
             group.all_reduce(2.0, algorithm="no-such")

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
+from tests.support.sets import pairs
 
 import covey
 from covey import BF16, FP8, FP16, Codec, ConfigError, ErrorFeedback, Int4, Int8, MismatchError, OneBit, TopK
@@ -108,12 +109,14 @@ def expected(codec: Codec, xs: list[Array], algorithm: str, op: str) -> tuple[Ar
     return result, bound
 
 
-@pytest.mark.parametrize("executors", EXECUTORS)
-@pytest.mark.parametrize(("size", "lanes"), [(2, "tcp"), (3, "memory"), (5, "unix"), (8, "memory")])
+@pytest.mark.parametrize(
+    ("group", "executors"), pairs([(2, "tcp"), (3, "memory"), (5, "unix"), (8, "memory")], EXECUTORS), ids=str
+)
 def test_results_are_those_of_the_codec_hop_by_hop_and_equal_on_all_ranks(
-    size: int, lanes: str, executors: str, short_segments: None, monkeypatch: pytest.MonkeyPatch
+    group: tuple[int, str], executors: str, short_segments: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_executors(monkeypatch, executors)
+    size, lanes = group
     count = 4099
     cases = [
         (codec, algorithm, op, kind)
@@ -130,7 +133,7 @@ def test_results_are_those_of_the_codec_hop_by_hop_and_equal_on_all_ranks(
             for codec, algorithm, op, kind in cases
         ]
 
-    by_rank = run_threads(size, body, lanes=lanes, timeout=60.0)
+    by_rank = run_threads(size, body, lanes=lanes)
     for number, (codec, algorithm, op, kind) in enumerate(cases):
         xs = [gradient(rank, count, kind) for rank in range(size)]
         wanted, bound = expected(codec, xs, algorithm, op)
@@ -141,8 +144,7 @@ def test_results_are_those_of_the_codec_hop_by_hop_and_equal_on_all_ranks(
         assert (np.abs(wanted - exact) <= bound + rounding).all(), (codec, algorithm)
 
 
-@pytest.mark.parametrize("executors", EXECUTORS)
-@pytest.mark.parametrize("count", [0, 1, 5, 257, 3000])
+@pytest.mark.parametrize(("count", "executors"), pairs([257, 3000, 1, 0, 5], EXECUTORS))
 def test_a_codec_that_loses_nothing_gives_the_bits_of_the_plain_operation(
     count: int, executors: str, short_segments: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,10 +295,12 @@ def test_matrices_of_low_rank_arrive_exactly_and_others_as_their_best_part() -> 
 
 
 @pytest.mark.parametrize(
-    "codec",
-    ["int8", "int4", "onebit", "fp8", "bf16", "topk(0.05)", "randomk(0.1)", "powersgd(2)", "int4(stochastic=True)"],
+    ("codec", "op"),
+    pairs(
+        ["int8", "int4", "onebit", "fp8", "bf16", "topk(0.05)", "randomk(0.1)", "powersgd(2)", "int4(stochastic=True)"],
+        ["sum", "mean"],
+    ),
 )
-@pytest.mark.parametrize("op", ["sum", "mean"])
 def test_with_feedback_what_a_step_loses_comes_later(codec: str, op: str) -> None:
     """What the results of all steps miss of the exact sum is exactly what the ranks hold back."""
     size, shape, steps = 3, (30, 40), 25
@@ -310,7 +314,7 @@ def test_with_feedback_what_a_step_loses_comes_later(codec: str, op: str) -> Non
             received += group.all_reduce(x, op, compress=codec, feedback=feedback, name="w")
         return received, given, feedback.state_dict()["residuals"]["w"].reshape(shape)
 
-    received, given, held = zip(*run_threads(size, body, timeout=60.0), strict=True)
+    received, given, held = zip(*run_threads(size, body), strict=True)
     factor = size if op == "mean" else 1
     missing = sum(given) - factor * received[0] - sum(each.astype(np.float64) for each in held)
     assert np.abs(missing).max() < 1e-4 * np.abs(np.stack(given)).max() * size
@@ -329,7 +333,7 @@ def test_the_sum_over_many_steps_converges_to_the_exact_sum() -> None:
             errors.append(float(np.abs(received / 100 - exact).mean()))
         return errors[0], errors[1]
 
-    without, with_feedback = run_threads(4, body, timeout=60.0)[0]
+    without, with_feedback = run_threads(4, body)[0]
     assert with_feedback < without / 20
 
 

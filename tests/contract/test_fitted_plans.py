@@ -106,7 +106,7 @@ def test_on_uneven_links_all_ranks_change_to_the_same_faster_plan(
             assert told(group)[:1] != []
             return bits, chosen(after), told(group)
 
-    first, *others = run_threads(4, body, lanes="tcp", timeout=60.0, plan="always")
+    first, *others = run_threads(4, body, lanes="tcp", plan="always")
     for other in others:
         assert other == first
 
@@ -158,7 +158,7 @@ def test_a_plan_that_turns_out_to_be_slower_is_given_up_by_all(monkeypatch: pyte
             bits = [check_sum(part, number) for number in range(PLAIN_CALLS + planner.CHECKING + 1)]
             return bits, told(group), part.explain(4 * COUNT).why
 
-    first, *others = run_threads(3, body, lanes="tcp", timeout=60.0, plan="always")
+    first, *others = run_threads(3, body, lanes="tcp", plan="always")
     assert others == [first, first]
     (chose, gave_up), why = first[1:]
     assert "predicted" in chose
@@ -190,7 +190,7 @@ def test_links_are_measured_again_only_if_that_takes_a_small_part_of_the_time(
 
 def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "measure", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(planner, "PATIENCE", 1e-3)  # of the 30 s that each operation has
+    monkeypatch.setattr(planner, "PATIENCE", 1e-4)  # of the minutes that each operation has
 
     def body(group: Group) -> list[bytes]:
         return [check_sum(group, number) for number in range(PLAIN_CALLS + 2)]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.test_lanes import PATIENCE
 from tests.contract.test_native_lanes import KIB, MIB, Pair, ring_ends, rings
 from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
+from tests.support.waiting import DEADLINE
 
 from covey.net.lanes import shm
 from covey.net.lanes.lane import LaneClosedError
@@ -101,8 +101,8 @@ def test_a_transfer_is_sent_when_it_was_read_and_not_before(ends: contextlib.Exi
     near, far = started(ends, pair[0], sent, []), started(ends, pair[1], [], sent)
     for _ in range(3):
         assert not near.advance()
-    assert far.advance(PATIENCE)
-    assert near.advance(PATIENCE)
+    assert far.advance(DEADLINE)
+    assert near.advance(DEADLINE)
     far.check()
 
 
@@ -120,7 +120,7 @@ def test_what_the_sender_has_withdrawn_is_never_received(ends: contextlib.ExitSt
     assert not far.received.any(), "memory was copied that the sender had taken back"
     pair[0].close()
     with pytest.raises(LaneClosedError):
-        far.advance(PATIENCE)
+        far.advance(DEADLINE)
 
 
 def connected_by(child: Callable[[socket.socket], None]) -> tuple[socket.socket, int]:
@@ -156,8 +156,8 @@ def test_a_sender_that_dies_in_the_middle_ends_the_lane(ends: contextlib.ExitSta
     def send(bell: socket.socket) -> None:
         lane = NativeRingLane(segment, 128 * KIB, bell, first=True, kind="shm", kernel_copy="always")
         with contextlib.ExitStack() as stack:
-            started(stack, lane, transfers([0]), transfers([0])).advance(PATIENCE)
-            started(stack, lane, sent, []).advance(PATIENCE)
+            started(stack, lane, transfers([0]), transfers([0])).advance(DEADLINE)
+            started(stack, lane, sent, []).advance(DEADLINE)
 
     bell, process = connected_by(send)
     lane = NativeRingLane(segment, 128 * KIB, bell, first=False, kind="shm", kernel_copy="always")
@@ -167,7 +167,7 @@ def test_a_sender_that_dies_in_the_middle_ends_the_lane(ends: contextlib.ExitSta
         time.sleep(0.001)
     assert kill(process) == signal.SIGKILL, "the sender did not wait until its memory was read"
     with pytest.raises(LaneClosedError, match=r"exited|closed its doorbell"):
-        started(ends, lane, [], sent).advance(PATIENCE)
+        started(ends, lane, [], sent).advance(DEADLINE)
     assert lane.native.kernel_copies == 0
 
 
@@ -179,7 +179,7 @@ def test_no_other_process_is_read_than_the_one_that_the_kernel_names(ends: conte
 
     def hand_over(bell: socket.socket) -> None:
         socket.send_fds(theirs, [b"\0"], [bell.fileno()])
-        time.sleep(PATIENCE)
+        time.sleep(DEADLINE)
 
     bell, process = connected_by(hand_over)
     ends.callback(kill, process)
@@ -222,7 +222,7 @@ def test_an_address_that_was_not_asked_for_is_another_header(ends: contextlib.Ex
     assert near.advance()
     struct.pack_into("<Q", memory, CONTROL_BYTES + HEADER_BYTES + ADDRESS_AT, 0x1000)
     with pytest.raises(OtherHeaderError):
-        far.advance(PATIENCE)
+        far.advance(DEADLINE)
     far.check_canaries()
 
 
@@ -232,6 +232,6 @@ def test_an_address_does_not_hide_that_the_header_is_another(ends: contextlib.Ex
     near, far = started(ends, pair[0], [sent], []), started(ends, pair[1], [], [expected])
     assert not near.advance()
     with pytest.raises(OtherHeaderError) as raised:
-        far.advance(PATIENCE)
+        far.advance(DEADLINE)
     assert raised.value.args == (expected.header, sent.header)
     assert np.array_equal(np.frombuffer(far.lane.peek(), np.uint8), np.frombuffer(sent.header, np.uint8))

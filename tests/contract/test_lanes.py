@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.waiting import DEADLINE
 
 from covey.net.lanes import shm
 from covey.net.lanes.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 KIB, MIB = 1 << 10, 1 << 20
-PATIENCE = 20.0
 DTYPES = [np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "complex128")]
 EDGES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4096, 4097, 64 * KIB, 64 * KIB + 1, RECORD_LIMIT - 1, RECORD_LIMIT,
          RECORD_LIMIT + 1, RECEIVE_BYTES - 64, RECEIVE_BYTES, RECEIVE_BYTES + 1, PIECE_BYTES - 64,
@@ -123,8 +123,12 @@ class Transfer(NamedTuple):
 
 
 def transfer(number: int, nbytes: int, dtype: np.dtype[Any] | None = None) -> Transfer:
-    payload = np.random.default_rng([number, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
-    return Transfer(Header(0, 0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), payload, dtype)
+    return Transfer(Header(0, 0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), noise(nbytes, number), dtype)
+
+
+def noise(nbytes: int, *seed: int) -> Array:
+    """Return random bytes; many repeat after a prime number of them, which no piece or record has."""
+    return np.resize(np.random.default_rng([*seed, nbytes]).integers(0, 256, min(nbytes, 1_000_003), np.uint8), nbytes)
 
 
 def whole_elements(nbytes: int, dtype: np.dtype[Any] | None) -> int:
@@ -213,7 +217,7 @@ class End:
 
 def carry(near: End, far: End, rng: random.Random | None = None) -> None:
     """Move everything both ends have; `rng` mixes the order of the steps."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE
     while near.sending or near.receiving or far.sending or far.receiving:
         steps = [near.send, far.receive, far.send, near.receive]
         if rng is not None:
@@ -234,7 +238,7 @@ def settle(*ends: End) -> None:
                 if not events:
                     return
                 poll.register(end.lane.fileno(), events)
-        assert poll.poll(PATIENCE * 1000), "no end was woken"
+        assert poll.poll(DEADLINE * 1000), "no end was woken"
     finally:
         for end in ends:
             end.lane.unpark()
@@ -367,7 +371,7 @@ def test_the_header_that_comes_next_can_be_looked_at_though_its_sender_is_gone(
     first, second = transfer(1, 20_000), transfer(2, nbytes)
     sender, receiver = End(pair[0], [first, second], []), End(pair[1], [], [first])
     assert pair[1].peek() == b""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE
     while sender.sending or receiver.receiving:
         sender.send()
         receiver.receive()
@@ -389,7 +393,7 @@ def test_a_lane_that_was_shut_down_ends_at_both_ends(pair: Pair) -> None:
 
 
 def carry_alone(end: End) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE
     while end.sending or end.receiving:
         if not (end.send() or end.receive()):
             settle(end)
@@ -414,7 +418,7 @@ def test_a_parked_receiver_is_woken_by_the_next_byte(pair: Pair) -> None:
         poll.register(far.fileno(), events)
         assert poll.poll(0) == []
         carry_alone(End(near, [message], []))
-        assert poll.poll(PATIENCE * 1000), "the sender did not wake the receiver"
+        assert poll.poll(DEADLINE * 1000), "the sender did not wake the receiver"
         far.unpark()
         carry_alone(End(far, [], [message]))
 
@@ -428,7 +432,7 @@ def test_parking_is_refused_or_ends_at_once_where_bytes_wait_already(pair: Pair)
         if events:
             poll = select.poll()
             poll.register(far.fileno(), events)
-            assert poll.poll(PATIENCE * 1000)
+            assert poll.poll(DEADLINE * 1000)
     finally:
         far.unpark()
     carry_alone(End(far, [], [transfer(0, 10)]))
@@ -447,7 +451,7 @@ def test_a_sender_parked_on_a_full_lane_is_woken_when_the_peer_has_read(pair: Pa
         poll.register(near.fileno(), events)
         while receiver.receive():
             pass
-        assert poll.poll(PATIENCE * 1000), "the reader did not wake the sender"
+        assert poll.poll(DEADLINE * 1000), "the reader did not wake the sender"
     near.unpark()
     carry(sender, receiver)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.support.compiled import needs_native
 from tests.support.values import LANES, same, values
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.base.dtypes import dtype_code
@@ -76,7 +77,7 @@ def test_long_messages_need_no_messenger(lanes: str, executors: str) -> None:
         assert counts.sent_bytes == counts.received_bytes == 3 * sum(LENGTHS)
         group.barrier()
 
-    run_threads(2, body, lanes=lanes, settings=SMALL, timeout=60)
+    run_threads(2, body, lanes=lanes, settings=SMALL)
 
 
 @pytest.mark.parametrize("lanes", SHARED)
@@ -109,13 +110,13 @@ def test_other_threads_may_send_and_receive_meanwhile(seed: int, lanes: str) -> 
             else:
                 same(group.recv(peer, 1, out=np.empty_like(theirs)), theirs)
                 group.send(mine, peer, 1)
-        thread.join(60)
+        thread.join(DEADLINE)
         assert not failed, failed
         counts = group.metrics().messages
         assert (counts.sent, counts.received) == (3 + 40 + 12, 3 + 40 + 12)
         group.barrier()
 
-    run_threads(2, body, lanes=lanes, settings=SMALL, timeout=60)
+    run_threads(2, body, lanes=lanes, settings=SMALL)
 
 
 @pytest.mark.parametrize("does", ["send", "recv"])
@@ -133,13 +134,13 @@ def test_a_long_message_ends_with_the_group_or_at_its_deadline(ending: str, does
                 group.close()
             else:
                 with pytest.raises(covey.CoveyError):
-                    group.recv(0, 9, timeout=30)
+                    group.recv(0, 9, timeout=DEADLINE)
             return ""
         if does == "recv":
             same(group.recv(1), np.arange(50_000))
         if ending in ("close", "revoke"):
             threading.Timer(0.1, group.close if ending == "close" else group.revoke).start()
-        seconds = 0.2 if ending == "timeout" else 30
+        seconds = 0.2 if ending == "timeout" else DEADLINE
         with pytest.raises(covey.CoveyError) as raised:
             group.send(np.arange(100_000), 1, timeout=seconds) if does == "send" else group.recv(1, timeout=seconds)
         group.close()
@@ -226,7 +227,7 @@ class Driven:
 
     def _run(self) -> None:
         if self._begins is not None:
-            self._begins.wait(30)
+            self._begins.wait(DEADLINE)
         while not self._is_over.is_set():
             self._end.step()
             time.sleep(20e-6)  # so that the other thread gets the GIL
@@ -237,11 +238,11 @@ class Driven:
     def __exit__(self, *_: object) -> None:
         finish(self._end, self._operation, lambda: time.sleep(1e-3))
         self._is_over.set()
-        self._thread.join(30)
+        self._thread.join(DEADLINE)
 
 
 def finish(end: End, operation: Any, step: Any) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + DEADLINE
     while operation not in end.matcher.completed:
         assert time.monotonic() < until
         step()
@@ -262,7 +263,7 @@ def test_python_finishes_what_was_not_done_at_the_deadline(ends: list[End], does
             theirs = there.matcher.send(memoryview(content), 0, 3, dtype_code=code, shape=shape, is_object=False)
         short = here.lend()
         with Driven(there, theirs):
-            seconds = rng.choice([0.0, 0.0002, 0.0005, 0.001, 60.0])
+            seconds = rng.choice([0.0, 0.0002, 0.0005, 0.001, DEADLINE])
             if does == "send":
                 result = short.send(content, 3, seconds)
             else:
@@ -301,7 +302,7 @@ def test_a_signal_handler_that_raises_ends_the_call(ends: list[End], does: str) 
         if does == "send":
             _, _, error = short.send(content, 3, 60.0)
         else:
-            _, _, error = short.receive(np.empty_like(content), 3, time.monotonic() + 60.0)
+            _, _, error = short.receive(np.empty_like(content), 3, time.monotonic() + DEADLINE)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -14,9 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 from tests.contract import test_sealed_lanes as sealed
-from tests.contract.test_lanes import PATIENCE, End, Reader, carry_alone, whole_elements
+from tests.contract.test_lanes import End, Reader, carry_alone, whole_elements
 from tests.support.compiled import needs_native
+from tests.support.in_turn import in_turn
 from tests.support.native_ends import NativeEnd, OtherHeaderError, StoppedError, in_parallel, transfers
+from tests.support.sets import pairs
+from tests.support.waiting import DEADLINE
 
 from covey.net.lanes import shm
 from covey.net.lanes.lane import SMALL_BYTES, LaneClosedError
@@ -164,7 +167,13 @@ RINGS = [
     rings(2 * MIB),
     *([] if shm.obstacle_here(is_native=True) else [shared_rings]),
 ]
-every_pair = pytest.mark.parametrize("is_native", [(True, False), (False, True), (True, True)], ids=str)
+ENDS = [(True, False), (False, True), (True, True)]
+"""Which of the two ends the compiled executor moves."""
+every_pair = pytest.mark.parametrize("is_native", ENDS, ids=str)
+
+
+def name_of(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 def moved(stack: contextlib.ExitStack, lane: Any, *what: Any, itemsize: int = 1) -> Callable[[], None]:
@@ -187,16 +196,14 @@ def exchange(
     in_parallel(near, far)
 
 
-@every_pair
-@pytest.mark.parametrize("make", [*RINGS, *WIDE, *NARROW], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "is_native"), pairs([*RINGS, *WIDE, *NARROW], ENDS), ids=name_of)
 def test_payloads_of_every_size_are_stored_both_ways_at_once(
     ends: contextlib.ExitStack, make: Any, is_native: tuple[bool, bool]
 ) -> None:
     exchange(ends, make(ends, is_native), LARGE, None)
 
 
-@every_pair
-@pytest.mark.parametrize("make", [*RINGS, *WIDE, *NARROW], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "is_native"), pairs([*RINGS, *WIDE, *NARROW], ENDS[::-1]), ids=name_of)
 def test_payloads_of_every_size_are_reduced_both_ways_at_once(
     ends: contextlib.ExitStack, make: Any, is_native: tuple[bool, bool]
 ) -> None:
@@ -338,7 +345,7 @@ def test_the_stop_word_and_the_wake_descriptor_end_a_wait(ends: contextlib.ExitS
         assert not end.advance()
         getattr(end.runner if stop == "stop" else end, stop)()
         with pytest.raises(StoppedError):
-            end.advance(PATIENCE)
+            end.advance(DEADLINE)
 
 
 # What a stranger on the wire does to records
@@ -350,16 +357,17 @@ STRANGER = [
     (count, alter, nbytes, dtype)
     for count in (1, 2)
     for alter in (*sealed.ALTERED, *sealed.ENDED, *(sealed.SPLICED if count > 1 else ()))
-    for nbytes, dtype in ((1600, None), (1600, UINT16), (5 * RECORD_LIMIT, None if count == 1 else UINT16))
+    for nbytes, dtype in ((1600, None), (1600, UINT16), (sealed.LARGE, None if count == 1 else UINT16))
 ]
 
 
-@pytest.mark.parametrize(
-    ("count", "alter", "nbytes", "dtype"), STRANGER, ids=lambda value: getattr(value, "__name__", str(value))
-)
-def test_altered_records_end_the_lane_and_change_no_number(
-    ends: contextlib.ExitStack, count: int, alter: Any, nbytes: int, dtype: np.dtype[Any] | None
-) -> None:
+@in_turn(case=STRANGER)
+def test_altered_records_end_the_lane_and_change_no_number(case: tuple[int, Any, int, np.dtype[Any] | None]) -> None:
+    with contextlib.ExitStack() as ends:
+        alter_records(ends, *case)
+
+
+def alter_records(ends: contextlib.ExitStack, count: int, alter: Any, nbytes: int, dtype: np.dtype[Any] | None) -> None:
     near, tap = sealed.unix_pairs(ends, count)
     source, far = sealed.unix_pairs(ends, count)
     sent = transfers([nbytes] * (7 if nbytes < RECORD_LIMIT else 2), dtype)
@@ -475,7 +483,7 @@ def test_a_lane_that_is_closed_while_a_thread_uses_it_keeps_its_descriptors_unti
 
     def wait() -> None:
         with pytest.raises((StoppedError, LaneClosedError)):
-            waiting.advance(PATIENCE)
+            waiting.advance(DEADLINE)
 
     def close() -> None:
         while not waiting.runner.is_running:
@@ -485,7 +493,7 @@ def test_a_lane_that_is_closed_while_a_thread_uses_it_keeps_its_descriptors_unti
             os.fstat(number)
         near.close()
         with pytest.raises(LaneClosedError):  # the other end is told at once
-            late.advance(PATIENCE)
+            late.advance(DEADLINE)
 
     in_parallel(wait, close)
     waiting.close()

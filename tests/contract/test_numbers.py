@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, combined, same, values
 
 from covey.base.dtypes import BFLOAT16, DTYPES
@@ -114,8 +115,7 @@ def _awkward(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
     return x
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 4, 5], LANES))
 def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: str) -> None:
     cases = [
         (dtype, op, algorithm, count)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.sets import pairs
 from tests.support.values import LANES, same, values
+from tests.support.waiting import DEADLINE
 
 from covey import MismatchError
 from covey.testing.threads import run_threads
@@ -44,8 +46,7 @@ def value(rank: int) -> dict[str, Any]:
     return {"rank": rank, "text": "é" * rank, "raw": bytes(rank), "nested": [None, True, 1.5 * rank, {"a": [rank]}]}
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("size", "lanes"), pairs([1, 2, 3, 5], LANES))
 def test_values_reach_the_ranks_they_are_for(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -55,7 +56,7 @@ def test_values_reach_the_ranks_they_are_for(size: int, lanes: str) -> None:
             mine = group.scatter_object([value(10 + r) for r in range(size)] if me == root else None, root)
             assert mine == value(10 + me)
         assert group.all_gather_object(value(me)) == [value(rank) for rank in range(size)]
-        assert group.all_gather_object(value(me), async_op=True).wait(10) == [value(rank) for rank in range(size)]
+        assert group.all_gather_object(value(me), async_op=True).wait(DEADLINE) == [value(rank) for rank in range(size)]
         large = "x" * (300_000 + me)
         assert [len(text) for text in group.all_gather_object(large)] == [300_000 + rank for rank in range(size)]
         assert group.broadcast_object(large, size - 1) == "x" * (300_000 + size - 1)
@@ -98,7 +99,7 @@ def test_a_value_that_cannot_be_sent_is_a_type_error_on_every_rank_and_the_group
             with pytest.raises(TypeError, match="Stranger"):
                 group.all_gather_object(Stranger(me) if me == 2 else me)
             with pytest.raises(TypeError, match="Stranger"):
-                group.all_gather_object({"deep": [Stranger(me) if me == 0 else me]}, async_op=True).wait(10)
+                group.all_gather_object({"deep": [Stranger(me) if me == 0 else me]}, async_op=True).wait(DEADLINE)
             if me in (0, 1):  # the rank that receives it, and the rank that passed it
                 with pytest.raises(TypeError, match="set"):
                     group.gather_object({1, 2} if me == 1 else me)

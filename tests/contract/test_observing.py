@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey import ConfigError, Event
 from covey.base.numbers import Seat
@@ -145,8 +146,8 @@ def test_followers_get_the_last_events_and_then_new_ones_until_the_end() -> None
                 events.close()
         return seen
 
-    assert asyncio.run(asyncio.wait_for(read(), 10)) == [1.0, 4.0]
-    assert asyncio.run(asyncio.wait_for(read(), 10)) == [1.0, 4.0]
+    assert asyncio.run(asyncio.wait_for(read(), DEADLINE)) == [1.0, 4.0]
+    assert asyncio.run(asyncio.wait_for(read(), DEADLINE)) == [1.0, 4.0]
 
 
 def test_a_suspicion_does_not_hide_when_the_first_sign_of_a_loss_came() -> None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, combined, same, values
+from tests.support.waiting import DEADLINE
 
 from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.runtime.group.internals import engine_of
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from covey import Group
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
-PATIENCE = 20.0
 
 
 def _turn(group: Group, number: int, *, async_op: bool = False) -> tuple[Any, Callable[[Any], None]]:
@@ -60,8 +61,7 @@ def _turn(group: Group, number: int, *, async_op: bool = False) -> tuple[Any, Ca
             return group.all_reduce(numbers[me], async_op=async_op), check_sum
 
 
-@on_every_lane
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 5], LANES))
 def test_hundreds_of_mixed_operations_at_different_paces_stay_in_step(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         pace = random.Random(group.rank)
@@ -88,7 +88,7 @@ def test_works_run_in_issue_order_and_may_be_awaited_in_any(lanes: str) -> None:
                 check(result)
         choices.shuffle(pending)
         for work, check in pending:
-            check(work.wait(PATIENCE))
+            check(work.wait(DEADLINE))
             assert work.done()
             assert work.exception() is None
 
@@ -108,7 +108,7 @@ def test_a_blocking_operation_waits_for_the_works_before_it() -> None:
 
 def test_works_can_be_awaited_in_asyncio() -> None:
     async def main(group: Group) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(DEADLINE):
             works = [group.all_reduce(np.full(100, float(turn)), async_op=True) for turn in range(20)]
             number = group.all_reduce(group.rank, async_op=True)
             for turn, result in enumerate(await asyncio.gather(*map(_result, works))):
@@ -129,7 +129,7 @@ def test_cancelling_an_await_leaves_the_operation() -> None:
     late = threading.Event()
 
     async def main(group: Group) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(DEADLINE):
             x = np.full(5, group.rank + 1.0)
             work = group.all_reduce(x, async_op=True)
             waiting = asyncio.ensure_future(_result(work))
@@ -148,7 +148,7 @@ def test_cancelling_an_await_leaves_the_operation() -> None:
         if group.rank == 0:
             asyncio.run(main(group))
         else:
-            assert late.wait(PATIENCE)
+            assert late.wait(DEADLINE)
             group.all_reduce(np.full(5, 2.0))
 
     run_threads(2, body)
@@ -163,9 +163,9 @@ def test_waiting_with_a_timeout_leaves_the_operation() -> None:
             with pytest.raises(DeadlineError, match="goes on"):
                 work.wait(0.01)
             late.set()
-            assert work.wait(PATIENCE) == 2
+            assert work.wait(DEADLINE) == 2
         else:
-            assert late.wait(PATIENCE)
+            assert late.wait(DEADLINE)
             assert group.all_reduce(1) == 2
 
     run_threads(2, body)
@@ -176,13 +176,13 @@ def test_a_second_thread_in_the_same_group_is_an_error_and_not_a_race() -> None:
 
     def body(group: Group) -> None:
         if group.rank == 1:
-            assert refused.wait(PATIENCE)
+            assert refused.wait(DEADLINE)
             assert group.all_reduce(1) == 2
             return
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(group.all_reduce(1)))
         thread.start()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE
         while not engine_of(group).is_issuing and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(BusyError, match="another thread"):
@@ -190,7 +190,7 @@ def test_a_second_thread_in_the_same_group_is_an_error_and_not_a_race() -> None:
         with pytest.raises(BusyError):
             group.all_reduce(np.ones(3), async_op=True)
         refused.set()
-        thread.join(PATIENCE)
+        thread.join(DEADLINE)
         assert results == [2]
 
     run_threads(2, body)
@@ -248,7 +248,7 @@ def test_groups_are_used_at_the_same_time_from_different_threads(lanes: str) -> 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
         if errors:
             raise errors[0]
@@ -290,7 +290,7 @@ def test_closing_with_works_pending_ends_them_with_an_error_everywhere() -> None
                 assert isinstance(work.exception(), CoveyError)
             closed.set()
         else:
-            assert closed.wait(PATIENCE)
+            assert closed.wait(DEADLINE)
 
             def reduce_on() -> None:
                 for _ in range(4):  # what the other had sent before it gave up may still be received
@@ -328,7 +328,7 @@ def test_a_group_of_one_needs_no_special_case() -> None:
             assert group.all_reduce(x, algorithm=algorithm) is x
         assert group.all_reduce(x, "mean", weight=3) is x
         same(x, np.arange(4.0))
-        assert group.all_reduce(x, async_op=True).wait(PATIENCE) is x
+        assert group.all_reduce(x, async_op=True).wait(DEADLINE) is x
         assert group.lanes() == {}
         assert group.live == (0,)
         with pytest.raises(ConfigError):
@@ -366,10 +366,10 @@ def test_a_dropped_group_leaves_no_worker_thread() -> None:
         for _ in range(5):
             child = group.split(0)
             assert child is not None
-            child.all_reduce(np.ones(3), async_op=True).wait(PATIENCE)
+            child.all_reduce(np.ones(3), async_op=True).wait(DEADLINE)
             del child
         gc.collect()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + DEADLINE
         while any("/" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)  # they end by themselves, a moment later
         group.barrier()
@@ -389,7 +389,7 @@ def test_a_callback_that_raises_ends_neither_the_worker_nor_other_messages(caplo
         message = group.recv(1 - group.rank, async_op=True)
         message.add_done_callback(fail)
         group.send(np.array([5.0]), 1 - group.rank)
-        return [float(second.wait(PATIENCE)[0]), float(message.wait(PATIENCE)[0])]
+        return [float(second.wait(DEADLINE)[0]), float(message.wait(DEADLINE)[0])]
 
     assert run_threads(2, body) == [[2.0, 5.0]] * 2
     assert "callback" in caplog.text
@@ -404,10 +404,10 @@ def test_a_callback_may_wait_for_another_message_of_the_same_read() -> None:
             return None
         one, two = (group.recv(0, tag, async_op=True) for tag in (1, 2))
         seen: list[float] = []
-        one.add_done_callback(lambda _: seen.append(float(two.wait(PATIENCE)[0])))
+        one.add_done_callback(lambda _: seen.append(float(two.wait(DEADLINE)[0])))
         group.barrier()
-        one.wait(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
+        one.wait(DEADLINE)
+        deadline = time.monotonic() + DEADLINE
         while not seen and time.monotonic() < deadline:
             time.sleep(0.01)
         return seen[0]
@@ -420,7 +420,7 @@ def test_strided_arrays_are_read_when_the_operation_runs() -> None:
         x = np.ones(8)[::2] if group.rank == 0 else np.ones(4)
         works = [group.all_reduce(x, async_op=True) for _ in range(2)]
         for work in works:
-            work.wait(PATIENCE)
+            work.wait(DEADLINE)
         return [float(value) for value in x]
 
     assert run_threads(2, body) == [[4.0] * 4] * 2

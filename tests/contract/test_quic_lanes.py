@@ -19,8 +19,6 @@ from covey.testing import run_threads
 if TYPE_CHECKING:
     import covey
 
-PATIENCE = 60.0
-
 
 def several_operations(group: covey.Group) -> None:
     rank, size = group.rank, group.size
@@ -46,13 +44,13 @@ def several_operations(group: covey.Group) -> None:
 @pytest.mark.parametrize(("size", "executors"), [(2, EXECUTORS[0]), (3, EXECUTORS[1]), (2, EXECUTORS[2])])
 def test_operations_give_the_same_numbers(size: int, executors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_executors(monkeypatch, executors)
-    run_threads(size, several_operations, lanes="quic", timeout=PATIENCE)
+    run_threads(size, several_operations, lanes="quic")
 
 
 def test_without_the_extra_joining_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qh3.quic.connection", None)
     with pytest.raises(ExceptionGroup) as caught:
-        run_threads(2, several_operations, lanes="quic", timeout=PATIENCE)
+        run_threads(2, several_operations, lanes="quic")
     assert all(isinstance(each, ConfigError) for each in caught.value.exceptions)
     assert "install covey[quic], or use lanes='auto'" in str(caught.value.exceptions[0])
 
@@ -64,4 +62,4 @@ def test_links_tell_the_kind_of_lane() -> None:
         group.barrier()  # no rank leaves before the other has looked
         return kinds
 
-    assert run_threads(2, body, lanes="quic", timeout=PATIENCE) == [["quic"]] * 2
+    assert run_threads(2, body, lanes="quic") == [["quic"]] * 2

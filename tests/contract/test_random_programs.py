@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.sets import first
 from tests.support.values import LANES, combined, same, values
+from tests.support.waiting import DEADLINE
 
 from covey.base.dtypes import DTYPES
 from covey.plan import choose
@@ -179,10 +181,10 @@ def _same_lists(got: list[Any], expected: list[Any]) -> None:
         same(one, other)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", first(8, range(40)))
 def test_a_random_program_gives_what_the_oracle_says(seed: int) -> None:
     rng = random.Random(seed)
-    size, lanes = 2 + seed % 4, LANES[seed // 4 % len(LANES)]
+    size, lanes = 2 + seed % 4, LANES[seed % len(LANES)]
     steps = program(rng, size, 60)
 
     def body(group: Group) -> None:
@@ -195,6 +197,6 @@ def test_a_random_program_gives_what_the_oracle_says(seed: int) -> None:
                 continue
             verify(step, group.rank, size, result)
         for step, work in pending:
-            verify(step, group.rank, size, work.wait(20))
+            verify(step, group.rank, size, work.wait(DEADLINE))
 
     run_threads(size, body, lanes=lanes)

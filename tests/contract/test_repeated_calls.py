@@ -11,7 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 from tests.support.compiled import needs_native, use_executors
+from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, same, total, values
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey import MismatchError
@@ -36,8 +38,7 @@ def exchanged(group: Group, shape: tuple[int, ...], dtype: Any, seed: int) -> Ar
     return np.stack([values(rank, shape, dtype, seed)[group.rank] for rank in range(group.size)])
 
 
-@on_every_lane
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 3, 4], LANES))
 @pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "bfloat16"])
 def test_every_repetition_has_its_own_result(size: int, dtype: str, lanes: str) -> None:
     kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
@@ -229,18 +230,16 @@ def test_a_repeated_call_with_a_timeout_takes_the_shortcut_and_ends_in_time(monk
         shortcut.run = watched
         for seed in REPEATED:
             x = values(group.rank, 5, np.float32, seed)
-            group.all_reduce(x, timeout=30)
+            group.all_reduce(x, timeout=DEADLINE)
             same(x, total("sum", 2, 5, np.float32, seed))
         assert outcomes[0] is False
         assert False not in outcomes[1:]
         if group.rank == 0:
-            began = time.monotonic()
-            with pytest.raises(covey.DeadlineError):
+            with pytest.raises(covey.DeadlineError, match=r"0\.02 s"):
                 group.all_reduce(x, timeout=0.02)
-            assert time.monotonic() - began < 15
             has_raised.set()
         else:
-            assert has_raised.wait(30)
+            assert has_raised.wait(DEADLINE)
         with pytest.raises(covey.ConfigError):
             group.all_reduce(x, timeout=-1)
 
@@ -255,7 +254,7 @@ def test_asynchronous_repetitions_are_begun_at_once_and_end_in_order(lanes: str)
             if seed % 3 == group.rank:
                 time.sleep(0.003)
             ended = list[Any]()
-            works = [group.all_reduce(x, async_op=True, timeout=30), group.all_reduce(y, async_op=True)]
+            works = [group.all_reduce(x, async_op=True, timeout=DEADLINE), group.all_reduce(y, async_op=True)]
             for work in works:
                 work.add_done_callback(ended.append)
             if seed % 2:
@@ -281,7 +280,7 @@ def test_an_asynchronous_repetition_sends_before_any_thread_waits(monkeypatch: p
         group.all_reduce(x)
         for turn in has_begun:
             if group.rank == 1:
-                assert turn.wait(30)
+                assert turn.wait(DEADLINE)
             work = group.all_reduce(x, async_op=True)
             found.append(work.done())
             turn.set()

@@ -16,6 +16,7 @@ import torch
 from tests.support.ranks import Ranks, attempt, say
 from tests.support.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving
 from tests.support.values import LANES
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey import ConfigError, DeadlineError, MismatchError, PeerLostError
@@ -363,9 +364,9 @@ def test_a_rank_that_never_comes_ends_in_a_deadline_and_not_in_a_hang() -> None:
     def body(group: Group) -> None:
         if group.rank < 2:
             with pytest.raises(DeadlineError) as caught:
-                restore(group, {"w": np.ones(4) * group.rank}, timeout=0.3)
+                restore(group, {"w": np.ones(4) * group.rank}, timeout=2.0)
             assert caught.value.late == (2,)
-        done.wait(20)
+        done.wait(DEADLINE)
 
     run_threads(3, body)
 
@@ -392,13 +393,13 @@ def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
     with covey.join(on_loss=on_loss) as group:
         right = bits(6, nbytes)
         mine = {"w": right.copy() if group.rank < 2 else bits(group.rank, nbytes), "step": group.rank // 2}
-        report = restore(group, mine, fresh=group.rank == 2, timeout=30)
+        report = restore(group, mine, fresh=group.rank == 2, timeout=DEADLINE)
         say("restored", whole=bool((mine["w"] == right).all()), step=mine["step"], received=report.bytes_received)
         mine = {"w": right if group.rank < 2 else np.zeros(nbytes, np.uint8)}
         if group.rank == 0:
             give_one_chunk(group, mine, 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        told = attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=30).receivers)
+        told = attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=DEADLINE).receivers)
         say("again", whole=bool((mine["w"] == right).all()), contributors=group.contributors, **told)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, same, total, values
 
 from covey.runtime.group.internals import engine_of
@@ -37,8 +37,7 @@ LARGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "lanes"), pairs([2, 3], LANES))
 @pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
 def test_results_are_the_same_with_other_sizes(size: int, lanes: str, settings: dict[str, Any]) -> None:
     def body(group: Group) -> None:
@@ -63,7 +62,7 @@ def test_results_are_the_same_with_other_sizes(size: int, lanes: str, settings: 
         for seed, name in enumerate("abc"):
             same(grads[name], total("sum", size, 700, np.float32, seed))
 
-    run_threads(size, body, lanes=lanes, timeout=60, settings=settings)
+    run_threads(size, body, lanes=lanes, settings=settings)
 
 
 def test_the_sizes_of_a_group_are_those_that_it_was_joined_with() -> None:
@@ -78,11 +77,15 @@ def test_a_message_is_sent_at_once_up_to_the_limit(eager_bytes: int, is_sent_at_
     def body(group: Group) -> None:
         if group.rank == 0:
             work = group.send(np.arange(100, dtype=np.uint8), 1, async_op=True)
-            time.sleep(0.1)
+            if is_sent_at_once:
+                work.wait()
+            group.barrier()
             assert work.done() is is_sent_at_once
             group.barrier()
             work.wait()
         else:
+            assert group.probe(0).nbytes == 100  # it is here, or announced
+            group.barrier()
             group.barrier()
             same(group.recv(0), np.arange(100, dtype=np.uint8))
 

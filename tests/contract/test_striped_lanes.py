@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.test_lanes import PATIENCE, End, carry_alone
+from tests.contract.test_lanes import End, carry_alone
 from tests.contract.test_native_lanes import moved
 from tests.contract.test_sealed_lanes import LANE, SECRET, narrow_pairs, unix_pairs
 from tests.support.native_ends import NativeEnd, in_parallel, transfers
+from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
@@ -119,7 +120,7 @@ def test_what_a_stream_had_is_sent_again_though_its_sender_is_in_no_operation(
     kill(near[0])
     tended(ends, lanes[0])
     moved(ends, lanes[1], [], first)()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE
     while not lanes[0].sent_again:
         time.sleep(0.01)
         assert time.monotonic() < deadline
@@ -159,6 +160,9 @@ def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_
     finally:
         is_over.set()
         reader.join()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            seen.extend(far[1].recv(MIB))
     found, at = [], 0
     while at + LENGTH.size <= len(seen) and at + record_length(seen, at) + OVERHEAD_BYTES <= len(seen):
         length = record_length(seen, at)

@@ -7,7 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tests.contract.test_lanes import PATIENCE, Transfer
+from tests.contract.test_lanes import Transfer, noise
+from tests.support.waiting import DEADLINE
 
 from covey.base.arithmetic import reduction
 from covey.base.native import native
@@ -38,11 +39,10 @@ def transfers(sizes: Sequence[int], dtype: np.dtype[Any] | None = None, *, seed:
     made = []
     for move, nbytes in enumerate(sizes):
         header = Header(0, 0, 0, 0, 0, 7, 0, SEQUENCE, move, nbytes).pack()
-        rng = np.random.default_rng([seed, move, nbytes])
         if dtype is not None and dtype.kind == "c":  # any bits would do, but a sum with zero keeps only numbers
-            payload = rng.standard_normal(nbytes // 8).view(np.uint8)
+            payload = np.random.default_rng([seed, move, nbytes]).standard_normal(nbytes // 8).view(np.uint8)
         else:
-            payload = rng.integers(0, 256, nbytes, np.uint8)
+            payload = noise(nbytes, seed, move)
         made.append(Transfer(header, payload, dtype))
     return made
 
@@ -128,7 +128,7 @@ class NativeEnd:
 
     def run(self) -> None:
         """Move everything, and check what was received."""
-        assert self.advance(PATIENCE), "the lane is stuck"
+        assert self.advance(DEADLINE), "the lane is stuck"
         self.check()
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ def in_parallel(*functions: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * PATIENCE)
+        thread.join(DEADLINE)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a lane is stuck"

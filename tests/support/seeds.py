@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-import pytest
+from tests.support.sets import first
 
 TIMES: Final = int(os.environ.get("TEST_SEEDS", "1"))
 
@@ -22,4 +22,4 @@ def seeds(count: int) -> range:
 
 def batches(count: int) -> list[Any]:
     """Return numbers of batches of seeds, for `parametrize`: only the first one is in `make test`."""
-    return [0, *(pytest.param(batch, marks=pytest.mark.thorough) for batch in seeds(count)[1:])]
+    return first(1, seeds(count))

@@ -7,10 +7,12 @@ promise. So that the rest does not rot, CI runs a fifth of it, which the hash of
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterable, Sequence
 
 PARTS: Final = 5
 
@@ -38,3 +40,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def part_of(item: pytest.Item) -> int:
     """Return the part of a test; cases of one function are in the same one."""
     return zlib.crc32(item.nodeid.partition("[")[0].encode()) % PARTS
+
+
+def first(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Return cases for `parametrize`: only so many, the first, are in `make test`."""
+    return [case if place < count else _thorough(case) for place, case in enumerate(cases)]
+
+
+def pairs(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return all pairs for `parametrize`: `make test` has as few of them as have every one and every other."""
+    fewer = min(len(ones), len(others))
+    return [
+        (one, other) if place % fewer == other_place % fewer else _thorough(one, other)
+        for place, one in enumerate(ones)
+        for other_place, other in enumerate(others)
+    ]
+
+
+def _thorough(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.thorough)

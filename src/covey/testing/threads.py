@@ -26,7 +26,7 @@ def run_threads(
     function: Callable[..., T],
     *args: Any,
     lanes: str = "memory",
-    timeout: float = 30.0,
+    timeout: float = 250.0,
     settings: Mapping[str, Any] | None = None,
     plan: str = "auto",
 ) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import select
@@ -11,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import shares
 from covey.agent.screen import Screen
@@ -27,11 +28,12 @@ class ScriptedShare:
     """A share that reports what a test has written down, and ends when it gets a signal."""
 
     def __init__(self, name: str, *reports: Report, on_signal: dict[int, Report] | None = None) -> None:
-        self.name, self.signals = name, list[int]()
+        self.name, self.signals, self.began = name, list[int](), threading.Event()
         self._reports, self._on_signal = reports, on_signal
         self._ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
     def run(self, report: Callable[[Report], None]) -> None:
+        self.began.set()
         for each in self._reports:
             report(each)
         if self._on_signal is not None:
@@ -110,8 +112,13 @@ def test_the_exit_code_is_that_of_the_cause_not_of_ranks_that_lost_a_peer() -> N
 )
 def test_a_signal_is_passed_on_to_all_machines_and_decides_the_exit_code(sent: int, end: int, code: int) -> None:
     parts = [ScriptedShare(name, Said("ready"), on_signal={sent: Ended(end)}) for name in "abc"]
-    threading.Timer(0.1, os.kill, (os.getpid(), sent)).start()
     before = signal.getsignal(sent)
+
+    def send() -> None:
+        parts[-1].began.wait(DEADLINE)
+        os.kill(os.getpid(), sent)
+
+    threading.Thread(target=send).start()
     assert SharedRun(parts, Screen(), lambda: False).attend() == code
     assert [part.signals for part in parts] == [[sent]] * 3
     assert signal.getsignal(sent) == before
@@ -120,12 +127,16 @@ def test_a_signal_is_passed_on_to_all_machines_and_decides_the_exit_code(sent: i
 def test_a_second_ctrl_c_is_passed_on_too_and_a_third_leaves() -> None:
     stubborn = ScriptedShare("a", on_signal={})
 
-    def press() -> None:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(0.05)
+    def has_passed_on(count: int) -> bool:
+        return len(stubborn.signals) == count
 
-    threading.Timer(0.1, press).start()
+    def press() -> None:
+        stubborn.began.wait(DEADLINE)
+        for pressed in range(3):
+            wait_until(functools.partial(has_passed_on, pressed))  # else two of them would be one
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
     assert SharedRun([stubborn], Screen(), lambda: False).attend() == 130
     assert stubborn.signals[:2] == [signal.SIGINT] * 2
     stubborn._ends.put(Ended(130))

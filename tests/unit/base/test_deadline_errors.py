@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ def test_what_a_program_sees_when_time_is_up_says_timeout() -> None:
         group.barrier()
         return said
 
-    said = run_threads(2, work, timeout=20.0)[0]
+    said = run_threads(2, work)[0]
     assert len(said) == 5
     assert [text for text in said if not TORCH.search(text)] == []
 
@@ -101,8 +100,6 @@ def test_a_rank_that_does_not_come_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
         port = server.getsockname()[1]
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    began = time.monotonic()
-    with pytest.raises(covey.DeadlineError) as caught:
+    with pytest.raises(covey.DeadlineError, match=r"0\.3 s") as caught:
         covey.join(timeout=0.3)
-    assert time.monotonic() - began < 10
     assert TORCH.search(str(caught.value))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tests.support.waiting import DEADLINE
 from tests.unit.cli.test_chaos_checker import FORGERIES, right_history
 
 from covey.base.errors import ConfigError
@@ -134,7 +135,7 @@ def test_only_one_process_takes_an_order(folder: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(DEADLINE)
     assert len(taken) == 50
 
 

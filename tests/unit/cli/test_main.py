@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from tests.support.jobs import SOURCE
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
 from covey.cli import main as command_line
@@ -170,7 +171,7 @@ def test_bash_completes_with_the_script_that_covey_shows(home: Path, tmp_path: P
         },
         capture_output=True,
         text=True,
-        timeout=60.0,
+        timeout=DEADLINE,
         check=False,
     )
     assert ended.stdout.splitlines() == ["clusters"], ended.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
@@ -19,7 +20,7 @@ def test_a_command_on_a_full_disk_says_so_in_one_line_and_fails(words: list[str]
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=DEADLINE,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     assert (ended.returncode, ended.stderr) == (1, "error: output cannot be written (No space left on device)\n")

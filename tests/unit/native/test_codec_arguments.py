@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.support.codec_inputs import Format, bytes_at, each_format, floats_at, normal
 from tests.support.compiled import needs_native
+from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
 
@@ -152,4 +153,4 @@ def test_a_selection_from_an_array_that_changes_meanwhile_stays_in_its_memory() 
             assert ((guarded >= -7) & (guarded < x.size)).all()
     finally:
         ends.set()
-        thread.join(30)
+        thread.join(DEADLINE)

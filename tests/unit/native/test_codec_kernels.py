@@ -25,6 +25,7 @@ from tests.support.codec_inputs import (
     same,
 )
 from tests.support.compiled import needs_native
+from tests.support.waiting import DEADLINE
 
 from covey.base.native import Native, native
 from covey.compress import compiled, kernels
@@ -200,7 +201,7 @@ def test_other_threads_run_while_a_loop_works() -> None:
             thread = threading.Thread(target=work)
             thread.start()
             ends.append(True)
-            thread.join(60)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
     finally:
         sys.setswitchinterval(before)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, DeadlineError
 from covey.net.descriptors import explain, explained, is_exhausted
@@ -80,7 +81,7 @@ def test_what_a_node_promises_is_written_down_even_if_all_descriptors_are_used_u
     tmp_path: object, spare: str, code: int
 ) -> None:
     words = [sys.executable, "-c", SPARE, str(tmp_path), spare]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
     assert ended.returncode == code, ended.stderr
     if code:
         assert "ulimit -n" in ended.stdout

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.runtime.held_signals import HeldSignals
 
@@ -62,5 +63,5 @@ def test_other_threads_hold_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=body)
     thread.start()
-    thread.join(10)
+    thread.join(DEADLINE)
     assert handlers == [before]

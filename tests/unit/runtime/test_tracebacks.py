@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.jobs import SOURCE
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.base.errors import ClosedError, DeadlineError, MismatchError
@@ -116,7 +117,7 @@ def test_a_thread_that_fails_is_shown_short_too(monkeypatch: pytest.MonkeyPatch)
     tracebacks.install()
     thread = threading.Thread(target=lambda: covey.join(lanes="pigeons"))
     thread.start()
-    thread.join(10.0)
+    thread.join(DEADLINE)
     assert not any("src/covey" in line for line in told.result(10.0))
 
 
@@ -126,7 +127,7 @@ def test_a_script_ends_with_its_own_line_unless_it_is_debugged(tmp_path, debug: 
     script.write_text("import covey\n\ncovey.join(lanes='pigeons')\n")
     env = {"PYTHONPATH": str(SOURCE), "COVEY_HOME": str(tmp_path / "home"), "COVEY_DEBUG": debug}
     ended = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60.0, check=False
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert ended.returncode == 1
     files = [line.split('"')[1] for line in ended.stderr.splitlines() if line.startswith("  File")]

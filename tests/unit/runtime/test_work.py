@@ -5,11 +5,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import DeadlineError, MismatchError
 from covey.runtime.work import Work
-
-PATIENCE = 10.0
 
 
 def test_a_work_ends_with_its_result() -> None:
@@ -45,10 +44,10 @@ def test_a_wait_that_is_over_before_the_work_says_that_it_goes_on() -> None:
 def test_a_waiting_thread_is_woken_by_the_end() -> None:
     work: Work[str] = Work("text")
     got: list[str] = []
-    thread = threading.Thread(target=lambda: got.append(work.wait(PATIENCE)))
+    thread = threading.Thread(target=lambda: got.append(work.wait(DEADLINE)))
     thread.start()
     work.finish("done")
-    thread.join(PATIENCE)
+    thread.join(DEADLINE)
     assert got == ["done"]
 
 
@@ -71,7 +70,7 @@ def test_a_driven_work_makes_progress_on_the_thread_that_waits() -> None:
         work.finish(threading.get_ident())
 
     work: Work[int] = Work("driven", drive=drive)
-    assert work.wait(PATIENCE) == threading.get_ident()
+    assert work.wait(DEADLINE) == threading.get_ident()
     work.wait()
     assert len(steps) == 1
     assert steps[0] is not None
@@ -93,9 +92,9 @@ def test_a_work_can_be_awaited_before_and_after_its_end_and_by_several() -> None
         await asyncio.sleep(0)
         thread = threading.Thread(target=work.finish, args=(5,))
         thread.start()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(DEADLINE):
             assert [await first, await second, await work] == [5, 5, 5]
-        thread.join(PATIENCE)
+        thread.join(DEADLINE)
 
         failed: Work[int] = Work("count")
         failed.fail(MismatchError("differs"))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from tests.support.in_turn import in_turn
+from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Slot
 from covey.runtime.collectives.lane_switch import MOST_AHEAD, LaneSwitch
@@ -126,7 +127,7 @@ def test_the_end_that_proposes_waits_at_the_operation_for_the_answer() -> None:
     time.sleep(0.05)
     assert len(program.used) == proposed - 1
     program.switch.agree(SLOT, proposed)
-    waiting.join(10.0)
+    waiting.join(DEADLINE)
     assert program.used == ["old"] * (proposed - 1) + ["new"]
 
 

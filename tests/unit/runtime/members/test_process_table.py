@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.proto.health import STOPPED_SILENCE, Vouch
 from covey.runtime.members import process_table as process_table_module
@@ -31,7 +32,7 @@ def card(number: int, pid: int | None = None) -> Card:
 def gone() -> int:
     """The number of a process that has been."""
     process = subprocess.Popen(["true"])
-    process.wait(10)
+    process.wait(DEADLINE)
     return process.pid
 
 

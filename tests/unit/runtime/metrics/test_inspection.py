@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime.group.internals import node_of
@@ -62,7 +63,7 @@ def test_heartbeats_are_counted_and_compare_clocks() -> None:
     def work(group: covey.Group) -> None:
         node = node_of(group)
         assert node is not None
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE
         while not node.clocks.offsets():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -130,7 +131,7 @@ def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.Monke
             others = tuple(node.peers)
             for question in (METRICS, OPERATIONS, messages.Ping(77)):
                 node.tell(others, question)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + DEADLINE
             while not any(isinstance(each, messages.Pong) and each.number == 77 for each in list(heard)):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -146,7 +147,7 @@ def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
     for what in ("stacks", "checks"):
         assert PacedAnswers().answer(messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
         answer_keeper(messages.Inspect(what), told.append)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE
     while len(told) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)

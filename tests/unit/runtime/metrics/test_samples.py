@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.compiled import use_executors
+from tests.support.waiting import DEADLINE
 
 import covey
 import covey.metrics
@@ -127,12 +128,12 @@ def test_a_registry_of_prometheus_can_hold_them() -> None:
 
 def test_the_page_is_served_until_it_is_closed() -> None:
     with covey.serve_http(0) as server:
-        page = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
+        page = urllib.request.urlopen(server.url + "/metrics", timeout=DEADLINE).read().decode()
         with pytest.raises(ConfigError, match="cannot be served"):
             covey.serve_http(server.port)
     assert "covey_heartbeats_sent_total" in page
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(server.url + "/metrics", timeout=10)
+        urllib.request.urlopen(server.url + "/metrics", timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
@@ -141,7 +142,7 @@ def test_the_page_only_answers_questions(method: str) -> None:
         before = {sample.name for sample in samples()}
         asked = urllib.request.Request(server.url + "/metrics", data=b"covey_groups 7", method=method)
         with pytest.raises(urllib.error.HTTPError, match="405"):
-            urllib.request.urlopen(asked, timeout=10)
+            urllib.request.urlopen(asked, timeout=DEADLINE)
         assert {sample.name for sample in samples()} == before
 
 
@@ -155,7 +156,7 @@ def test_the_page_of_a_keeper_has_the_ranks_that_answer() -> None:
         3: messages.Inspected("metrics", 0, 0, b""),
     }
     with serve_ranks(lambda _question, _within: answers, "127.0.0.1", 0) as server:
-        page = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
+        page = urllib.request.urlopen(server.url + "/metrics", timeout=DEADLINE).read().decode()
     lines = [line for line in page.splitlines() if not line.startswith("#")]
     assert lines == [
         'covey_up{rank="0"} 1.0',
