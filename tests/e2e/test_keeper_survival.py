@@ -291,3 +291,25 @@ def test_a_group_goes_on_under_its_keeper_when_ranks_are_killed_and_stopped(cove
     assert code == 0
     assert "covey: rank 0 was killed by SIGKILL; the others go on" in err
     assert any("GroupChangedError" in line for line in err)
+
+
+def test_a_rank_that_is_lost_shortly_before_the_end_does_not_begin_the_run_again(covey_run) -> None:
+    body = """
+        import covey, numpy as np
+        print("told", os.environ["RANK"][:9], os.environ.get("WORLD_SIZE"))
+        for group in covey.generations(min_size=1):
+            print("begins", group.generation, group.size)
+            group.all_reduce(np.ones(3))
+            if rank == 2 and start == 0:
+                die()
+            assert group.all_reduce(np.ones(3))[0] == 2, "the run began again"
+            break
+    """
+    code, out, err = finish(covey_run(body, "-n", "3", "--restarts", "2"))
+    assert code == 0, err
+    begun = [line for line in out if "begins" in line]
+    assert begun == [f"[{rank}] begins 0 3" for rank in range(3)], err
+    # Whether it is restarted depends on whether the others have ended by then.
+    told = [line for line in out if "told" in line]
+    assert told[:2] + told[-1:] == ["[0] told 0 3", "[1] told 1 3", told[-1]]
+    assert set(told[2:]) <= {"[2] told 2 3", "[2] told not known None"}

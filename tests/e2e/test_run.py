@@ -32,8 +32,16 @@ class Keeper:
     """One `covey run` process and the folder that its run's folder is made in."""
 
     def __init__(
-        self, cwd: Path, runtime: Path, *words: str, env: dict[str, str] | None = None, **streams: Any
+        self,
+        cwd: Path,
+        runtime: Path,
+        *words: str,
+        env: dict[str, str] | None = None,
+        is_solo: bool = True,
+        **streams: Any,
     ) -> None:
+        """Most scripts here do not join: it is the launcher that is looked at."""
+        words = ("--solo", *words) if is_solo else words
         whole = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{cwd}", "XDG_RUNTIME_DIR": str(runtime)}
         for name in ("COVEY_DEBUG", "NO_COLOR"):
             whole.pop(name, None)
@@ -166,6 +174,42 @@ def test_a_rank_is_told_its_place_and_a_secret_token(covey_run, script, runtime)
         assert facts["token"] not in json.dumps([facts["env"], facts["argv"]])
     assert len({(facts["token"], facts["env"]["COVEY_MEET"]) for facts in ranks}) == 1
     assert list(runtime.iterdir()) == []
+
+
+def test_programs_that_read_the_variables_of_torchrun_find_their_ranks(covey_run, script) -> None:
+    job = script("""
+        import json, socket
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+        *numbers, port = (os.environ[name] for name in names)
+        print(json.dumps([numbers, socket.socket().connect_ex(("127.0.0.1", int(port))) == 0, port]))
+    """)
+    for words in ([], ["--torch-env"]):
+        code, out, _ = covey_run("-n", "2", *words, job).finish()
+        assert code == 0
+        told = [json.loads(said_by(rank, out)[0]) for rank in range(2)]
+        assert [facts[:2] for facts in told] == [
+            [[f"{rank}", "2", f"{rank}", "2", "127.0.0.1"], False] for rank in (0, 1)
+        ]
+        assert told[0][2] == told[1][2]
+
+
+def test_processes_that_succeed_and_never_joined_are_told_of_last(covey_run, script) -> None:
+    alone = "print('saved', rank)"
+    told = "covey: none of the 2 processes joined the run: each worked alone"
+    code, out, err = covey_run("-n", "2", script(alone), is_solo=False).finish()
+    assert (code, sorted(out.splitlines())) == (3, ["[0] saved 0", "[1] saved 1"])
+    assert err.splitlines()[-1].startswith(told)
+    assert "--solo" in err
+    joins = "import subprocess\nsubprocess.run([sys.executable, '-c', 'import covey; covey.join().close()'], check=True"
+    joins += ", pass_fds=[int(os.environ['COVEY_TOKEN_FD'])])"
+    for job, words, expected in (
+        (joins, ["-n", "2"], 0),
+        (alone, ["-n", "1"], 0),
+        (alone, ["-n", "2", "--torch-env"], 0),
+        (alone + "\nsys.exit(rank * 5)", ["-n", "2"], 5),
+    ):
+        code, _, err = covey_run(*words, script(job), is_solo=False).finish()
+        assert (code, told in err) == (expected, False), err
 
 
 def test_the_first_failure_stops_the_others_and_gives_its_exit_code(covey_run, script, runtime) -> None:

@@ -78,7 +78,8 @@ def test_processes_started_on_two_machines_become_one_run(lab, warm: str) -> Non
     assert sorted(report["rank"] for report in reports) == [0, 1, 2]
     assert {(report["size"], report["run"], report["sum"]) for report in reports} == {(3, "mine", 111)}
     for report in reports:
-        assert not report["env"].keys() & {"COVEY_RANK", "COVEY_MEET", "COVEY_TOKEN_FD", "RANK"}
+        assert not report["env"].keys() & {"COVEY_RANK", "COVEY_MEET", "COVEY_TOKEN_FD"}
+        assert (report["env"]["RANK"], report["env"]["WORLD_SIZE"]) == (str(report["rank"]), "3")
         assert report["env"]["COVEY_RUN_PROGRAM"] == "job.py"
     assert lab.left_behind() == []
 

@@ -42,7 +42,7 @@ def begin(folder: Path, body: str, start: str, *arguments: str, size: int = 3, *
     job.write_text(textwrap.dedent(body))
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}", "COVEY_WARM_START": start, **env}
     env.pop("PYTHONHASHSEED", None)
-    words = [sys.executable, "-m", "covey", "run", "-n", str(size), "./job.py", *arguments]
+    words = [sys.executable, "-m", "covey", "run", "--solo", "-n", str(size), "./job.py", *arguments]
     return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -110,7 +110,9 @@ def test_a_program_cannot_tell_how_it_was_started(tmp_path: Path) -> None:
     assert (cold.code, cold.err, warm.code, warm.err) == (0, "", 0, "")
     for rank in range(3):
         one, other = json.loads(cold.said(rank)), json.loads(warm.said(rank))
-        for facts in (one, other):  # the run's own folder, the only thing that differs from run to run
+        for facts in (one, other):  # the run's own folder and port are all that differs from run to run
+            port = facts["environment"].pop("MASTER_PORT")
+            assert facts["environment"].pop("COVEY_GAVE_RANK") == f"{rank}/3/{port}"
             folder = facts["environment"].pop("COVEY_MEET")
             assert facts["environment"].pop("COVEY_KEEPER").startswith(folder)
             assert facts["environment"].pop("COVEY_WARM_START") in (COLD, WARM)

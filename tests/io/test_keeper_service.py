@@ -57,7 +57,7 @@ def folder() -> Iterator[str]:
 
 @pytest.fixture
 def service(folder: str) -> Iterator[KeeperService]:
-    service = KeeperService(folder, TOKEN)
+    service = KeeperService(folder, TOKEN, 3)
     service.start()
     try:
         yield service
@@ -102,8 +102,9 @@ class Rank:
         await rank.dial(stack, service)
         return rank
 
-    async def dial(self, stack: contextlib.AsyncExitStack, service: KeeperService) -> Link:
-        self.link, welcome, _ = await dial(service.path, CREDENTIALS, hello(self.card))
+    async def dial(self, stack: contextlib.AsyncExitStack, service: KeeperService, fewest: int = 0) -> Link:
+        """`fewest` is the number of processes with which it may begin a run that has no members; 0 for all."""
+        self.link, welcome, _ = await dial(service.path, CREDENTIALS, hello(self.card, size=fewest))
         assert (welcome.rank, welcome.purpose, welcome.card.id) == (-1, "keeper", b"")
         self.keeper = welcome.card
         stack.push_async_callback(self.link.ended.wait)
@@ -495,8 +496,10 @@ def test_a_run_survives_once_a_member_said_so(service: KeeperService) -> None:
     assert service.survives  # asked when all is over
 
 
-async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitStack, service: KeeperService) -> Rank:
-    """Return the evicted process in its next life: it waits outside, and no member is left."""
+async def all_members_lost_but_one(
+    stack: contextlib.AsyncExitStack, service: KeeperService, *, has_finished: bool = False, fewest: int = 0
+) -> Rank:
+    """Return the process of a member that left, in its next life: it waits outside, and no member is left."""
     ranks = [await Rank.come(stack, service) for _ in range(3)]
     members = [Member(ranks, index) for index in range(3)]
     for member in members:
@@ -506,11 +509,11 @@ async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitS
         rank.send(founded(ranks, on_loss="continue"))
     evicted = ranks[0]
     await evicted.until(lambda: any(isinstance(each, messages.Agreeing) for each in evicted.said))
-    members[0].view_driver.leave()
+    members[0].view_driver.leave(is_finished=has_finished)
     await evicted.until(lambda: members[0].is_excluded)
     evicted.send(messages.Goodbye())
     again = Rank(evicted.process)
-    await again.dial(stack, service)
+    await again.dial(stack, service, fewest)
     for rank, member in zip(ranks[1:], members[1:], strict=True):
         member.gone()
         rank.process.kill()
@@ -528,12 +531,64 @@ def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_sta
     """And not with the older state of one that had lost its place, though that one came first."""
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        again = await all_members_lost_but_one_that_was_evicted(stack, service)
-        new = await Rank.come(stack, service)
+        again = await all_members_lost_but_one(stack, service)
+        new = [await Rank.come(stack, service) for _ in range(2)]
         await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
         told = anew(again)
         assert (told.generation, told.is_kept) == (2, True)
-        assert [member.card.life for member in told.members] == [new.card.life, again.card.life]
+        assert [member.card.life for member in told.members] == [*(each.card.life for each in new), again.card.life]
+
+    run(work)
+
+
+@linux
+def test_a_run_in_which_a_member_finished_does_not_begin_again(service: KeeperService) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        again = await all_members_lost_but_one(stack, service, has_finished=True, fewest=1)
+        new = [await Rank.come(stack, service) for _ in range(2)]
+        for rank in (again, *new):
+            await rank.until(lambda rank: messages.Goodbye() in rank.said, rank)
+            assert messages.Founded not in map(type, rank.said)
+
+    run(work)
+
+
+@linux
+def test_processes_that_are_too_few_to_begin_a_run_again_are_told(service: KeeperService) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        again = await all_members_lost_but_one(stack, service)
+        service.will_not_return()
+        new = await Rank.come(stack, service)
+        for rank in (again, new):
+            await rank.until(lambda rank: messages.Goodbye in map(type, rank.said), rank)
+            told = next(each for each in rank.said if isinstance(each, messages.Goodbye))
+            assert "2 of 3 processes are left. Start it anew" in told.reason
+            assert messages.Founded not in map(type, rank.said)
+
+    run(work)
+
+
+@linux
+def test_the_last_member_is_not_excluded_while_its_process_exists(
+    service: KeeperService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_table, "STOPPED_SILENCE", 0.0)
+    monkeypatch.setattr(process_table, "REPORT_EVERY", 0.0)
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        one, other = ranks = [await Rank.come(stack, service) for _ in range(2)]
+        members = await found(stack, ranks)
+        members[1].gone()
+        other.process.kill()
+        await one.until(lambda: [view.ranks for view in members[0].views] == [(0,)])
+        one.process.send_signal(signal.SIGSTOP)
+        await one.until(lambda: one.standing(one) == Vouch.STOPPED)
+        looks = len(one.said) + 5  # the keeper judges its processes after each of these reports
+        await one.until(lambda: len(one.said) > looks)
+        one.process.send_signal(signal.SIGCONT)
+        await one.until(lambda: one.standing(one) == Vouch.BUSY)
+        assert [view.ranks for view in members[0].views] == [(0,)]
+        assert not members[0].is_excluded
 
     run(work)
 
@@ -545,7 +600,7 @@ def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back
     monkeypatch.setattr(local_keeper, "REFOUND_OLD_SECONDS", 3.0)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        again = await all_members_lost_but_one_that_was_evicted(stack, service)
+        again = await all_members_lost_but_one(stack, service, fewest=1)
         began = time.monotonic()
         await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
         assert time.monotonic() - began > 2.0  # one that was started again had time to come
@@ -558,7 +613,7 @@ def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back
 
 def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        service = KeeperService(folder, TOKEN)
+        service = KeeperService(folder, TOKEN, 3)
         service.start()
         stack.callback(service.close)
         ranks = [await Rank.come(stack, service) for _ in range(2)]
@@ -582,7 +637,7 @@ def test_a_keeper_service_without_clients_costs_nothing(folder: str) -> None:
     code = f"""
         import sys
         from covey.runtime.keeper.service import KeeperService
-        service = KeeperService({folder!r}, b"t" * 32)
+        service = KeeperService({folder!r}, b"t" * 32, 3)
         service.start()
         print("asyncio" in sys.modules, "msgspec" in sys.modules, service.survives)
         service.catch_up()
@@ -597,9 +652,9 @@ def test_a_keeper_service_without_clients_costs_nothing(folder: str) -> None:
 
 def test_a_folder_that_others_may_enter_or_that_has_a_keeper_is_refused(folder: str, service: KeeperService) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
-        KeeperService(folder, TOKEN).start()
+        KeeperService(folder, TOKEN, 3).start()
     shared = Path(folder) / "shared"
     shared.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="0700"):
-        KeeperService(str(shared), TOKEN).start()
+        KeeperService(str(shared), TOKEN, 3).start()
     assert keeper_path(folder) == service.path

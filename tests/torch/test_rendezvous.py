@@ -440,7 +440,7 @@ def test_under_covey_run_a_script_only_names_the_backend() -> None:
     for rank in range(2):
         lines = [line.partition("] ")[2] for line in run.stdout.splitlines() if line.startswith(f"[{rank}] ")]
         own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        told = own | {"MASTER_ADDR": None}
+        told = own | {"MASTER_ADDR": "127.0.0.1"}
         assert [json.loads(line) for line in lines] == [
             [backend, 11.0, rank, told] for backend in ("covey", "covey", "gloo")
         ]

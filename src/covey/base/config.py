@@ -27,6 +27,7 @@ LAUNCHER_VARIABLES: Final = (
     "COVEY_TOKEN_FD",
     "COVEY_KEEPER",
     "COVEY_RESTART",
+    "COVEY_GAVE_RANK",
 )
 """The variables that `covey run -n` sets for the ranks it starts; COVEY_RESTART counts restarts of the rank."""
 RUN_VARIABLES: Final = (

@@ -221,6 +221,10 @@ def run(
             "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
         ),
     ] = False,
+    solo: Annotated[
+        bool,
+        typer.Option("--solo", help="With -n: the processes are independent, and need not join the run."),
+    ] = False,
     tls_ca: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="PEM file: nodes also need a certificate of this authority."),
@@ -245,8 +249,10 @@ def run(
 
     Each line of output begins with the rank of its process; in a cluster, with the machine and the rank.
 
+    With -n alone, the processes also find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
+
     When a process fails, the other processes on this machine are stopped, and its exit code is returned. With --on-loss
-    continue, the run goes on without it.
+    continue, the run goes on without it. If two or more succeed and none has joined, the exit code is 3.
 
     Ctrl-C is passed on to all processes; a second Ctrl-C kills them. Ctrl-Z stops them, and fg continues them.
 
@@ -264,7 +270,13 @@ def run(
         of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
         of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
         several_machines.refuse(
-            {"--http": http, "--insecure": insecure, "--relay-limit": relay_limit, "--map-port": map_port}
+            {
+                "--http": http,
+                "--insecure": insecure,
+                "--relay-limit": relay_limit,
+                "--map-port": map_port,
+                "--solo": solo,
+            }
         )
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
@@ -314,7 +326,9 @@ def run(
             settings["COVEY_INSECURE"] = "1"
         say_that_it_stays_here(processes, script)
         make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
-        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
+        is_solo = solo or torch_env
+        code = keep(make_run, command, env=settings, restarts=restarts, http=page, log_dir=log_dir, is_solo=is_solo)
+        raise typer.Exit(code)
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):

@@ -57,6 +57,8 @@ class LaunchedRank:
     listens_at: tuple[tuple[str, int], ...] = ()
     """Where rank 0, rank 1 and so on listen, as far as a program has said it."""
     name: str = "run"
+    fewest: int = field(default=0, compare=False)
+    """The number of processes with which a run that has lost all its members may begin again; 0 for all of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

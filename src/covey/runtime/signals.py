@@ -1,4 +1,4 @@
-"""Handlers for signals that the program does not handle itself."""
+"""Handlers for signals: those that a program does not handle itself, and those that a keeper waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import socket
+    from collections.abc import Callable, Iterator
 
 
 def handle(signum: int, handler: Callable[[int, object], None]) -> None:
@@ -29,3 +30,33 @@ def _is_caught(signum: int) -> bool:
         caught = next(line for line in status if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) & 1 << (signum - 1))
     return False
+
+
+@contextlib.contextmanager
+def signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
+    """Yield a socket that is readable once a signal has come; signals other than SIGCHLD are added to `arrived`."""
+    import signal
+    import socket
+
+    def note(signum: int, _: object) -> None:
+        if signum != signal.SIGCHLD:
+            arrived.append(signum)
+
+    with contextlib.ExitStack() as stack:
+        wake, ring = (stack.enter_context(end) for end in socket.socketpair())
+        wake.setblocking(False)
+        ring.setblocking(False)
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGTSTP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGCHLD,
+        ):
+            # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                stack.callback(signal.signal, signum, signal.signal(signum, note))
+        yield wake

@@ -14,8 +14,6 @@ NAME: Final = "covey"
 
 LAUNCHED: Final = "COVEY_LAUNCHED"
 """Names the run in which the workers of torchrun agents that met through covey, or of an engine, meet in turn."""
-exported: Final[dict[str, str]] = {}
-"""The variables that covey wrote into the environment, for scripts that read them."""
 
 
 def register() -> None:
@@ -60,7 +58,9 @@ def _meet_as_launched(torchs: Callable[..., Iterator[Any]]) -> Callable[..., Ite
     """Return a handler of env:// that uses covey if covey knows the ranks and no other launcher has set them."""
 
     def handler(url: str, **options: Any) -> Iterator[Any]:
-        is_told = os.environ.get("RANK") != exported.get("RANK")
+        from covey.runtime.joining.torch_env import is_given
+
+        is_told = "RANK" in os.environ and not is_given(os.environ)
         is_ours = LAUNCHED in os.environ or (not is_told and (is_launched() or _has_joined()))
         return (_meet if is_ours else torchs)(url, **options)
 

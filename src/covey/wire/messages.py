@@ -221,8 +221,11 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The sender is connected to all ranks."""
 
 
-class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The sender leaves; what it sent before still counts."""
+class Goodbye(Worded, frozen=True, array_like=True, tag=6):
+    """The sender leaves; what it sent before still counts. From a keeper: the run is over."""
+
+    reason: Text = ""
+    """Why the run is over, if its work is not finished."""
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):

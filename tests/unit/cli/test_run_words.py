@@ -13,6 +13,7 @@ import typer.main
 from covey.base.errors import ConfigError
 from covey.cli.run import OnLoss, app, check_compress, command_line, is_run_name, share_of_run
 from covey.cli.several_machines import Program, environment_with, passed_on, script_in, sized
+from covey.runtime.joining.torch_env import without_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,7 +120,7 @@ def test_a_secret_of_the_environment_goes_to_the_processes_by_a_pipe(monkeypatch
     run = share_of_run(3, {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab"})()
     assert run.secret_variable() == ("COVEY_SECRET_FD", b"\xcd" * 32)
     place = {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab", "COVEY_SEEDS": "10.0.0.1:47700"}
-    assert run.variables(1) == {**place, "COVEY_KEEPER_ID": run.service.id.hex()}
+    assert run.variables(1) == {**place, "COVEY_KEEPER_ID": run.service.id.hex(), **without_rank({})}
     assert run.size == 3
     assert "COVEY_SECRET" not in os.environ
 
@@ -130,7 +131,12 @@ def test_a_secret_in_a_file_is_left_for_the_processes_to_find(monkeypatch: pytes
     monkeypatch.setenv("COVEY_SECRET_FILE", str(folder / "key"))
     run = share_of_run(1, {"COVEY_RUN": "mine"})()
     assert run.secret_variable() == ("", b"")
-    assert run.variables(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.service.id.hex()}
+    later = without_rank({})
+    assert run.variables(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.service.id.hex(), **later}
+    with pytest.raises(ValueError, match=r"not known before this process joins: call covey\.join or"):
+        int(later["RANK"])
+    torchs = share_of_run(1, {"COVEY_RUN": "mine", "COVEY_TORCH_ENV": "1"})()
+    assert "RANK" not in torchs.variables(0)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,11 @@ class Membership:
         """The members that said that they leave."""
         return self._presence.leaving
 
+    @property
+    def finished(self) -> Collection[int]:
+        """The members that leave because their programs have ended."""
+        return self._presence.finished
+
     def leader(self, now: float) -> int | None:
         """Return the leading rank, as far as this node knows; at most one node at a time returns its own."""
         return self._leading.leader(now)

@@ -24,6 +24,7 @@ from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launche
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.joining.torch_env import export_rank
 from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.off_loop import off_loop
 
@@ -192,6 +193,7 @@ def join_with(request: JoinRequest) -> Group:
     try:
         if _joined is None or engine_of(_joined[1]).is_over:
             _joined = target, _join(target)
+            export_rank(_joined[1])
         elif _joined[0] != target:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
         return _joined[1]

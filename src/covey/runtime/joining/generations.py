@@ -78,7 +78,8 @@ def generations(
 
     Args:
         run: the name of the run in the cluster; under `covey run` and other launchers it is not needed.
-        min_size: the fewest members of a generation (default 1 under a launcher, else 2).
+        min_size: the fewest members of a generation (default 1 under a launcher, else 2). A launcher's run that has
+            lost all its members begins again with so many restarted processes; without it, only with all of them.
         max_size: the most members; further processes wait as spares, and replace lost members.
         timeout: seconds to wait for other members, at the start and whenever there are too few. A process that waits
             for a running or full run waits as long as the run lasts.
@@ -132,7 +133,7 @@ class _Generations:
         request = replace(self._request, is_newcomer=again)
         is_launched = request.run is None and "COVEY_RUN" not in os.environ
         if is_launched:  # the launcher decides how many processes there are
-            request = replace(request, min_size=None, max_size=None)
+            request = replace(request, min_size=None, max_size=None, fewest=self._min_size or 0)
         self._group = None
         try:
             group = bootstrap.join_with(request)

@@ -13,7 +13,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError, QuorumLostError
 from covey.base.text import printable
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.handshake import RefusedError, admit, dial
@@ -63,6 +63,7 @@ class Newcomer:
         Raises:
             DeadlineError: there was none in time.
             ClosedError: the run ended.
+            QuorumLostError: the run lost all its members, and too few processes are left to begin again.
             ConfigError: a member refused this process for good.
         """
         self._endpoint.acceptor.on_link = self._accept
@@ -189,10 +190,14 @@ class Newcomer:
         def hear(message: messages.Control) -> None:
             if isinstance(message, messages.Founded):
                 self._take_seat(message)
+            elif isinstance(message, messages.Goodbye) and message.reason:
+                if not self._founded.done():
+                    self._founded.set_exception(QuorumLostError(message.reason))
             elif isinstance(message, messages.Goodbye):
                 self._end()
 
-        await KeeperLink(path, self._endpoint.credentials, self._endpoint.card, on_message=hear).keep()
+        credentials, card, fewest = self._endpoint.credentials, self._endpoint.card, self._launched.fewest
+        await KeeperLink(path, credentials, card, fewest=fewest, on_message=hear).keep()
 
     async def _log_waiting(self) -> None:
         began = time.monotonic()

@@ -58,6 +58,8 @@ class JoinRequest:
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
     is_newcomer: bool = False
     """The process was in the run before, or knows that it goes on."""
+    fewest: int = 0
+    """Under a launcher: with how many processes a run that has lost all its members may begin again; 0 for all."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> JoinRequest:
@@ -98,6 +100,8 @@ class JoinRequest:
             launched = find_launched_rank(env)
         if launched is not None and self.is_newcomer:
             launched = replace(launched, is_restarted=True)
+        if launched is not None:
+            launched = replace(launched, fewest=self.fewest)
         return JoinTarget(
             config=config,
             run=wanted,
@@ -110,7 +114,7 @@ class JoinRequest:
 
 
 _OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
-_OURS = {"is_elastic", "is_newcomer"}
+_OURS = {"is_elastic", "is_newcomer", "fewest"}
 """Fields that are no arguments of `covey.join`."""
 
 

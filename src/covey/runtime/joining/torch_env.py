@@ -12,6 +12,8 @@ from covey.base.errors import RemoteProtocolError
 from covey.runtime.group.internals import node_of, peers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from covey.runtime.group.group import Group
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
@@ -20,6 +22,12 @@ logger = logging.getLogger("covey")
 
 GLOO: Final = "GLOO_SOCKET_IFNAME"
 """Names the interface that gloo uses."""
+GIVEN: Final = "COVEY_GAVE_RANK"
+"""Tells that covey wrote RANK and the related variables, so that `env://` meets through covey."""
+TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NOT_YET: Final = "not known before this process joins: call covey.join or init_process_group first"
+"""The value of RANK while only joining tells the rank. A script that reads a number there fails, instead of training
+alone."""
 
 
 def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
@@ -31,6 +39,32 @@ def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) ->
 def torch_variables(*, master: str, port: int, **own: int) -> dict[str, str]:
     """Return the variables that torchrun exports for a rank; the store of rank 0 is at `master`, `port`."""
     return rank_variables(**own) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+
+
+def given(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables of a rank with the mark that covey gave them."""
+    return {**variables, GIVEN: _mark(variables)}
+
+
+def is_given(env: Mapping[str, str]) -> bool:
+    """Tell whether RANK and the related variables in an environment are those that covey gave."""
+    return env.get(GIVEN) == _mark(env)
+
+
+def _mark(env: Mapping[str, str]) -> str:
+    """Return what tells the variables of one launcher from those of another that a rank starts."""
+    return "/".join(env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
+def without_rank(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that learns its rank when it joins."""
+    return {name: value for name, value in env.items() if name not in TORCH_VARIABLES} | given({"RANK": NOT_YET})
+
+
+def export_rank(group: Group) -> None:
+    """Set the variables in which torchrun would give this process its rank, if only joining told the rank."""
+    if os.environ.get("RANK") == NOT_YET:
+        os.environ |= given(own_variables(group))
 
 
 def own_variables(group: Group) -> dict[str, str]:
@@ -70,6 +104,17 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def reserve_port() -> socket.socket:
+    """Return a socket that keeps a TCP port of this host from other programs, and does not listen.
+
+    A program that binds this port by its number, with SO_REUSEADDR as stores and servers do, still gets it.
+    """
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
 def export_torch_env(group: Group, node: Node | None) -> None:
     """Set torch's variables in this process, once its rank in a run of the cluster is known; all ranks call it.
 
@@ -89,6 +134,7 @@ def export_torch_env(group: Group, node: Node | None) -> None:
                 port,
             )
     os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)} | gloo_variables(group)
+    os.environ.pop(GIVEN, None)  # torch's own store is wanted
 
 
 def address_of_first(group: Group) -> str:

@@ -21,7 +21,14 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.net import local_runs
 from covey.net.run_folder import RunFolder
-from covey.runtime.joining.torch_env import free_port, torch_variables
+from covey.runtime.joining.torch_env import (
+    TORCH_VARIABLES,
+    given,
+    is_given,
+    reserve_port,
+    torch_variables,
+    without_rank,
+)
 from covey.runtime.keeper.member_relay import MemberRelay
 from covey.runtime.keeper.service import KeeperService
 from covey.runtime.processes import close_pipes, die_with, libc, signal_group, terminate
@@ -77,6 +84,10 @@ class HostRun(abc.ABC):
     def variables_again(self, process: Process) -> dict[str, str]:
         """Return the variables by which a process that replaces `process` continues what that one was."""
         return {}
+
+    @abc.abstractmethod
+    def will_not_return(self) -> None:
+        """Note that a process has failed and will not be restarted."""
 
     @abc.abstractmethod
     def secret_variable(self) -> tuple[str, bytes]:
@@ -157,8 +168,10 @@ class HostRun(abc.ABC):
 
     def _environment(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a rank, without the secret variable."""
-        own = {**self.variables(rank), "PYTHONUNBUFFERED": 1}
-        return {**self._inherited(), **env, **{name: str(value) for name, value in own.items()}}
+        own = {name: str(value) for name, value in (self.variables(rank) | {"PYTHONUNBUFFERED": 1}).items()}
+        if "COVEY_RESTART" in env:  # the run goes on with other ranks
+            own = without_rank(own)
+        return {**self._inherited(), **env, **own}
 
     def _inherited(self) -> dict[str, str]:
         """Return this process's environment without the variables of a run: this process may be a rank itself.
@@ -166,7 +179,12 @@ class HostRun(abc.ABC):
         The secret of a cluster is passed on by `secret_variable` only.
         """
         own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"} - {*self.inherits}
+        own |= {*TORCH_VARIABLES} if is_given(os.environ) else set()
         return {name: value for name, value in os.environ.items() if name not in own}
+
+    def has_joined(self) -> bool:
+        """Tell whether a process here, or a program that it started, ever joined the run; True if that is not known."""
+        return True
 
     def survives(self) -> bool | None:
         """Tell whether the run goes on when a member is lost; None if the members have not said so yet."""
@@ -231,19 +249,22 @@ class LocalRun(HostRun):
     def __init__(self, size: int, *, name: str = "run", torch_env: bool = False) -> None:
         """Prepare a run of `size` ranks, which commands find by its name.
 
-        With `torch_env`, the ranks also get the variables of torch.
+        The ranks get the variables of torch, too. With `torch_env` they are not marked as covey's own, so that
+        `env://` means torch's own store.
         """
         super().__init__(size)
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._torch_port = free_port() if torch_env else 0
+        self._torch_env = torch_env
+        self._torch_port = reserve_port()
         self._own_folder = RunFolder()
         self.folder = self._own_folder.path
-        self.service = KeeperService(self.folder, self.token)
+        self.service = KeeperService(self.folder, self.token, size)
         try:
             self.service.start()
             with contextlib.suppress(OSError):  # a full disk: the run goes on, and no command finds it
                 local_runs.describe(self.folder, name, size, self.token)
         except BaseException:
+            self._torch_port.close()
             self._own_folder.remove()
             raise
 
@@ -256,12 +277,15 @@ class LocalRun(HostRun):
             "COVEY_MEET": self.folder,
             "COVEY_KEEPER": self.service.path,
         }
-        if not self._torch_port:
-            return own
-        port, size = self._torch_port, self.size
-        return own | torch_variables(
-            rank=rank, size=size, local_rank=rank, local_size=size, master="127.0.0.1", port=port
-        )
+        port, size = self._torch_port.getsockname()[1], self.size
+        torchs = torch_variables(rank=rank, size=size, local_rank=rank, local_size=size, master="127.0.0.1", port=port)
+        return own | (torchs if self._torch_env else given(torchs))
+
+    def has_joined(self) -> bool:
+        return self.service.was_found
+
+    def will_not_return(self) -> None:
+        self.service.will_not_return()
 
     def secret_variable(self) -> tuple[str, bytes]:
         return "COVEY_TOKEN_FD", self.token
@@ -270,6 +294,7 @@ class LocalRun(HostRun):
         try:
             super().__exit__(*exception)
         finally:
+            self._torch_port.close()
             self._own_folder.remove()
 
 
@@ -325,7 +350,12 @@ class ClusterRun(HostRun):
 
     def variables(self, rank: int) -> dict[str, object]:
         offered = {} if self._relay is None else {"COVEY_RELAY_PORT": self._relay.port}
-        return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex(), **offered}
+        # Joining tells the rank. With --torch-env it also names torch's own store.
+        rank_later = {} if "COVEY_TORCH_ENV" in self._variables else without_rank({})
+        return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex(), **offered, **rank_later}
+
+    def will_not_return(self) -> None:
+        """Do nothing: a run of a cluster may continue on other machines, and its members know which are left."""
 
     def variables_again(self, process: Process) -> dict[str, str]:
         """Return the id of the node: the members count its vote as that of the process that failed."""

@@ -20,71 +20,51 @@ from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import host_token
-from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
+from covey.proto.keeping import Outcome, without_members
+from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, admit
 from covey.runtime.members.process_table import ProcessTable, Rounds
-from covey.runtime.members.view_driver import ViewDriver, member_keys
 from covey.wire import messages
-from covey.wire.formation import ID_BYTES, LIFE_BYTES
+from covey.wire.formation import LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
 
 if TYPE_CHECKING:
     import socket
 
-    from covey.proto.changes import QuorumLost, Waiting
     from covey.runtime.links.link import Link
-    from covey.wire.membership import View
+    from covey.runtime.members.view_driver import ViewDriver
 
 logger = logging.getLogger("covey")
 
-FOUNDING_SECONDS: Final = 3.0
-"""How long living members of a new generation may take to link; after that, views are decided without waiting."""
 FAREWELL_SECONDS: Final = 1.0
 REFOUND_SECONDS: Final = 2.0
-"""How long waiting processes may link, before they found the run anew because no member is left."""
+"""How long further processes may link, before those that wait begin the run anew because no member is left."""
 REFOUND_OLD_SECONDS: Final = 10.0
 """The same while all waiting processes were in the run before: a restarted one may be about to link."""
-
-
-class _Generation:
-    """A generation whose views the keeper decides; it has a view driver once its members are linked."""
-
-    def __init__(self, founded: messages.Founded, now: float) -> None:
-        """Check the members; RemoteProtocolError if their cards are malformed."""
-        cards = [member.card for member in founded.members]
-        self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
-        self.lives = [card.life for card in cards]
-        self.keys = member_keys(founded)
-        self.rank_of = {card.life: rank for rank, card in enumerate(cards)}
-        are_whole = all(len(key.id) == ID_BYTES and len(key.life) == LIFE_BYTES for key in self.keys)
-        if not are_whole or len(self.rank_of) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
-            raise RemoteProtocolError(
-                f"generation {founded.generation}, as a process announced it, has malformed members"
-            )
-        self.told_by: set[bytes] = set()
-        """The lives that announced it, and so understand messages about it."""
-        self.patience = founded.patience
-        self.open_by = now + FOUNDING_SECONDS
-        self.view_driver: ViewDriver | None = None
-        self.given_up: set[int] = set()
-        """The ranks that the view driver was told are lost."""
-
-    def agrees_with(self, other: _Generation) -> bool:
-        """Tell whether two members announced the same generation."""
-        return (self.lineage, self.is_kept, self.keys) == (other.lineage, other.is_kept, other.keys)
+TOO_FEW: Final = (
+    "the run lost all its members and cannot begin again: {waiting} of {size} processes are left. Start it anew; a "
+    "program that may begin with fewer says so with min_size"
+)
 
 
 class LocalKeeper:
     """Links with the processes of a run, vouches for them, and decides the views of their generations."""
 
-    def __init__(self, listener: socket.socket, folder: str, token: bytes) -> None:
-        """Take ownership of the listener."""
+    def __init__(self, listener: socket.socket, folder: str, token: bytes, size: int) -> None:
+        """Take ownership of the listener; the run was started with `size` processes."""
         self.survives: bool | None = None
         """Whether the run goes on when a member is lost; None until a member has said so. May be read on any thread."""
+        self._has_finished = False
+        """Whether a member finished its program: the run does not begin again."""
+        self.expected = size
+        """How many processes run or will be restarted. May be set on any thread."""
+        self._size = size
+        self._fewest: dict[bytes, int] = {}
+        """By life: with how many processes a linked one may begin the run anew; 0 for all."""
         self._credentials = LinkCredentials.of_token(token)
         contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
         self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
@@ -94,7 +74,7 @@ class LocalKeeper:
         self.rounds = Rounds(self._process_table, self._vouch, self._judge_all)
         self._links: dict[bytes, Link] = {}
         """By life."""
-        self._generations: dict[int, _Generation] = {}
+        self._generations: dict[int, GenerationViews] = {}
         """The latest, and the one before it: a member may still have operations in that one."""
         self._cards: dict[bytes, messages.Card] = {}
         """The cards of linked processes, by life."""
@@ -153,6 +133,7 @@ class LocalKeeper:
             if self._is_closing:
                 link.abort()
             else:
+                self._fewest[hello.card.life] = hello.size
                 self._link_up(link, hello.card)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
@@ -189,7 +170,7 @@ class LocalKeeper:
             logger.warning("process %s was cut off by its keeper: %s", pid, printable(str(link.error)))
         if self._links.get(life) is not link or self._is_closing:
             return
-        del self._links[life], self._cards[life]
+        del self._links[life], self._cards[life], self._fewest[life]
         self._lost_link(life)
         self.rounds.look_closely(life)
 
@@ -228,7 +209,7 @@ class LocalKeeper:
                 pass  # not for a keeper
 
     def _founded(self, life: bytes, founded: messages.Founded) -> None:
-        now, told = time.monotonic(), _Generation(founded, time.monotonic())
+        now, told = time.monotonic(), GenerationViews(founded, time.monotonic())
         if life not in told.rank_of:
             raise RemoteProtocolError(f"a process announced generation {told.number}, which it is not in")
         if told.number > max(self._generations, default=-1):
@@ -249,7 +230,7 @@ class LocalKeeper:
         self.survives = bool(self.survives) or founded.on_loss == "continue"
         generation.told_by.add(life)
         generation.patience = min(generation.patience, told.patience)
-        self._judge_members(generation, now)
+        generation.judge(self._process_table, self._links, self._left, self._card.life, now)
 
     def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
         generation = self._generations.get(number)
@@ -259,47 +240,63 @@ class LocalKeeper:
             raise RemoteProtocolError(f"a process votes in generation {number}, which it is not in")
         if generation.view_driver is not None:  # else the process repeats it
             generation.view_driver.received(generation.rank_of[life], said)
+            self._has_finished = self._has_finished or generation.view_driver.has_finished
 
     def _judge_all(self, now: float) -> None:
         for generation in list(self._generations.values()):
-            self._judge_members(generation, now)
+            generation.judge(self._process_table, self._links, self._left, self._card.life, now)
         if self.survives and self._generations:
             self._refound(self._generations[max(self._generations)], now)
 
-    def _refound(self, last: _Generation, now: float) -> None:
-        """If no member is left to give waiting processes a seat, end the run, or let them found it anew."""
+    def _refound(self, last: GenerationViews, now: float) -> None:
+        """If no member is left to give waiting processes a seat, end the run, or let them begin it anew."""
         ranks = range(len(last.lives)) if last.view_driver is None else last.view_driver.view.ranks
-        members = [last.lives[rank] for rank in ranks]
         waiting = [life for life in self._links if life not in last.rank_of]
-        if not last.is_kept or not waiting or any(self._lives(life) for life in members):
+        if not last.is_kept or not waiting or any(self._lives(last.lives[rank]) for rank in ranks):
             self._memberless_since = math.inf
             return
         self._memberless_since = min(self._memberless_since, now)
-        if any(life in self._left for life in members):
-            for life in waiting:
-                self._links[life].send(messages.encode(messages.Goodbye()))
-            return
         # A process that lost its seat has an older state of the run. Rank 0 gives its state to all, so it should be a
         # restarted process, which begins with the initial state or has read a checkpoint.
         last_in = {life: self._was_last_in(life) for life in waiting}
         waiting.sort(key=lambda life: (last_in[life] >= 0, -last_in[life]))
         are_old = last_in[waiting[0]] >= 0
-        if now >= self._memberless_since + (REFOUND_OLD_SECONDS if are_old else REFOUND_SECONDS):
-            self._memberless_since = now  # start again if this attempt fails
-            if are_old:
-                logger.warning(
-                    "no member is left, and no process was restarted: the run goes back to the state that process "
-                    "%d had when it lost its seat in generation %d",
-                    *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
-                )
-            seated = tuple(
-                messages.SeatedMember(Seat(self._next_seat + number), self._cards[life])
-                for number, life in enumerate(waiting)
-            )
-            lineage = secrets.token_bytes(PROPOSAL_BYTES)
-            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience, lineage)
-            for life in waiting:
-                self._links[life].send(messages.encode(founded))
+        outcome = without_members(
+            has_finished=self._has_finished,
+            size=self._size,
+            expected=self.expected,
+            fewest=[self._fewest[life] for life in waiting],
+            is_late=now >= self._memberless_since + (REFOUND_OLD_SECONDS if are_old else REFOUND_SECONDS),
+        )
+        match outcome:
+            case Outcome.OVER:
+                self._dismiss(waiting, "")
+            case Outcome.HOPELESS:
+                self._dismiss(waiting, TOO_FEW.format(waiting=len(waiting), size=self._size))
+            case Outcome.BEGIN:
+                self._memberless_since = now  # start again if this attempt fails
+                if are_old:
+                    logger.warning(
+                        "no member is left, and no process was restarted: the run goes back to the state that process "
+                        "%d had when it lost its seat in generation %d",
+                        *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
+                    )
+                self._begin_anew(waiting, last)
+
+    def _dismiss(self, waiting: list[bytes], reason: str) -> None:
+        for life in waiting:
+            self._links[life].send(messages.encode(messages.Goodbye(reason)))
+
+    def _begin_anew(self, waiting: list[bytes], last: GenerationViews) -> None:
+        """Give each waiting process a seat in a new generation of a new lineage."""
+        seated = tuple(
+            messages.SeatedMember(Seat(self._next_seat + number), self._cards[life])
+            for number, life in enumerate(waiting)
+        )
+        lineage = secrets.token_bytes(PROPOSAL_BYTES)
+        founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience, lineage)
+        for life in waiting:
+            self._links[life].send(messages.encode(founded))
 
     def _was_last_in(self, life: bytes) -> int:
         """Return the last generation in which an earlier life of the same process was a member; -1 for none."""
@@ -315,71 +312,6 @@ class LocalKeeper:
         process = self._process_table.get(life)
         return life not in self._left and process is not None and process.state is not Vouch.EXITED
 
-    def _judge_members(self, generation: _Generation, now: float) -> None:
-        """Open the view driver once all living members are linked; tell it which members are lost, and which back."""
-        if not generation.is_kept:
-            return
-        process_table = [self._process_table.get(life) for life in generation.lives]
-        lost = {rank for rank, process in enumerate(process_table) if process is None or process.is_lost(now)}
-        if generation.view_driver is None:
-            here = {generation.rank_of[life] for life in generation.told_by if life in self._links}
-            if len(lost | here) < len(process_table) and now < generation.open_by:
-                return
-            generation.view_driver = self._open_view_driver(generation)
-        for rank, process in enumerate(process_table):
-            if process is not None and process.state is Vouch.BUSY:
-                generation.view_driver.vouched(rank)
-        for rank in sorted(lost ^ generation.given_up):
-            generation.view_driver.judged(rank, is_dead=rank in lost)
-        generation.given_up = lost
-
-    def _open_view_driver(self, generation: _Generation) -> ViewDriver:
-        record = first_record(generation.keys, generation.lineage, has_keeper=True)
-        view_host = _ViewHost(self._links, generation.lives)
-        view_driver = ViewDriver(
-            generation.number,
-            record,
-            len(generation.keys),
-            self._card.life,
-            view_host,
-            has_keeper=True,
-            patience=generation.patience,
-        )
-        for rank, life in enumerate(generation.lives):
-            if life in self._links:
-                view_driver.link_up(rank, life)
-        return view_driver
-
     def _end(self, number: int) -> None:
         if (view_driver := self._generations.pop(number).view_driver) is not None:
             view_driver.close()
-
-
-class _ViewHost:
-    """The host of a keeper's view driver: it sends messages; a keeper has no operations to freeze."""
-
-    def __init__(self, links: dict[bytes, Link], lives: list[bytes]) -> None:
-        """`lives` are those of the members, by rank."""
-        self._links, self._lives = links, lives
-
-    def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
-        if (link := self._links.get(self._lives[rank])) is not None:
-            link.send(messages.encode(message))
-
-    def freeze(self, number: int) -> None:
-        """Do nothing: a keeper runs no operations."""
-
-    def installed(self, view: View, lost: tuple[int, ...]) -> None:
-        """Do nothing: the view driver tells the members."""
-
-    def excluded(self, view: View) -> None:
-        """Do nothing: a keeper is in no view."""
-
-    def waiting(self, effect: Waiting) -> None:
-        """Do nothing: a keeper needs no quorum."""
-
-    def quorum_lost(self, effect: QuorumLost) -> None:
-        """Do nothing: all members were silent for too long; if one comes back, the next loss starts a new ballot."""
-
-    def failed(self, error: CoveyError) -> None:
-        """Do nothing: a keeper writes no promises to disk."""

@@ -42,12 +42,15 @@ def keeper_path(folder: str) -> str:
 class KeeperService:
     """Reports on the processes of a run whose ranks meet in a folder of this host."""
 
-    def __init__(self, folder: str, token: bytes) -> None:
-        """`token` proves membership, as it does between the ranks."""
+    def __init__(self, folder: str, token: bytes, size: int) -> None:
+        """`token` proves membership, as it does between the ranks; the run is started with `size` of them."""
         self.path = keeper_path(folder)
-        self._folder, self._token = folder, token
+        self._folder, self._token, self._size = folder, token, size
+        self._gone = 0
         self._closing = threading.Lock()
-        self._is_closed = self._was_found = False
+        self._is_closed = False
+        self.was_found = False
+        """Whether a process has joined the run: it links with its keeper first."""
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._local_keeper: LocalKeeper | None = None
@@ -81,7 +84,16 @@ class KeeperService:
     @property
     def survives(self) -> bool | None:
         """Whether the run goes on when a member is lost; None if there are members, and none has said so yet."""
-        return self._local_keeper.survives if self._local_keeper is not None else None if self._was_found else False
+        return self._local_keeper.survives if self._local_keeper is not None else None if self.was_found else False
+
+    def will_not_return(self) -> None:
+        """Note that a process has failed and will not be restarted."""
+        self._gone += 1
+        self._tell_of_gone()
+
+    def _tell_of_gone(self) -> None:
+        if self._local_keeper is not None:
+            self._local_keeper.expected = self._size - self._gone
 
     def inspect(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
         """Ask the processes; return the answers by rank, None for those that did not come. On any thread."""
@@ -132,12 +144,13 @@ class KeeperService:
         if self._is_closed:
             listener.close()
             return
-        self._was_found = True
+        self.was_found = True
         from covey.runtime import loop as control
         from covey.runtime.keeper.local_keeper import LocalKeeper
 
-        local_keeper = LocalKeeper(listener, self._folder, self._token)
+        local_keeper = LocalKeeper(listener, self._folder, self._token, self._size)
         self._local_keeper = local_keeper  # before a process can connect: `survives` reads it
+        self._tell_of_gone()
         control.start(local_keeper.open()).result()
         waking.recv(1)
         with contextlib.suppress(TimeoutError):

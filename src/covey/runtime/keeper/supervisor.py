@@ -11,7 +11,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -22,15 +21,22 @@ from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.rank_logs import RankLogs
 from covey.runtime.processes import describe_end, drain, exit_status, register_output
+from covey.runtime.signals import signals_noted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    import socket
+    from collections.abc import Callable, Mapping, Sequence
 
     from covey.runtime.keeper.keeper import HostRun
     from covey.runtime.processes import Process
 
 SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C kills them at once."""
+NEVER_JOINED_CODE: Final = 3
+NEVER_JOINED: Final = (
+    "none of the {count} processes joined the run: each worked alone, and may have overwritten what the others wrote. "
+    "A script joins with covey.join() or init_process_group; --solo says that the processes are independent"
+)
 SETTLE_EVERY: Final = 0.02
 """Seconds between checks whether the members of a run have said if it survives a failure."""
 
@@ -43,6 +49,7 @@ def keep(
     restarts: int = 0,
     http: tuple[str, int] | None = None,
     log_dir: str | None = None,
+    is_solo: bool = False,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -50,15 +57,16 @@ def keep(
     process succeeded. The code of a signal is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
     ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
     this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
-    With `log_dir`, the output of each rank is also written to a file there.
+    With `log_dir`, the output of each rank is also written to a file there. If two or more processes succeed and none
+    ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
     fill_standard_descriptors()
     arrived: list[int] = []
     logs = None if log_dir is None else RankLogs(log_dir)
-    with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived, logs)
+    with signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
+        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), selector, wake, arrived, logs)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -83,6 +91,8 @@ class _Command(NamedTuple):
     argv: Sequence[str]
     env: Mapping[str, str]
     restarts: int
+    is_solo: bool
+    """Whether its processes have nothing to do with each other."""
 
 
 class _Supervisor:
@@ -115,8 +125,8 @@ class _Supervisor:
         """Failed ranks, their codes, and until when to wait for the members to say whether the run survives."""
         self._stopping_for: tuple[int, int] | None = None
         """The rank and exit code because of which the others are about to be stopped."""
-        self._has_finished = False
-        """Whether some rank succeeded."""
+        self._succeeded = 0
+        """How many ranks succeeded."""
         self._lost_code = 0
         """The exit code of the last lost rank that the run survived."""
         self._steps: list[tuple[float, signal.Signals]] = []
@@ -134,7 +144,8 @@ class _Supervisor:
             self._start(rank)
         while self._alive or self._waiting or self._failed:
             now = time.monotonic()  # a pause in the output counts only after all output up to now was read
-            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._flush_times())):
+            show_times = [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
+            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *show_times)):
                 if key.data is not None:
                     self._relay(key.data)
             self._react()
@@ -149,7 +160,11 @@ class _Supervisor:
         return self._outcome()
 
     def _outcome(self) -> int:
-        if self._code is not None or self._has_finished:
+        is_whole = self._code is None and self._told is None and self._succeeded > 1
+        if is_whole and not self._command.is_solo and not self._run.has_joined():
+            self.note(NEVER_JOINED.format(count=self._succeeded))
+            return NEVER_JOINED_CODE
+        if self._code is not None or self._succeeded:
             return self._code or 0
         return 128 + self._told if self._told is not None else self._lost_code
 
@@ -187,9 +202,6 @@ class _Supervisor:
 
     def _pipes(self) -> list[_Pipe]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _flush_times(self) -> list[float]:
-        return [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
 
     def _patience(self, *times: float) -> float | None:
         """Return the seconds until the next step or the next of `times`; None if there is none."""
@@ -273,7 +285,7 @@ class _Supervisor:
 
     def _on_end(self, rank: int, code: int) -> None:
         if code == 0:
-            self._has_finished = True
+            self._succeeded += 1
         elif self._told is not None:
             self._code = self._code or 128 + self._told
         elif self._code is None:
@@ -320,6 +332,7 @@ class _Supervisor:
             self._restarts[rank] = before + 1
             self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
             return f"; starting it again ({before + 1} of {most})"
+        self._run.will_not_return()
         return "; the others go on" if self._alive or self._waiting else ""
 
     def _is_over(self, rank: int) -> bool:
@@ -328,9 +341,8 @@ class _Supervisor:
         In a run of a cluster, a process that succeeds may only have left: the members on other hosts know.
         """
         service = self._run.service
-        self._has_finished = self._has_finished or service.is_over
-        is_done = service.is_over if service.is_elsewhere else self._has_finished
-        return is_done and not self._alive and self._waiting.keys() <= {rank}
+        is_done = service.is_over if service.is_elsewhere else self._succeeded
+        return bool(is_done) and not self._alive and self._waiting.keys() <= {rank}
 
     def _stop_at(self, at: float) -> None:
         self._waiting.clear()
@@ -370,31 +382,3 @@ class _Supervisor:
             room = (self._err if other == 2 else self._out).make_room()
             text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"
             self._write(other, room + text.encode())
-
-
-@contextlib.contextmanager
-def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
-    """Yield a socket that is readable once a signal has come; signals other than SIGCHLD are added to `arrived`."""
-
-    def note(signum: int, _: object) -> None:
-        if signum != signal.SIGCHLD:
-            arrived.append(signum)
-
-    with contextlib.ExitStack() as stack:
-        wake, ring = (stack.enter_context(end) for end in socket.socketpair())
-        wake.setblocking(False)
-        ring.setblocking(False)
-        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGHUP,
-            signal.SIGTSTP,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGCHLD,
-        ):
-            # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
-            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
-                stack.callback(signal.signal, signum, signal.signal(signum, note))
-        yield wake

@@ -33,11 +33,13 @@ class KeeperLink:
         credentials: LinkCredentials,
         card: messages.Card,
         *,
+        fewest: int = 0,
         on_message: Callable[[messages.Control], None],
         on_up: Callable[[], None] = lambda: None,
         on_down: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._credentials, self._card = path, credentials, card
+        """`fewest` is the number of processes with which this one may begin a run without members; 0 for all."""
+        self._path, self._credentials, self._card, self._fewest = path, credentials, card, fewest
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
         self._link: Link | None = None
         self._ended = asyncio.Event()
@@ -75,4 +77,4 @@ class KeeperLink:
             self._on_down()
 
     def _hello(self) -> messages.Hello:
-        return messages.Hello(messages.VERSION, secrets.token_bytes(32), "kept", "", -1, 0, "", self._card)
+        return messages.Hello(messages.VERSION, secrets.token_bytes(32), "kept", "", -1, self._fewest, "", self._card)

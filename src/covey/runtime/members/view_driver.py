@@ -119,6 +119,11 @@ class ViewDriver:
         """Tell whether a member said that it leaves."""
         return rank in self._core.leaving
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether a member left because its program had ended."""
+        return self._core.view.is_finished or bool(self._core.finished)
+
     def leader(self) -> int | None:
         """Return the leading rank, as far as this node knows."""
         return self._core.leader(time.monotonic())

@@ -12,7 +12,7 @@ from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.runtime.joining.bootstrap import join_with, joined
 from covey.runtime.joining.request import JoinRequest
-from covey.runtime.joining.torch_env import gloo_variables, own_variables
+from covey.runtime.joining.torch_env import given, gloo_variables, is_given, own_variables
 from covey.torch import entry
 from covey.torch.backend.store import open_store
 
@@ -111,5 +111,7 @@ def _export(group: Group) -> None:
     variables = own_variables(group)
     if not entry.is_launched():
         variables = {name: value for name, value in variables.items() if name.startswith("LOCAL_")}
+    elif "RANK" not in os.environ or is_given(os.environ):
+        place = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+        variables = given(variables | place)
     os.environ |= variables | gloo_variables(group)
-    entry.exported.update(variables)
