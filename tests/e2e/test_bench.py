@@ -136,7 +136,7 @@ def test_opponents_are_measured_checked_compared_and_written_down(bench: Bench, 
 
 @pytest.mark.parametrize(
     ("lanes", "sizes"),
-    [(("shm",), ("100K",)), pytest.param(("shm", "unix", "tcp"), ("4", "300K"), marks=pytest.mark.thorough)],
+    [(("shm",), ("4K",)), pytest.param(("shm", "unix", "tcp"), ("4", "300K"), marks=pytest.mark.thorough)],
 )
 def test_every_operation_is_right_on_every_lane(
     bench: Bench, tmp_path: Path, lanes: tuple[str, ...], sizes: tuple[str, ...]
@@ -214,7 +214,7 @@ def test_a_killed_mpi_rank_ends_the_bench_with_mpiruns_words_and_nothing_left(be
 
 
 @WITH_AND_WITHOUT_MPI
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_an_interrupted_bench_leaves_nothing_behind(
     bench: Bench, signum: signal.Signals, opponents: tuple[str, ...]
 ) -> None:

@@ -73,6 +73,7 @@ def test_machines_of_a_cluster_measure_what_one_of_them_was_told(lab: Lab) -> No
     assert lab.left_behind() == []
 
 
+@pytest.mark.thorough
 def test_ranks_of_covey_run_measure_several_operations_and_rank_0_writes_the_files(lab: Lab) -> None:
     machine = lab.machine()
     words = ["--sizes", "100K", "--reps", "1", "--quick", "--pair-seconds", "0.1", "--dtype", "int32"]

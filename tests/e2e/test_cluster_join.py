@@ -129,7 +129,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
     return [each.report for each in ended]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (0, 3, 4, 5))])
 def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Cluster, seed: int) -> None:
     rng = random.Random(seed)
     size, lanes = 2 + seed % 3, "secure" if seed % 2 else "auto"
@@ -160,9 +160,10 @@ def test_nodes_that_come_within_the_settle_window_are_let_in_though_fewer_would_
 
 
 def test_nodes_of_two_releases_that_speak_the_same_protocol_are_in_one_run(cluster: Cluster) -> None:
-    cluster.job.popen = subprocess.Popen  # a fork has imported this release already
     code = JOIN + WORK + "    report['versions'] = [each.version for each in group.node.members]\n" + END
-    processes = [cluster.start(before + code, size=3, lanes="secure") for before in (LATER_RELEASE, "", "")]
+    processes = [cluster.start(code, size=3, lanes="secure") for _ in range(2)]
+    cluster.job.popen = subprocess.Popen  # a fork has imported this release already
+    processes.append(cluster.start(LATER_RELEASE + code, size=3, lanes="secure"))
     reports = reports_of(finish_all(processes))
     check(reports, "secure")
     for report in reports:

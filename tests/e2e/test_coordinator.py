@@ -121,8 +121,13 @@ def test_the_coordinator_shows_the_view_of_the_run_and_its_members_save_checkpoi
     workers[2].kill()
     survivors = workers[:2]
     assert ask(survivors, "step") == [[[11.0 + 2 * position for position in range(5)]]] * 2
-    until(lambda: status(machine, address)[0]["view"]["number"] > 0)
-    (run,) = status(machine, address)
+    run: Any = {}
+
+    def has_changed() -> bool:
+        run.update(status(machine, address)[0])
+        return run["view"]["number"] > 0
+
+    until(has_changed)
     assert run["view"]["members"] == [0, 1]
     assert [each["state"] for each in run["workers"]] == ["active", "active", "lost"]
     for path, code in (("model-7", 0), ("full", 1)):

@@ -351,8 +351,16 @@ def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, re
         ranks.await_exit(SURVIVORS)
 
 
-@each_lane
-@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C in recv"])
+@pytest.mark.parametrize(
+    ("how", "lanes"),
+    [("Ctrl-C", "shm"), ("Ctrl-C in recv", "secure")]
+    + [
+        pytest.param(how, lanes, marks=pytest.mark.thorough)
+        for how in ("Ctrl-C", "Ctrl-C in recv")
+        for lanes in LANES
+        if (how, lanes) not in (("Ctrl-C", "shm"), ("Ctrl-C in recv", "secure"))
+    ],
+)
 def test_ctrl_c_ends_a_blocked_operation_there_and_everywhere(how: str, lanes: str) -> None:
     with Ranks(3, end_early, how, VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         ranks.hear("ready")
