@@ -23,6 +23,7 @@ from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey.base.config import GroupConfig
+from covey.base.numbers import Seat
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime import loop as control
 from covey.runtime.collectives import closing
@@ -226,9 +227,9 @@ def test_a_link_that_comes_while_a_node_closes_is_not_kept(
                     await asyncio.sleep(NEVER)
                 finally:  # the node closes
                     closes.set()
-                    while node.peers[1].link is None:  # noqa: ASYNC110
+                    while node.peers[Seat(1)].link is None:  # noqa: ASYNC110
                         await asyncio.sleep(0.002)
-                    came.append(node.peers[1].link)
+                    came.append(node.peers[Seat(1)].link)
 
             control.soon(lambda: node.spawn(linger()))
             assert waits.wait(DEADLINE)
