@@ -144,13 +144,14 @@ def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Clu
 
 
 def test_nodes_that_come_within_the_settle_window_are_let_in_though_fewer_would_do(cluster: Cluster) -> None:
-    code = (
-        JOIN.replace(
-            'say("joining")', 'import covey.runtime.joining.cluster_join; say("joining"); sys.stdin.readline()'
-        )
-        + WORK
-        + END
-    )
+    wait = """
+from covey.proto.joining import Joining
+Joining.__init__.__kwdefaults__["settle"] = 12.0  # a node that stands still for a while comes within it all the same
+say("joining")
+sys.stdin.readline()
+"""
+    code = JOIN.replace('say("joining")\n', wait) + WORK + END
+    assert wait in code
     processes = [cluster.start(code, min_size=2) for _ in range(3)]
     for process in processes:
         assert heard(process) == "joining"
