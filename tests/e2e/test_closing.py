@@ -31,6 +31,7 @@ from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.generations import _Generations
+from covey.runtime.joining.newcomer import Newcomer
 from covey.runtime.joining.request import JoinRequest
 from covey.runtime.members import node as nodes
 from covey.runtime.messages import driving_thread, shared_driving
@@ -195,11 +196,19 @@ def test_a_callback_that_exits_keeps_no_other_operation_waiting() -> None:
 # What the control loop has
 
 
-def test_an_interrupted_newcomer_leaves_the_control_loop_whole(launched: Callable[..., LaunchedRank]) -> None:
-    newcomer = launched(1, 2, is_restarted=True)
+def test_an_interrupted_newcomer_leaves_the_control_loop_whole(
+    launched: Callable[..., LaunchedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become_a_node, waits = Newcomer.become_a_node, threading.Event()
+
+    async def tell_and_become_a_node(newcomer: Newcomer, wait: float) -> Node:
+        waits.set()
+        return await become_a_node(newcomer, wait)
+
+    monkeypatch.setattr(Newcomer, "become_a_node", tell_and_become_a_node)
 
     def interrupt() -> None:
-        wait_until(lambda: os.listdir(newcomer.folder))  # it waits for a seat, and may be called there
+        assert waits.wait(DEADLINE)
         control.soon(time.sleep, 0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -207,7 +216,7 @@ def test_an_interrupted_newcomer_leaves_the_control_loop_whole(launched: Callabl
     assert keys == polled
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        join_at(newcomer, GroupConfig(lanes="unix"), timeout=DEADLINE)
+        join_at(launched(1, 2, is_restarted=True), GroupConfig(lanes="unix"), timeout=DEADLINE)
     assert run_threads(3, lambda group: float(group.all_reduce(group.rank + 1.0)), timeout=DEADLINE) == [6.0] * 3
     wait_until(lambda: what_the_loop_polls() == (keys, polled))
 
