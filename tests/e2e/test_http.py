@@ -17,7 +17,7 @@ def serve() -> list[Any]:
 
     def ask(path: str) -> list[Any]:
         try:
-            with urllib.request.urlopen(server.url + path, timeout=20) as answer:
+            with urllib.request.urlopen(server.url + path, timeout=500) as answer:
                 return [answer.status, json.loads(answer.read())["checks"]]
         except urllib.error.HTTPError as error:
             return [error.code, json.loads(error.read())["checks"]]

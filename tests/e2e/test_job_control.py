@@ -31,7 +31,7 @@ os.tcsetpgrp(0, os.getpgrp())
 pids = [int(path.read_text()) for path in sorted(Path().glob("pid*"))]
 def states():
     return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
-until = time.monotonic() + 20
+until = time.monotonic() + 500
 while states() != ["T"] * 3 and time.monotonic() < until:
     time.sleep(0.01)  # a process that was told to stop does so when it next gets a core
 print("states", states(), flush=True)
@@ -40,7 +40,7 @@ if sys.argv[2] == "fg":
     os.tcsetpgrp(0, job.pid)
 Path("enough").touch()
 os.killpg(job.pid, signal.SIGCONT)
-print("code", job.wait(60), flush=True)
+print("code", job.wait(500), flush=True)
 """
 JOB = """
 import os, time
@@ -68,7 +68,9 @@ with covey.join(on_loss=os.environ["POLICY"]) as group:
 """
 
 
-@pytest.mark.parametrize(("policy", "how"), [("raise", "fg"), ("continue", "bg")])
+@pytest.mark.parametrize(
+    ("policy", "how"), [pytest.param("raise", "fg", marks=pytest.mark.thorough), ("continue", "bg")]
+)
 def test_ctrl_z_stops_all_ranks_and_they_go_on_together(tmp_path: Path, policy: str, how: str) -> None:
     (tmp_path / "shell.py").write_text(SHELL)
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))

@@ -52,7 +52,7 @@ def found(on_loss="continue"):
     Path("founded").touch()
 
 def wait_for(name):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 500
     while not Path(name).exists():
         assert time.monotonic() < deadline, name
         time.sleep(0.005)
@@ -60,7 +60,7 @@ def wait_for(name):
 def wait_for_end_of(other):
     '''Return when the keeper has seen the end of another rank.'''
     wait_for(f"pid{other}")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 500
     try:
         while time.monotonic() < deadline:
             os.kill(int(Path(f"pid{other}").read_text()), 0)

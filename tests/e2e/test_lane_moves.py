@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.ranks import Ranks
+from tests.support.waiting import DEADLINE
 
 import covey
 
@@ -65,11 +66,17 @@ def work_while_lanes_move(moves: int, seconds: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("lanes", "on_loss", "native"),
-    [("tcp", "raise", "1"), ("secure", "raise", "0"), ("tcp", "continue", "0"), ("secure", "continue", "1")],
+    [
+        *(("tcp", "raise", "1"), ("secure", "continue", "0")),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("secure", "raise", "0"), ("tcp", "continue", "1"))
+        ),
+    ],
 )
 def test_operations_of_all_kinds_are_right_while_lanes_move(lanes: str, on_loss: str, native: str) -> None:
-    env = {"COVEY_ON_LOSS": on_loss, "COVEY_NATIVE": native, "COVEY_TIMEOUT": "20"}
-    with Ranks(3, work_while_lanes_move, MOVES, 20.0, lanes=lanes, env=env) as ranks:
+    env = {"COVEY_ON_LOSS": on_loss, "COVEY_NATIVE": native, "COVEY_TIMEOUT": str(DEADLINE)}
+    with Ranks(3, work_while_lanes_move, MOVES, DEADLINE, lanes=lanes, env=env) as ranks:
         reports = ranks.results()
         ranks.await_exit()
     assert len({report["steps"] for report in reports}) == 1

@@ -55,10 +55,10 @@ def is_gone(pid: int) -> bool:
 
 
 def test_results_come_back_by_rank() -> None:
-    results = launch(place_and_sum, 3, 10, "egg", timeout=DEADLINE)
-    expected = np.arange(5.0) * 30 + 3
+    results = launch(place_and_sum, 2, 10, "egg", timeout=DEADLINE)
+    expected = np.arange(5.0) * 20 + 1
     for rank, (own, size, word, total) in enumerate(results):
-        assert (own, size, word) == (rank, 3, "egg")
+        assert (own, size, word) == (rank, 2, "egg")
         np.testing.assert_array_equal(total, expected)
 
 
@@ -70,9 +70,9 @@ def test_large_results_come_back_whole() -> None:
 
 def test_the_root_cause_is_raised_and_not_what_others_lost_by_it() -> None:
     with pytest.raises(ValueError, match="one is not enough") as caught:
-        launch(fail_in_rank_1, 3, "value", timeout=DEADLINE)
+        launch(fail_in_rank_1, 2, "value", timeout=DEADLINE)
     (note,) = caught.value.__notes__
-    assert note.startswith("raised in rank 1 of 3\n")
+    assert note.startswith("raised in rank 1 of 2\n")
     assert 'raise ValueError("one is not enough")' in note
     assert "fail_in_rank_1" in note
 
@@ -96,16 +96,17 @@ def test_what_cannot_be_raised_here_becomes_a_rank_failure_with_its_traceback(ki
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(RankFailedError, match="rank 1 of 3 was killed by SIGKILL") as caught:
-        launch(fail_in_rank_1, 3, "kill", timeout=DEADLINE)
+    with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL") as caught:
+        launch(fail_in_rank_1, 2, "kill", timeout=DEADLINE)
     assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
 
 
 def test_a_rank_that_dies_has_no_result_where_the_others_go_on() -> None:
-    results = launch(sum_among_survivors, 4, (1, 2), timeout=DEADLINE, on_loss="continue")
-    assert results == [((0, 3), 1001.0), None, None, ((0, 3), 1001.0)]
+    results = launch(sum_among_survivors, 3, (1,), timeout=DEADLINE, on_loss="continue")
+    assert results == [((0, 2), 101.0), None, ((0, 2), 101.0)]
 
 
+@pytest.mark.thorough
 def test_a_run_that_loses_all_its_ranks_has_failed() -> None:
     with pytest.raises(RankFailedError, match=r"rank \d of 2 was killed by SIGKILL"):
         launch(sum_among_survivors, 2, (0, 1), timeout=DEADLINE, on_loss="continue")
@@ -117,6 +118,7 @@ def test_what_a_function_raises_ends_ranks_that_would_go_on_too() -> None:
         launch(fail_in_rank_1, 3, "value", timeout=DEADLINE, on_loss="continue")
 
 
+@pytest.mark.thorough
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
     with pytest.raises(Exception, match="pickle") as caught:
         launch(fail_in_rank_1, 2, "unpicklable result", timeout=DEADLINE)
@@ -157,12 +159,12 @@ def test_ranks_that_are_late_are_named_and_stopped(tmp_path: Path, monkeypatch: 
         return is_over
 
     def now() -> float:
-        return time.monotonic() + 2 * DEADLINE * (returned == {0, 2})
+        return time.monotonic() + 2 * DEADLINE * (returned == {0})
 
     monkeypatch.setattr(launching._Child, "listen", note)
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
-    with pytest.raises(DeadlineError, match="no result from rank 1 of 3 within the timeout of 500 s") as caught:
-        launch(finish_all_but_rank_1, 3, str(tmp_path), timeout=DEADLINE)
+    with pytest.raises(DeadlineError, match="no result from rank 1 of 2 within the timeout of 500 s") as caught:
+        launch(finish_all_but_rank_1, 2, str(tmp_path), timeout=DEADLINE)
     assert caught.value.late == (1,)
     assert is_gone(int((tmp_path / "rank1").read_text()))
 

@@ -344,7 +344,7 @@ def test_ranks_that_call_something_else_are_told_so_though_the_sender_has_exited
         assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "MismatchError"), (case, report)
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [5, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("how", ["exits", "fails", "closes", "stays"])
 def test_a_mismatch_comes_before_a_loss_however_the_sender_goes(how: str, size: int) -> None:
     for case, report in run_and_go(size, GONE[:2], how, "unix"):

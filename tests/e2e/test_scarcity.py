@@ -38,9 +38,9 @@ def attempt(name, call):
 
 def message():
     if group.rank == 0:
-        group.send(x, 1, timeout=20)
+        group.send(x, 1, timeout=500)
     else:
-        group.recv(0, timeout=20)
+        group.recv(0, timeout=500)
 
 def part(timeout):
     with group.split(0) as other:
@@ -56,7 +56,7 @@ attempt("part", lambda: part(2))
 for each in held:
     os.close(each)
 attempt("message again", message)
-attempt("part again", lambda: part(20))
+attempt("part again", lambda: part(500))
 said["sum"] = group.all_reduce(group.rank + 1)
 group.close()
 print(json.dumps(said))
@@ -68,7 +68,7 @@ from covey import CoveyError, join
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range(10)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, held[-1] + 1))
 try:
-    join("my-run", size=2, timeout=20)
+    join("my-run", size=2, timeout=500)
 except CoveyError as error:
     print(type(error).__name__, error)
 """

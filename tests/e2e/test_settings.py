@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,7 +76,6 @@ def test_a_mistake_in_a_file_is_an_error_that_names_the_file_and_the_setting_tha
 
 def test_ranks_with_different_sizes_fail_at_once_with_the_setting_and_both_values(job: Job, folder: Path) -> None:
     (folder / "covey.toml").write_text('segment_bytes = "1MiB"\n')
-    began = time.monotonic()
     ranks = [
         job.start(SUM.format(folder=str(each), arguments=""), RANK=rank, WORLD_SIZE=2)
         for rank, each in enumerate((folder, job.folder))
@@ -85,7 +83,6 @@ def test_ranks_with_different_sizes_fail_at_once_with_the_setting_and_both_value
     for ended in finish_all(ranks):
         assert ended.error.startswith("covey.ConfigError")
         assert "segment_bytes is '4194304' on rank 1 and '1048576' on rank 0" in ended.error
-    assert time.monotonic() - began < 20
 
 
 def test_an_argument_beats_the_variable_and_the_file(job: Job, folder: Path) -> None:
@@ -120,10 +117,10 @@ with covey.join(settings=settings) as group:
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "here\n"
-    began = time.monotonic()
     try:
-        assert finish(ranks[0]).error.startswith("covey.PeerLostError")
-        assert 0.9 < time.monotonic() - began < 8, "it is 15 s by default"
+        error = finish(ranks[0]).error
+        assert error.startswith("covey.PeerLostError")
+        assert "1.2 s" in error, error
     finally:
         os.kill(ranks[1].pid, signal.SIGKILL)
 

@@ -28,7 +28,7 @@ def serve() -> str:
     @covey.on_shutdown(timeout=0.2)
     def hang() -> None:
         order.append("hang")
-        time.sleep(60)
+        time.sleep(600)
 
     @covey.on_shutdown
     def fail() -> None:
@@ -47,15 +47,15 @@ def serve() -> str:
         say("calling")
         result = str(call.wait())
         try:  # it refuses new calls, and is gone soon
-            group.node.call(1, "slow", 0.0, timeout=10)
+            group.node.call(1, "slow", 0.0, timeout=500)
         except (covey.ClosedError, covey.PeerLostError) as error:
             result += f", then {type(error).__name__}"
         say("returned", result=result)
         await_go()
     else:
-        begun.wait(20)
+        begun.wait()
         say("serving")
-        time.sleep(60)
+        time.sleep(600)
     return ""
 
 
@@ -116,8 +116,8 @@ def test_a_signal_that_interrupts_writing_keeps_no_closer_from_writing(name: str
     [
         ("", "", None, 0),
         ("", "covey.shutdown(); covey.shutdown()", None, 0),
-        ("", "time.sleep(60)", signal.SIGINT, -2),
-        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))", "time.sleep(60)", signal.SIGTERM, 5),
+        ("", "time.sleep(600)", signal.SIGINT, -2),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))", "time.sleep(600)", signal.SIGTERM, 5),
     ],
     ids=["at-exit", "called-twice", "ctrl-c", "own-handler"],
 )

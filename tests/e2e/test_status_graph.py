@@ -6,6 +6,7 @@ import json
 from xml.etree import ElementTree as ET
 
 from tests.support import pipes
+from tests.support.waiting import DEADLINE
 
 PROGRAM = """
 import json, sys
@@ -35,4 +36,4 @@ def test_status_draws_the_links_that_ranks_have_measured(lab) -> None:
     for node in nodes:
         pipes.stdin(node).write("\n")
         pipes.stdin(node).flush()
-    assert [node.wait(30) for node in nodes] == [0] * 5
+    assert [node.wait(DEADLINE) for node in nodes] == [0] * 5
