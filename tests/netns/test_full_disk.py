@@ -7,32 +7,62 @@ import sys
 import textwrap
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src"
+from tests.support.waiting import DEADLINE
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("/tmp", "/var/tmp", "/run")
 SCRIPT = """
     set -e
-    for folder in /tmp /var/tmp /run; do
+    python="$1"
+    shift
+    number=3
+    for kept in "$@"; do
+        eval "exec $number<'$kept'"
+        number=$((number + 1))
+    done
+    for folder in FOLDERS; do
         mount -t tmpfs -o size=64k,mode=1777 tmpfs $folder
+    done
+    number=3
+    for kept in "$@"; do  # its path leads to nothing now, and its descriptor still to the folder
+        mkdir -p "$kept"
+        mount --no-canonicalize --rbind /proc/self/fd/$number "$kept"
+        eval "exec $number<&-"
+        number=$((number + 1))
+    done
+    for folder in FOLDERS; do
         dd if=/dev/zero of=$folder/fill bs=1k 2>/dev/null || true
     done
     cd /tmp
     set +e
     unset TMPDIR XDG_RUNTIME_DIR
-    python="$1 -m covey run -n 2 -m covey --version"
-    $python 2>&1
-    RANK=0 WORLD_SIZE=2 $1 -c 'import covey; covey.join()' 2>&1 | tail -n 1
+    run() { "$python" -m covey run -n 2 -m covey --version 2>&1; }
+    join() { RANK=0 WORLD_SIZE=2 "$python" -c 'import covey; covey.join()' 2>&1 | tail -n 1; }
+    run
+    join
     rm /tmp/fill
-    XDG_RUNTIME_DIR=/run RANK=0 WORLD_SIZE=2 $1 -c 'import covey; covey.join()' 2>&1 | tail -n 1
-    XDG_RUNTIME_DIR=/run $python 2>&1 | sort -u | head -n 1
-"""
+    export XDG_RUNTIME_DIR=/run
+    join
+    run | sort -u | head -n 1
+""".replace("FOLDERS", " ".join(FOLDERS))
 
 
-def test_full_temporary_folders_are_named_with_what_to_do(tmp_path: Path) -> None:
+def below_folders() -> list[Path]:
+    """Return where covey and its interpreter are, as far as file systems over the folders hide it; outer ones first."""
+    above = {*map(Path, FOLDERS), *(Path(name).resolve() for name in FOLDERS)}
+    needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix)}
+    needed |= {path.resolve() for path in needed}
+    return sorted(path for path in needed if above & set(path.parents))
+
+
+def test_full_temporary_folders_are_named_with_what_to_do() -> None:
     ended = subprocess.run(
-        ["unshare", "-m", "sh", "-c", textwrap.dedent(SCRIPT), "sh", sys.executable],
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"},
+        ["unshare", "-m", "sh", "-c", textwrap.dedent(SCRIPT), "sh", sys.executable, *map(str, below_folders())],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd="/",
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=DEADLINE,
         check=False,
     )
     lines = [line for line in ended.stdout.splitlines() if not line.startswith("what to do")]
