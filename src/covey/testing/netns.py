@@ -9,6 +9,7 @@ with Lan(hosts=3, kind="switch") as lan:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 PREFIX: Final = "covey-lan"
 _NAMESPACES: Final = Path("/run/netns")
 _ETC: Final = Path("/etc/netns")
-_COMMAND_SECONDS: Final = 30.0
+_COMMAND_SECONDS: Final = 300.0
+"""A guard against hangs: what a command takes depends on what else the machine does."""
 _TRIES: Final = 100
 _LAUNCHERS: Final = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
@@ -289,12 +291,25 @@ def _link_local(namespace: str, device: str) -> str:
 
 def _remove_leftovers(prefix: str) -> None:
     """Remove the namespaces of processes that were killed during a test."""
+    if not _leftovers(prefix):
+        return
+    _NAMESPACES.mkdir(exist_ok=True)
+    lock = os.open(_NAMESPACES, os.O_RDONLY)  # another process may be about to remove the same ones
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, unique in _leftovers(prefix):
+            _kill_inhabitants(name)
+            _remove(Path(tempfile.gettempdir()) / unique, [name] if name != unique else [])
+    finally:
+        os.close(lock)
+
+
+def _leftovers(prefix: str) -> list[tuple[str, str]]:
+    """Return what is left of networks whose processes are gone, each with the name of its network."""
     names = {path.name for folder in (_NAMESPACES, _ETC, Path(tempfile.gettempdir())) for path in _list(folder)}
     pattern = re.compile(rf"({re.escape(prefix)}-(\d+)-[0-9a-f]{{4}})(-\w+)?")
-    for name in sorted(names):
-        if (match := pattern.fullmatch(name)) and not Path(f"/proc/{match[2]}").exists():
-            _kill_inhabitants(name)
-            _remove(Path(tempfile.gettempdir()) / match[1], [name] if match[3] else [])
+    found = [match for name in sorted(names) if (match := pattern.fullmatch(name))]
+    return [(match[0], match[1]) for match in found if not Path(f"/proc/{match[2]}").exists()]
 
 
 def _list(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CAPTURE_BYTES: Final = 64 << 20
-_ANSWER_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 300.0  # a guard against hangs
 _QUEUE_SECONDS: Final = 0.1  # what waits longer than this for a slow port is dropped, as a real switch would
 _BATCH: Final = 64  # frames read from one port before the others get their turn
 _DEVICE_QUEUE: Final = 1000  # frames that the kernel keeps for us
