@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.support import forked
+from tests.support.promptness import promised
 
-from covey.testing import netns
+from covey.testing import netns, switch
+
+__all__ = ["promised"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,5 +18,6 @@ def _namespaces() -> None:
 
 @pytest.fixture(autouse=True)
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs on hosts are forked where they can be."""
+    """Programs on hosts, and switches, are forked where they can be."""
     monkeypatch.setattr(netns, "subprocess", forked)
+    monkeypatch.setattr(switch, "subprocess", forked)

@@ -23,6 +23,7 @@ def limit(host: Host, rate: str, burst: str) -> None:
     host.run(shaper.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_a_slow_link_is_found_in_its_direction_and_the_others_are_fast() -> None:
     with Lan(hosts=3, prefix=PREFIX) as lan:

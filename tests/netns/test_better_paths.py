@@ -40,6 +40,7 @@ def narrow(host: Host, device: str, rate: str) -> None:
     host.run(words.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_lanes_move_to_a_faster_network_that_appears() -> None:
     """Under `raise`, where no view gives the group new lanes."""

@@ -10,6 +10,7 @@ from tests.support import pipes
 from tests.support.coordinators import WORKER, ask
 from tests.support.jobs import SOURCE, finish
 from tests.support.machines import heard
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
@@ -28,7 +29,7 @@ def test_workers_on_other_hosts_register_and_join_with_the_secret_only() -> None
             [sys.executable, "-m", "covey", "coordinator", "--listen", address, "--size", "2"], env=env
         )
         assert "with the secret of the cluster" in pipes.stdout(coordinator).readline()
-        config = {"coordinator": address, "interval": 0.1, "timeout": 25.0}
+        config = {"coordinator": address, "interval": 0.1, "timeout": DEADLINE}
         workers = [
             host.popen([sys.executable, "-c", WORKER, json.dumps(config | {"worker_id": name})], env=env)
             for host, name in ((there, "w0"), (here, "w1"))  # rank 0 is not where the coordinator is
@@ -39,9 +40,12 @@ def test_workers_on_other_hosts_register_and_join_with_the_secret_only() -> None
         )
         for rank, worker in enumerate(workers):
             assert heard(worker)[0] == "before"
-            assert heard(worker) == ["started", rank, 2, 1, True, True, ""]
+            started = heard(worker)
+            assert coordinator.poll() is None, "the coordinator has ended"
+            assert started == ["started", rank, 2, 1, True, True, ""]
         assert ask(workers, "step") == [[[11.0 + 2 * position for position in range(5)]]] * 2
         assert [finish(worker).code for worker in workers] == [0, 0]
         ended = finish(stranger)
+        assert coordinator.poll() is None, "a stranger has ended the coordinator"
         assert ended.code == 1
         assert "'w2' got no rank within the timeout of 2 s: the coordinator" in ended.err

@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.members import STEADY, by_rank, start_with_keeper
 from tests.support.nodes import Cluster
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.members import Member
 
 PREFIX = "covey-faults"
-PROGRESS_SECONDS = 30.0
-"""How long a step may take while the network is at its worst, on a machine that stands still for moments."""
 NOTICE_SECONDS = 12.0
-"""How soon an operation ends whose path is dead, with that."""
+"""How soon an operation ends whose path is dead, on a machine that does nothing else."""
 FLAPS = int(os.environ.get("FLAPS", "2"))
-"""How often a network goes down and comes back; 30 take a minute."""
+"""How often a network goes down and comes back."""
 PROGRAM = STEADY.replace('on_loss="continue", ', "")
 
 LOSSY = """
-import json, logging, sys, time
+import json, logging, sys
 import numpy as np
 import covey
 
@@ -41,20 +42,20 @@ logging.getLogger("covey").addHandler(Keep())
 logging.getLogger("covey").setLevel(logging.INFO)
 print(json.dumps("ready"), flush=True)
 with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
-    until, is_done = time.monotonic() + 30, False
+    is_done = False
     while not is_done:
         x = np.arange(250_000, dtype=np.float32) + group.rank
         group.all_reduce(x)
         assert np.array_equal(x, 2 * np.arange(250_000, dtype=np.float32) + 1)
         now = any("BBR" in each for each in said)
-        is_done = bool(group.all_reduce(float(now or time.monotonic() > until), op="min"))
+        is_done = bool(group.all_reduce(float(now), op="min"))
     print(json.dumps([each for each in said if "BBR" in each]))
 """
 
 
 def start_run(lan: Lan, **options: Any) -> list[Member]:
     cluster = Cluster()
-    given = {"patience": 20, "count": 20_000, "pause": 0.1, "talks": True, "on_loss": "continue"} | options
+    given = {"patience": DEADLINE, "count": 5_000, "pause": 0.1, "talks": True, "on_loss": "continue"} | options
     return by_rank([start_with_keeper(cluster, host, "faults", PROGRAM, "--size", "2", **given) for host in lan.hosts])
 
 
@@ -62,7 +63,7 @@ def await_progress(members: list[Member], number: int) -> None:
     """Return once all members have taken a step that began after this call."""
     members[0].signal(signal.SIGUSR2)
     for member in members:
-        member.said("marked", number, within=PROGRESS_SECONDS)
+        member.said("marked", number)
 
 
 def end_well(members: list[Member]) -> None:
@@ -92,10 +93,12 @@ def test_packets_that_are_lost_or_late_cost_time_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_an_operation_whose_only_network_dies_ends_with_the_reason(on_loss: str) -> None:
+def test_an_operation_whose_only_network_dies_ends_with_the_reason(
+    on_loss: str, promised: Callable[[float], float]
+) -> None:
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         members = start_run(lan, on_loss=on_loss, patience=3, count=2_000_000, pause=0.0, talks=False)
-        time.sleep(1.0)
+        await_progress(members, 0)
         lan.hosts[1].run(["ip", "link", "set", "eth0", "down"])  # in the middle of an all_reduce, most likely
         at = time.monotonic()
         for member in members:
@@ -105,18 +108,17 @@ def test_an_operation_whose_only_network_dies_ends_with_the_reason(on_loss: str)
             else:
                 said = member.said("error")
                 assert said["kind"] == ("PeerLostError" if on_loss == "raise" else "QuorumLostError"), said
-            assert said["at"] - at < NOTICE_SECONDS, member.story()
+            assert said["at"] - at < promised(NOTICE_SECONDS), member.story()
 
 
-def test_a_network_that_goes_and_comes_every_second_stops_no_run_that_has_another() -> None:
+def test_a_network_that_goes_and_comes_again_and_again_stops_no_run_that_has_another() -> None:
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
         members = start_run(lan)
         for number in range(FLAPS):
             lan.switches[0].cut("host0")
-            time.sleep(1.0)
-            await_progress(members, number)
+            await_progress(members, 2 * number)
             lan.switches[0].mend()
-            time.sleep(1.0)
+            await_progress(members, 2 * number + 1)
         end_well(members)
 
 

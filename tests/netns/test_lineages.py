@@ -6,11 +6,12 @@ Several runs share each network and its cuts, so that their waits pass together.
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.members import ELASTIC, Member, check_same_end, start, start_with_keeper, together
 from tests.support.nodes import Cluster
+from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey.testing.netns import Lan
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 PREFIX = "covey-lineages"
 PATIENCE = 3.0
-SEEN_SECONDS = 8.0
-"""A machine that may found a run does so in this time."""
 KNOWN = "a run of this name was begun before"
 FAILING = ELASTIC.replace(
     "    except covey.CoveyError as error:\n",
@@ -39,21 +38,26 @@ def part(lan: Lan, side: Iterable[int]) -> None:
             lan.switch.cut(f"host{other}", f"host{one}")
 
 
-def wait_for_line(member: Member, words: str, within: float = 20.0) -> str:
+def wait_for_line(member: Member, words: str) -> str:
     """Wait until a line with these words is in what a program or its keeper writes for people."""
-    until = time.monotonic() + within
-    while not (found := [line for line in member.warnings if words in line]):
-        assert time.monotonic() < until, f"no line with {words!r}\n{member.story()}"
-        time.sleep(0.05)
-    return found[-1]
+
+    def found() -> list[str]:
+        return [line for line in member.warnings if words in line]
+
+    wait_until(found, lambda: f"no line with {words!r}\n{member.story()}")
+    return found()[-1]
 
 
+@pytest.mark.thorough
 def test_machines_that_are_cut_off_wait_for_their_run_whether_they_gave_up_were_killed_or_only_heard_of_it() -> None:
     with Lan(hosts=5, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
 
         def begin(run: str, *indexes: int) -> list[Member]:
-            words, options = ("--restarts", "9", "--min", "2"), {"min_size": 2, "patience": PATIENCE, "timeout": 60}
+            words, options = (
+                ("--restarts", "9", "--min", "2"),
+                {"min_size": 2, "patience": PATIENCE, "timeout": DEADLINE},
+            )
             return [start_with_keeper(cluster, lan.hosts[index], run, FAILING, *words, **options) for index in indexes]
 
         five, told = begin("five", 0, 1, 2, 3, 4), begin("told", 0, 2, 3)
@@ -64,8 +68,10 @@ def test_machines_that_are_cut_off_wait_for_their_run_whether_they_gave_up_were_
         cut_off = [*five[:2], told[0], told[3]]
         counts = [len(member.all_said("generation")) for member in cut_off]
         for member in cut_off:
-            wait_for_line(member, KNOWN, within=30.0)
-        time.sleep(SEEN_SECONDS)
+            wait_for_line(member, KNOWN)
+        together(
+            [start(cluster, host, "new", ELASTIC, min_size=2) for host in lan.hosts[:2]]
+        )  # one may be founded here
         for member, count in zip(cut_off, counts, strict=True):
             assert len(member.all_said("generation")) == count, f"a second run was founded\n{member.story()}"
         lan.switch.mend()
@@ -87,7 +93,7 @@ def test_of_two_runs_that_were_founded_apart_the_younger_ends_and_its_state_is_s
         lan.switch.mend()
         states = []
         for member in younger:
-            assert member.process.wait(20) == 1, member.story()
+            assert member.process.wait(DEADLINE) == 1, member.story()
             member.join()
             error = wait_for_line(member, "covey.SplitRunError: an older run of the name 'one' is going on with")
             assert "this one is younger, so it ends here" in error
@@ -115,12 +121,12 @@ def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_on
         other = next(member for member in pair if member is not tie_breaker)
         for member in pair:
             member.kill()
-            member.process.wait(20)
+            member.process.wait(DEADLINE)
         here, third = lan.hosts[other.host.index], lan.hosts[2]
         waiting = [start(cluster, host, "lost", ELASTIC, min_size=2, timeout=9, patience=2) for host in (here, third)]
         for member in waiting:
             wait_for_line(member, KNOWN)
-            member.process.wait(20)
+            member.process.wait(DEADLINE)
             assert member.process.returncode == 1
             member.join()
             assert "DeadlineError" in member.story()
@@ -151,5 +157,5 @@ def test_a_process_that_is_started_again_after_the_others_have_finished_ends_qui
         check_same_end(members[:2])
         lost.kill()
         lost.join()
-        assert lost.process.wait(30) == 0, lost.story()
+        assert lost.process.wait(DEADLINE) == 0, lost.story()
         assert "Traceback" not in "\n".join(lost.warnings)

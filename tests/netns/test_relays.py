@@ -167,7 +167,7 @@ def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other() -> N
 def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> None:
     with two_networks() as hosts:
         cluster, started = Cluster(), time.monotonic()
-        (node,) = start_nodes(cluster, hosts, timeout=3)[:1]
+        (node,) = start_nodes(cluster, hosts, timeout=12)[:1]
         env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[0]}
         doctor = hosts[0].popen([sys.executable, "-m", "covey", "doctor", "--json"], env=env)
         facts = json.loads(doctor.communicate(timeout=DEADLINE)[0])
@@ -196,11 +196,11 @@ import covey
 host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 with covey.join(run, **options) as group:
     print(json.dumps(dict(relays=[each.relay for each in group.node.links()])), flush=True)
-    steps, is_over, until = 0, 0.0, time.monotonic() + 25
+    steps, is_over = 0, 0.0
     while is_over < 2:
         moves = [event.text for event in group.events() if event.kind == "moved"]
         has_moved = any("lane moved" in text for text in moves)
-        x = np.array([2.0 if time.monotonic() > until else has_moved, 10.0 ** group.rank])
+        x = np.array([has_moved, 10.0 ** group.rank])
         group.all_reduce(x)
         assert x[1] == 11.0, x
         steps, is_over = steps + 1, x[0]
@@ -267,7 +267,7 @@ import json, sys, time
 import numpy as np
 import covey
 
-with covey.join("three", size=3, timeout=30) as group:
+with covey.join("three", size=3, timeout=500) as group:
     x = np.arange(100_003, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
     found = {each.rank: each.relay for each in group.node.links()}
@@ -304,7 +304,7 @@ import json
 import numpy as np
 import covey
 
-with covey.join(timeout=30) as group:
+with covey.join(timeout=500) as group:
     x = np.arange(100_003, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
     group.barrier()
@@ -350,7 +350,7 @@ def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> 
         agent = hosts[2].popen(up, env=PYTHONPATH)
         said = [pipes.stdout(agent).readline() for _ in range(3)]
         assert said[2] == "It is a relay for nodes of the cluster, at port 47690.\n", said
-        argv = [sys.executable, "-c", JOB, "0", "pair", json.dumps({"size": 2, "timeout": 30})]
+        argv = [sys.executable, "-c", JOB, "0", "pair", json.dumps({"size": 2, "timeout": DEADLINE})]
         nodes = [
             Node(hosts[i], hosts[i].popen(argv, env=PYTHONPATH | {"COVEY_SEEDS": hosts[2].ip4s[i]})) for i in (0, 1)
         ]
@@ -361,7 +361,7 @@ def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> 
         assert agent.wait(DEADLINE) == 0
 
 
-@pytest.mark.parametrize("speaks", ["pcp", "pmp", "upnp"])
+@pytest.mark.parametrize("speaks", ["pcp", pytest.param("pmp", marks=pytest.mark.thorough), "upnp"])
 def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect(speaks: str) -> None:
     with two_networks() as hosts:
         router, cluster = hosts[2], Cluster()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
 from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 WORK = """
 import json, sys, time
@@ -32,23 +37,26 @@ with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
 """
 
 BUSY = """
-import ctypes, json, sys, time
+import ctypes, json, os, sys
 import numpy as np
 import covey
 
 with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
     x = np.ones(1000)
     group.all_reduce(x)
+    print(json.dumps(group.rank), flush=True)
     if group.rank == 1:
-        ctypes.PyDLL(None).sleep(8)  # and keeps the interpreter's lock: nothing else of this process runs
-    start = time.monotonic()
+        gate = os.open(os.environ["GATE"], os.O_RDWR)
+        ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)  # and keeps the interpreter's lock
     group.all_reduce(x)
-    print(json.dumps([group.rank, float(x[0]), time.monotonic() - start]))
+    print(json.dumps([group.rank, float(x[0])]))
 """
 
 
 @pytest.mark.parametrize("is_launched", [False, True], ids=["agreed", "launched"])
-def test_a_pulled_cable_is_noticed_on_both_sides_in_five_seconds(is_launched: bool) -> None:
+def test_a_pulled_cable_is_noticed_on_both_sides_in_five_seconds(
+    is_launched: bool, promised: Callable[[float], float]
+) -> None:
     with Lan(hosts=2, kind="switch") as lan:
         cluster = Cluster()
         settings = [
@@ -66,7 +74,7 @@ def test_a_pulled_cable_is_noticed_on_both_sides_in_five_seconds(is_launched: bo
         lan.switch.cut("host1")
         start = time.monotonic()
         outcomes = [pipes.stdout(node.process).readline() for node in nodes]
-        assert time.monotonic() - start < 6
+        assert time.monotonic() - start < promised(6.0)
         ends = [node.end() for node in nodes]
         assert [code for code, _, _ in ends] == [0, 0], ends
         for rank, lost, text in map(json.loads, outcomes):
@@ -74,11 +82,15 @@ def test_a_pulled_cable_is_noticed_on_both_sides_in_five_seconds(is_launched: bo
             assert f"rank {lost} " in text
 
 
-def test_a_process_that_keeps_the_interpreters_lock_for_8_seconds_is_not_dead() -> None:
+def test_a_process_that_keeps_the_interpreters_lock_for_8_seconds_is_not_dead(tmp_path: Path) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
     with Lan(hosts=2, kind="switch") as lan:
         cluster = Cluster()
-        ends = [node.end() for node in [cluster.start(host, code=BUSY, size=2) for host in lan.hosts]]
+        nodes = [cluster.start(host, code=BUSY, env={"GATE": str(gate)}, size=2) for host in lan.hosts]
+        assert sorted(pipes.stdout(node.process).readline() for node in nodes) == ["0\n", "1\n"]
+        time.sleep(8)  # more than the silence after which a machine is taken for dead
+        with gate.open("r+b", buffering=0) as opened:
+            opened.write(b"x")
+        ends = [node.end() for node in nodes]
         assert [code for code, _, _ in ends] == [0, 0], ends
-        reports = sorted(json.loads(out) for _, out, _ in ends)
-        assert [(rank, total) for rank, total, _ in reports] == [(0, 4.0), (1, 4.0)]
-        assert reports[0][2] > 6
+        assert sorted(json.loads(out) for _, out, _ in ends) == [[0, 4.0], [1, 4.0]]

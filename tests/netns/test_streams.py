@@ -15,7 +15,7 @@ from covey.testing.netns import Lan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.alone]  # what is kept depends on what a trial measures
+pytestmark = [pytest.mark.thorough, pytest.mark.alone]  # what is kept depends on what a trial measures
 
 WINDOW = 131072
 """What the kernel of a host keeps for a connection: it acknowledges about half of that in each round trip."""

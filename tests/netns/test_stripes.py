@@ -16,7 +16,7 @@ from covey.testing.netns import Lan
 if TYPE_CHECKING:
     from covey.testing.netns import Host
 
-pytestmark = [pytest.mark.alone]  # whether a network is used depends on what a trial measures
+pytestmark = [pytest.mark.thorough, pytest.mark.alone]  # whether a network is used depends on what a trial measures
 
 PREFIX = "covey-stripes"
 PROGRAM = """

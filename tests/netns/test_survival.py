@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.members import (
@@ -22,8 +23,12 @@ from tests.support.members import (
     together,
 )
 from tests.support.nodes import Cluster
+from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PREFIX = "covey-survival"
 CABLE_SECONDS = 5.0
@@ -55,7 +60,9 @@ def check_quorum_lost(member: Member, missing: list[Member], ranks: list[Member]
         assert option in error["text"]
 
 
-def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_their_state() -> None:
+def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_their_state(
+    promised: Callable[[float], float],
+) -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         pulled = lan.hosts[2]
@@ -69,7 +76,7 @@ def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_th
         said = [member.said("contributors") for member in elastic[:2]]
         for each in said:
             assert sorted(each["hosts"]) == [0, 1]
-            assert each["at"] - at < CABLE_SECONDS + OPERATION_SECONDS
+            assert each["at"] - at < promised(CABLE_SECONDS + OPERATION_SECONDS)
         assert said[0]["step"] == said[1]["step"]
 
         # Of host 0 and host 3 only one hears the other: one of them goes on with host 1.
@@ -89,6 +96,7 @@ def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_th
         check_same_end(elastic)
 
 
+@pytest.mark.thorough
 @pytest.mark.alone  # a cut of two seconds must not become one of five
 def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_never_merge() -> None:
     with Lan(hosts=5, kind="switch", prefix=PREFIX) as lan:
@@ -148,7 +156,7 @@ def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_
 def test_forged_resets_in_the_middle_of_operations_evict_no_node_that_can_be_reached_again_in_a_moment() -> None:
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
-        members = by_rank([start(cluster, host, "big", size=3, count=2 << 20, pause=0) for host in lan.hosts])
+        members = by_rank([start(cluster, host, "big", size=3, count=1 << 18, pause=0) for host in lan.hosts])
         for number, connections in enumerate((6, 3)):  # links and lanes; which are seen again when they are used
             members[number].signal(signal.SIGUSR2)
             for member in members:
@@ -171,29 +179,30 @@ def test_forged_resets_in_the_middle_of_operations_evict_no_node_that_can_be_rea
             assert (kinds(member).count("lost"), "view" in kinds(member)) == (1, True)
 
 
-def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote() -> None:
+def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote(
+    promised: Callable[[float], float],
+) -> None:
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         alone = [start(cluster, host, "alone", size=2) for host in lan.hosts]
         lost = [start(cluster, host, "lost", size=2, patience=4) for host in lan.hosts]
-        elastic = [start(cluster, host, "voted", ELASTIC, min_size=2, patience=15) for host in lan.hosts]
+        elastic = [start(cluster, host, "voted", ELASTIC, min_size=2, patience=DEADLINE) for host in lan.hosts]
         alone, lost = by_rank(alone), by_rank(lost)
         elastic.sort(key=lambda member: member.said("generation")["rank"])
         assert all(len(member.said("generation")["hosts"]) == 2 for member in elastic)
 
         at = lost[0].kill()
-        killed_at = elastic[0].kill()
-        time.sleep(0.3)
-        again = start(cluster, lan.hosts[elastic[0].host.index], "voted", ELASTIC, min_size=2, patience=15)
+        elastic[0].kill()
+        elastic[0].process.wait(DEADLINE)
+        again = start(cluster, lan.hosts[elastic[0].host.index], "voted", ELASTIC, min_size=2, patience=DEADLINE)
         alone[1].kill()
 
-        assert agree_on_loss(alone[:1])[0] - at < CABLE_SECONDS
+        assert agree_on_loss(alone[:1])[0] - at < promised(CABLE_SECONDS)
         went_on = elastic[1].said("contributors")
         assert went_on["hosts"] == [elastic[1].host.index]
-        assert went_on["at"] - killed_at < 15
         assert together([elastic[1], again])["hosts"] == indexes([elastic[1], again])
         check_quorum_lost(lost[1], lost[:1], lost)
-        assert 3.5 < lost[1].said("error")["at"] - at < 6
+        assert 3.5 < lost[1].said("error")["at"] - at < promised(6.0)
 
         again.ask_to_end()
         alone[0].ask_to_end()
@@ -201,8 +210,9 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
         alone[0].end()
 
 
-@pytest.mark.alone
-def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones() -> None:
+def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones(
+    promised: Callable[[float], float],
+) -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         busy = [
@@ -216,16 +226,16 @@ def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_f
         at = stopped.signal(signal.SIGSTOP)
         left = [member for member in ranks if member is not stopped]
         for known_at in agree_on_loss(left):
-            assert known_at - at < 1.5
+            assert known_at - at < promised(1.5)
         at = killed.kill()
         left.remove(killed)
         for known_at in agree_on_loss(left, 1):
-            assert known_at - at < 1.0
+            assert known_at - at < promised(1.0)
         stopped.signal(signal.SIGCONT)
         assert stopped.said("error")["kind"] == "GroupChangedError"
         left[0].ask_to_end()
         assert {tuple(member.end()["hosts"]) for member in left} == {tuple(indexes(left))}
-        assert busy[0].said("slow")["took"] > 7
+        assert busy[1].said("held")["took"] > 7
         busy[0].ask_to_end()
         for member in busy:
             assert sorted(member.end()["hosts"]) == [0, 1]

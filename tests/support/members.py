@@ -83,6 +83,7 @@ with covey.join(run, on_loss="continue", **options) as group:
             began = time.monotonic()
             if taken == 10 and holds == host:
                 ctypes.PyDLL(None).sleep(8)  # and keeps the interpreter's lock: nothing else of this process runs
+                say("held", took=time.monotonic() - began)
             _, contributors, is_over = step(group)
             taken += 1
             if contributors != before:

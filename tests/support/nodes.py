@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support import pipes
 from tests.support.jobs import finish
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.keys.identity import NodeIdentity
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[2] / "src"
 ELEMENTS = 100_003
+PORT = 47700
+"""The first that a node listens at."""
 JOB = f"""
 import json, sys, time
 import numpy as np
@@ -77,6 +79,17 @@ class Cluster:
             settings["COVEY_CLUSTER"] = self.name
         argv = [sys.executable, "-c", code, str(host.index), run, json.dumps(options)]
         return Node(host, host.popen(argv, env=settings | (env or {})))
+
+
+def wait_until_listening(host: Host) -> None:
+    """Return when the first node of a host can be reached."""
+
+    def is_reached() -> bool:
+        with host.socket() as probe:
+            probe.settimeout(DEADLINE)
+            return probe.connect_ex((host.ip4, PORT)) == 0
+
+    wait_until(is_reached)
 
 
 def check_run(nodes: Sequence[Node]) -> list[dict[str, Any]]:
