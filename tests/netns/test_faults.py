@@ -92,7 +92,7 @@ def test_packets_that_are_lost_or_late_cost_time_and_nothing_else() -> None:
         end_well(members)
 
 
-@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+@pytest.mark.parametrize("on_loss", [pytest.param("raise", marks=pytest.mark.thorough), "continue"])
 def test_an_operation_whose_only_network_dies_ends_with_the_reason(
     on_loss: str, promised: Callable[[float], float]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.members import ELASTIC, check_same_end, indexes, start, together
 from tests.support.nodes import Cluster
 from tests.support.waiting import DEADLINE
@@ -58,6 +59,7 @@ def test_a_host_that_is_added_gets_in_a_spare_when_there_is_room_and_no_node_wai
             assert member.end()["gap"] < promised(STALL_SECONDS)
 
 
+@pytest.mark.thorough
 def test_a_member_that_crashes_and_is_back_in_a_moment_again_and_again_has_the_state_of_the_others_each_time() -> None:
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()

@@ -45,7 +45,7 @@ def marked_at(members: list[Member], number: int) -> list[float]:
     return [member.said("marked", number)["at"] for member in members]
 
 
-@pytest.mark.parametrize("kind", ["cable", "interface"])
+@pytest.mark.parametrize("kind", [pytest.param("cable", marks=pytest.mark.thorough), "interface"])
 def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str, promised: Callable[[float], float]) -> None:
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
         cluster = Cluster()

@@ -215,6 +215,8 @@ with covey.join(run, **options) as group:
 """
 
 
+@pytest.mark.thorough
+@pytest.mark.alone  # which relay is nearer is measured
 def test_lanes_move_to_a_nearer_relay_that_appears_and_no_operation_fails() -> None:
     with two_networks(hosts=4) as hosts:
         relay, cluster = start_relay(hosts[2]), Cluster()
@@ -313,7 +315,7 @@ with covey.join(timeout=500) as group:
 """
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_ranks_of_a_launcher_that_cannot_connect_use_a_relay(first: int) -> None:
     """Rank 0 is out of reach for another rank, or all reach it and two others do not reach each other."""
     with two_networks() as hosts:
@@ -361,7 +363,9 @@ def test_a_machine_that_is_up_is_a_relay_for_others_if_its_owner_allows_it() -> 
         assert agent.wait(DEADLINE) == 0
 
 
-@pytest.mark.parametrize("speaks", ["pcp", pytest.param("pmp", marks=pytest.mark.thorough), "upnp"])
+@pytest.mark.parametrize(
+    "speaks", ["pcp", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("pmp", "upnp"))]
+)
 def test_a_mapped_port_of_the_router_is_enough_for_two_hosts_that_cannot_connect(speaks: str) -> None:
     with two_networks() as hosts:
         router, cluster = hosts[2], Cluster()

@@ -97,6 +97,7 @@ def test_between_two_sites_the_fitted_plan_is_much_faster_than_the_plain_one() -
     assert fitted < 0.67 * plain
 
 
+@pytest.mark.thorough
 def test_the_next_run_plans_from_what_the_last_one_measured_unless_a_rank_has_nothing() -> None:
     with Lan(hosts=3, rates=["400mbit", "400mbit", "50mbit"], prefix=PREFIX) as lan:
         first = run(lan, 1 << 18, 4, secret="0" * 64, kept=True)

@@ -43,7 +43,7 @@ def all_here(rank: int, size: int, store: str) -> None:
     """Return once all ranks are here, without covey: a rank that dies then is missed in no operation before."""
     kept = dist.FileStore(f"{store}-here", size)
     kept.set(str(rank), "")
-    kept.wait([str(other) for other in range(size)], timedelta(seconds=60))
+    kept.wait([str(other) for other in range(size)], timedelta(seconds=DEADLINE))
 
 
 class Lost:

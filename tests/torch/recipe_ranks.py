@@ -34,7 +34,7 @@ if __name__ == "__main__":
             dist.group.WORLD.covey_group.request_checkpoint("anywhere", id="asked")
         print(f"{recipe}: {check(runpy.run_path(recipe))}")
         dist.barrier()
-    until, saved = time.monotonic() + 30, list[str]()
+    until, saved = time.monotonic() + 500, list[str]()
     while len(saved) < 2 and time.monotonic() < until:  # the second event follows the last rank's word
         saved = [event.text for event in dist.group.WORLD.covey_group.events() if event.kind == "checkpoint"]
     print(f"checkpoints: {saved}, {sorted(os.listdir('out'))}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.torch_ranks import run_torch_ranks
+from tests.support.waiting import DEADLINE
 from tests.torch import programs
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("end", ["destroy", "just exit"])
+@pytest.mark.parametrize("end", [pytest.param("destroy", marks=pytest.mark.thorough), "just exit"])
 def test_an_installed_covey_needs_no_import_and_ends_cleanly_under_covey_run(tmp_path: Path, end: str) -> None:
     installed = tmp_path / "path" / "imagined-1.dist-info"
     installed.mkdir(parents=True)
@@ -87,7 +88,7 @@ def test_an_installed_covey_needs_no_import_and_ends_cleanly_under_covey_run(tmp
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'src'}:{installed.parent}", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=DEADLINE,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -7,7 +7,7 @@ from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.conformance import compare
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 2, 4))])
 def test_every_collective_gives_what_gloo_gives(size: int) -> None:
     for report in run_torch_ranks(size, compare):
         assert report["different"] == []

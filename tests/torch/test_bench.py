@@ -7,7 +7,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,21 +19,25 @@ def bench(*arguments: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}
     command = [sys.executable, "-m", "covey", "bench", *arguments]
     done = forked.run(
-        command, popen=forked.TorchPopen, env=env, capture_output=True, text=True, timeout=100, check=False
+        command, popen=forked.TorchPopen, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_every_operation_is_right_through_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["all_reduce", pytest.param("all", marks=pytest.mark.thorough)])
+def test_every_operation_is_right_through_torch(op: str, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    bench("--torch", "--op=all", "--sizes=4K", "--lanes=shm", "--against=gloo", "--quick", "--reps=1", f"--json={file}")
+    bench(
+        "--torch", f"--op={op}", "--sizes=4K", "--lanes=shm", "--against=gloo", "--quick", "--reps=1", f"--json={file}"
+    )
     report = json.loads(file.read_text())
     assert report["settings"]["through_torch"]
     assert {"covey", "torch"} <= {*report["versions"]}
     assert {(row["contender"], row["lanes"]) for row in report["results"]} == {("covey shm", "shm"), ("gloo", "")}
 
 
+@pytest.mark.thorough
 def test_ddp_trains_to_the_same_parameters_on_both_sides() -> None:
     report = json.loads(bench("ddp", "--parameters=1", "--rounds=1", "--lanes=tcp", "--json"))
     assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {

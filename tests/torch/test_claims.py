@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.runtime.group.internals import engine_of
@@ -32,7 +33,7 @@ HOSTILE, SIZE = 1, 3
     ids=["beyond", "below", "far beyond", "too many values", "too few values"],
 )
 def test_indices_and_values_of_no_sparse_tensor_name_their_rank(indices: Any, values: Any) -> None:
-    together = threading.Barrier(SIZE, timeout=20.0)
+    together = threading.Barrier(SIZE, timeout=DEADLINE)
 
     def body(group: Group) -> None:
         tensors = TensorGroup(engine_of(group), local_rank=group.local_rank)
@@ -46,4 +47,4 @@ def test_indices_and_values_of_no_sparse_tensor_name_their_rank(indices: Any, va
                 tensors.gather_pairs(np.array([[0, 4]]), np.ones(2), (5,), lambda _: None)
         together.wait()
 
-    run_threads(SIZE, body, timeout=20.0)
+    run_threads(SIZE, body, timeout=DEADLINE)

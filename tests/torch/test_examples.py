@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import forked
+from tests.support.waiting import DEADLINE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOGETHER = {
@@ -45,7 +46,7 @@ def run(*command: str, cwd: Path | None = None) -> str:
         cwd=cwd,
     )
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=DEADLINE)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks too
@@ -72,6 +73,7 @@ def test_the_elastic_example_loses_a_rank_and_no_sample() -> None:
     assert "[0] 4000 samples, 50 of them given out a second time" in output
 
 
+@pytest.mark.thorough
 def test_an_example_runs_under_torchrun_as_well() -> None:
     output = run("torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "ddp.py"), "--epochs", "2")
     assert re.search(r"ranks: 2, on .*(\n.*)*epoch  1   loss", output), output

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support import forked
 from tests.support.seeds import seeds
+from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
-TURNS = len(seeds(4))
+TURNS = len(seeds(2))
 """Of two ranks each."""
 
 
@@ -40,7 +41,7 @@ def ends_of(scene: str, times: int) -> tuple[list[list[int]], str]:
             start_new_session=True,
         )
         try:
-            out, errors = process.communicate(timeout=110)
+            out, errors = process.communicate(timeout=DEADLINE)
             assert process.returncode == 0, errors
             return [[int(word) for word in line.split()] for line in out.splitlines()], errors
         finally:
@@ -49,25 +50,27 @@ def ends_of(scene: str, times: int) -> tuple[list[list[int]], str]:
                 process.communicate()
 
 
-@pytest.mark.parametrize("scene", ["destroy", "leave"])
+@pytest.mark.parametrize("scene", [pytest.param("destroy", marks=pytest.mark.thorough), "leave"])
 def test_ranks_that_have_just_done_something_end_without_a_word(scene: str) -> None:
     ends, errors = ends_of(scene, TURNS)
     assert ends == [[0, 0]] * TURNS
     assert errors == ""
 
 
-@pytest.mark.parametrize("scene", ["lose", "wait_in_vain", "abort"])
+@pytest.mark.parametrize(
+    "scene", ["lose", *(pytest.param(scene, marks=pytest.mark.thorough) for scene in ("wait_in_vain", "abort"))]
+)
 def test_ranks_that_saw_a_failure_end_as_others_do(scene: str) -> None:
-    ends, errors = ends_of(scene, 2)
+    ends, errors = ends_of(scene, TURNS - 1)
     assert "Traceback" not in errors, errors
-    assert ends == [[0, 0, -signal.SIGKILL] if scene == "lose" else [0, 0]] * 2
+    assert ends == [[0, 0, -signal.SIGKILL] if scene == "lose" else [0, 0]] * (TURNS - 1)
     assert "terminate" not in errors
 
 
 def test_a_rank_that_raises_ends_with_its_traceback_and_not_in_the_middle_of_another_thread() -> None:
-    ends, errors = ends_of("blunder", 2)
-    assert ends == [[1, 1]] * 2
-    assert errors.count("ZeroDivisionError") == 4
+    ends, errors = ends_of("blunder", TURNS - 1)
+    assert ends == [[1, 1]] * (TURNS - 1)
+    assert errors.count("ZeroDivisionError") == 2 * (TURNS - 1)
 
 
 # The program
@@ -92,7 +95,7 @@ def lose(rank: int, store: str) -> None:
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=3)
     kept = dist.FileStore(f"{store}-word", 3)
     if rank == 2:
-        kept.wait(["posted by 0", "posted by 1"], timedelta(seconds=60))
+        kept.wait(["posted by 0", "posted by 1"], timedelta(seconds=DEADLINE))
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     future = work.get_future()
@@ -115,7 +118,7 @@ def wait_in_vain(rank: int, store: str) -> None:
             dist.all_reduce(torch.ones(3), group=group)
         kept.set("given up", "yes")
     else:
-        kept.wait(["given up"], timedelta(seconds=60))
+        kept.wait(["given up"], timedelta(seconds=DEADLINE))
         dist.destroy_process_group()
 
 
@@ -126,7 +129,7 @@ def abort(rank: int, store: str) -> None:
     kept = dist.FileStore(f"{store}-word", 2)
     if rank == 0:
         receiving.get_future().then(lambda ended: ended.value())
-        kept.wait(["posted"], timedelta(seconds=60))
+        kept.wait(["posted"], timedelta(seconds=DEADLINE))
         dist.distributed_c10d._abort_process_group()
     else:
         kept.set("posted", "yes")

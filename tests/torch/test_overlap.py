@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from tests.support.torch_ranks import run_torch_ranks
+from tests.support.waiting import DEADLINE
 from tests.torch.equality import batch, share, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ def overlapped(rank: int, size: int, store: str) -> list[str]:
 
     def hold(_gradient: Any) -> None:
         for event in finished.values():
-            assert event.wait(30)
+            assert event.wait(DEADLINE)
         story.append("backward of the first layer")
 
     model.register_comm_hook(None, reduce)

@@ -236,11 +236,11 @@ def _chosen(tensors: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor
 @pytest.mark.parametrize(
     ("program", "size"),
     [
-        (fsdp2, 2),
+        pytest.param(fsdp2, 2, marks=pytest.mark.thorough),
         (fsdp2, 3),
         (accumulated, 2),
-        (hsdp, 4),
-        (fsdp1, 2),
+        pytest.param(hsdp, 4, marks=pytest.mark.thorough),
+        pytest.param(fsdp1, 2, marks=pytest.mark.thorough),
         (tensor_parallel, 2),
         (two_dimensions, 4),
     ],
@@ -250,7 +250,7 @@ def test_a_sharded_model_trains_as_a_whole_one_does(program: Any, size: int) -> 
     run_torch_ranks(size, program)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_dtensor_is_the_same_wherever_its_parts_are_moved(size: int) -> None:
     run_torch_ranks(size, redistribute)
 
@@ -258,10 +258,10 @@ def test_a_dtensor_is_the_same_wherever_its_parts_are_moved(size: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "size", "stages"),
     [
-        (ScheduleGPipe, 3, 1),
+        pytest.param(ScheduleGPipe, 3, 1, marks=pytest.mark.thorough),
         (Schedule1F1B, 3, 1),
-        (Schedule1F1B, 2, 1),
-        (ScheduleInterleaved1F1B, 2, 2),
+        pytest.param(Schedule1F1B, 2, 1, marks=pytest.mark.thorough),
+        pytest.param(ScheduleInterleaved1F1B, 2, 2, marks=pytest.mark.thorough),
         (ScheduleInterleavedZeroBubble, 2, 2),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -9,6 +9,8 @@ import pytest
 from tests.torch import recipe_ranks
 from tests.torch.test_examples import run
 
+pytestmark = pytest.mark.thorough  # needs packages of requirements-all.txt
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
 RECIPES = ("Hugging Face Accelerate", "Hugging Face Trainer", "Lightning")
 

@@ -10,6 +10,7 @@ from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.torch import surviving
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ALL, LEFT = [0, 1, 2], [0, 1]
@@ -19,7 +20,7 @@ def is_close(got: list[Any], want: list[Any]) -> bool:
     return all(torch.allclose(*map(torch.tensor, pair), atol=1e-6) for pair in zip(got, want, strict=True))
 
 
-def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
+def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on(promised: Callable[[float], float]) -> None:
     *survivors, lost = run_torch_ranks(3, surviving.lose_one_in_ddp)
     assert lost is Lost
     (first, _), (second, _) = survivors
@@ -27,38 +28,48 @@ def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
     # The last layer's bucket may have gone out before: whose gradients are in it depends on when the kill came.
     wanted = [surviving.train_alone([ALL, LEFT, LEFT, LEFT], 1, layers) for layers in ([], [2])]
     assert any(is_close(first, want) for want in wanted)
-    assert max(seconds for _, seconds in survivors) < 5
+    assert max(seconds for _, seconds in survivors) < promised(5)
 
 
-@pytest.mark.parametrize(("everywhere", "inside"), [("covey", "covey"), ("covey", "gloo"), ("gloo", "gloo")])
-def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on(everywhere: str, inside: str) -> None:
+@pytest.mark.parametrize(
+    ("everywhere", "inside"),
+    [
+        ("covey", "covey"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("covey", "gloo"), ("gloo", "gloo"))),
+    ],
+)
+def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on(
+    everywhere: str, inside: str, promised: Callable[[float], float]
+) -> None:
     *survivors, third, fourth = run_torch_ranks(4, surviving.lose_a_replica, everywhere, inside)
     assert third is fourth is Lost
     (first, _), (second, _) = survivors
     assert first == second
     want = surviving.train_alone([[0, 1, 2, 3], [0, 1], [0, 1], [0, 1]], 1, [])
     assert is_close(first, want)
-    assert max(seconds for _, seconds in survivors) < 5
+    assert max(seconds for _, seconds in survivors) < promised(5)
 
 
-def test_fsdp2_without_replicas_is_told_which_shard_is_lost() -> None:
+def test_fsdp2_without_replicas_is_told_which_shard_is_lost(promised: Callable[[float], float]) -> None:
     *survivors, lost = run_torch_ranks(3, surviving.lose_a_shard)
     assert lost is Lost
     for text, seconds, total in survivors:
         assert "rank 2" in text
         assert "its part of all_gather" in text
-        assert seconds < 5
+        assert seconds < promised(5)
         assert total == [3.0, 3.0, 3.0]
 
 
-def test_fsdp2_that_keeps_what_it_gathered_finishes_the_step_in_which_a_shard_is_lost() -> None:
+def test_fsdp2_that_keeps_what_it_gathered_finishes_the_step_in_which_a_shard_is_lost(
+    promised: Callable[[float], float],
+) -> None:
     *survivors, lost = run_torch_ranks(3, surviving.lose_a_shard_after_forward)
     assert lost is Lost
     for rank, (gradients, text, seconds) in enumerate(survivors):
         assert is_close(gradients, surviving.gradients_alone(LEFT, 1, 3, rank))
         assert "rank 2" in text
         assert "its part of all_gather" in text
-        assert seconds < 5
+        assert seconds < promised(5)
 
 
 @pytest.mark.parametrize("size", [3])

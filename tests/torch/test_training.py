@@ -201,6 +201,7 @@ def refused(rank: int, size: int, store: str) -> None:
         wrap(small_model(), mixed_precision=halves)(batch(0))
 
 
+@pytest.mark.thorough
 def test_torch_itself_refuses_sync_batch_norm_and_mixed_precision_of_ddp_on_the_cpu() -> None:
     run_torch_ranks(2, refused)
 
@@ -208,10 +209,10 @@ def test_torch_itself_refuses_sync_batch_norm_and_mixed_precision_of_ddp_on_the_
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.thorough),
         (2, {}),
-        (4, {}),
-        (2, {"bucket_cap_mb": 25}),
+        pytest.param(4, {}, marks=pytest.mark.thorough),
+        pytest.param(2, {"bucket_cap_mb": 25}, marks=pytest.mark.thorough),
         (3, {"gradient_as_bucket_view": True}),
         (2, {"static_graph": True}),
     ],
@@ -232,7 +233,7 @@ def test_ddp_trains_as_one_process_does(size: int, options: dict[str, Any]) -> N
         (sparse_gradients, 3),
         (uneven_inputs, 3),
         (zero_redundancy, 2),
-        (compiled, 2),
+        pytest.param(compiled, 2, marks=pytest.mark.thorough),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
