@@ -81,6 +81,7 @@ def test_on_a_network_in_order_two_doctors_and_a_waiting_node_find_each_other_an
         purposes = [sorted(met["purpose"] for met in said.nodes) for said in diagnoses]
         assert ["candidate", "visitor"] in purposes  # one may have left when the other comes
         assert all(each in (["candidate"], ["candidate", "visitor"]) for each in purposes)
+        is_alone = promised(1) == 1  # beside other tests, a visitor may leave early, and speeds are what they are
         for said in diagnoses:
             assert (said.code, list(said.findings)) == (0, ["waiting-nodes"])
             assert said.seconds < promised(MOST_SECONDS)
@@ -88,9 +89,10 @@ def test_on_a_network_in_order_two_doctors_and_a_waiting_node_find_each_other_an
                 assert "multicast" in met["found_by"]
                 for ways in (met["ways_there"], met["ways_back"]):
                     assert len(ways) == 3  # IPv4, unique local and link-local
-                    assert all(0 <= way["round_trip"] < 1 for way in ways), ways
+                    if met["purpose"] == "candidate" or is_alone:
+                        assert all(0 <= way["round_trip"] < promised(1) for way in ways), ways
                 assert met["path_mtu"] == 1500
-                if met["purpose"] == "candidate":  # a visitor may be about to leave
+                if met["purpose"] == "candidate" and is_alone:
                     # Two measure it at the same time; and if the node is slow to confirm what came in the first half
                     # of the time, it counts in the second.
                     assert 0.1 * RATE < met["bytes_per_second"] < 2.1 * RATE
