@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.contract.test_random_programs import OPERATIONS, Step, call, verify
 from tests.support.compiled import EXECUTORS, needs_native, takes_native, use_executors
-from tests.support.values import LANES
+from tests.support.values import LANES, same, values
 
 from covey.testing.threads import run_threads
 
@@ -28,3 +29,27 @@ def test_a_group_uses_the_executors_that_were_chosen(chosen: str, lanes: str, mo
     uses, sums = zip(*run_threads(3, body, lanes=lanes), strict=True)
     assert uses == tuple("compiled" if takes_native(chosen, rank) else "Python" for rank in range(3))
     assert all(each == [3.0, 6.0, 9.0, 12.0, 15.0] for each in sums)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("chosen", ["python", *(pytest.param(each, marks=needs_native) for each in EXECUTORS[1:])])
+def test_every_operation_works_with_every_executor(chosen: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all other tests show of Python's executor in `make test-all`, in short: it is there without a compiler."""
+    use_executors(monkeypatch, chosen)
+    kind = np.dtype(np.float32)
+    steps = [
+        Step(name, seed, kind, shape, root=seed % 3, op="sum", algorithm=None)
+        for seed, name in enumerate(OPERATIONS)
+        for shape in ((7, 2), (40_000,))
+    ]
+
+    def body(group: Group) -> None:
+        assert group.lanes().executor == ("compiled" if takes_native(chosen, group.rank) else "Python")
+        for step in steps:
+            verify(step, group.rank, group.size, call(group, step, async_op=False))
+        right, left = (group.rank + 1) % 3, (group.rank - 1) % 3
+        for count in (3, 50_000):
+            same(group.sendrecv(values(group.rank, count), right, left), values(left, count))
+        group.barrier()
+
+    run_threads(3, body, lanes=lanes)

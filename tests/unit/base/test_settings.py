@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from dataclasses import fields
@@ -40,12 +41,17 @@ def test_every_argument_of_the_table_is_one_of_join() -> None:
     assert {setting.argument for setting in SETTINGS.values() if setting.argument} <= set(arguments)
 
 
+@functools.cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in SRC.rglob("*.py")}
+
+
 @in_turn(setting=SETTINGS.values())
 def test_every_setting_is_read_somewhere(setting: Any) -> None:
     used = re.compile(rf"\.{setting.name}\b|{setting.variable}\b")
     if setting.of_group:
         used = re.compile(rf"config\.{setting.name}\b")
-    readers = [path for path in SRC.rglob("*.py") if path.parent.name != "base" and used.search(path.read_text())]
+    readers = [path for path, text in sources().items() if path.parent.name != "base" and used.search(text)]
     if setting.name == "native":  # all layers ask this module
         readers = [SRC / "base" / "native.py"]
         assert setting.variable in readers[0].read_text()

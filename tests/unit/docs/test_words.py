@@ -161,6 +161,17 @@ def parts(name: str) -> set[str]:
 
 
 @functools.cache
+def definitions() -> list[tuple[str, str, bool]]:
+    """Return classes and functions: the path of the file below the package, the name, and whether it is a class."""
+    return [
+        (str(path.relative_to(SRC)), node.name, isinstance(node, ast.ClassDef))
+        for path in sorted(SRC.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+@functools.cache
 def defined() -> dict[str, list[str]]:
     """Return the names of all modules, classes and functions, with the files that define them."""
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -168,9 +179,8 @@ def defined() -> dict[str, list[str]]:
         file = path.relative_to(SRC)
         for part in file.with_suffix("").parts:
             found[part].append(str(file))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found[node.name].append(str(file))
+    for file_name, name, _ in definitions():
+        found[name].append(file_name)
     return found
 
 
@@ -178,10 +188,9 @@ def defined() -> dict[str, list[str]]:
 def classes() -> dict[str, list[str]]:
     """Return the classes by name, with the files that define them."""
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(str(path.relative_to(SRC)))
+    for file, name, is_class in definitions():
+        if is_class:
+            found[name].append(file)
     return found
 
 

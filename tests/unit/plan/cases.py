@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, TypeVarTuple
 
+import pytest
+from tests.support.in_turn import in_turn
+from tests.support.sets import first
+
 from covey.plan.moves import LEFT, REDUCE, Plan
 
 if TYPE_CHECKING:
@@ -14,7 +18,21 @@ if TYPE_CHECKING:
 Args = TypeVarTuple("Args")
 
 SIZES = range(1, 34)
+SOME_SIZES = (*range(1, 14), 16, 17, 33)
+"""All small ones, and those around powers of two: what a large one takes grows with its cube."""
 SEGMENTS = (1, 2, 1000)
+
+
+def at_every_size(test: Callable[[int], None]) -> Callable[..., None]:
+    """Prove something for all SIZES, of which SOME_SIZES are in `make test`."""
+
+    @pytest.mark.parametrize("sizes", first(1, [SOME_SIZES, SIZES]), ids=["some", "all"])
+    @functools.wraps(test)
+    def prove(sizes: Sequence[int]) -> None:
+        in_turn(size=sizes)(test)()
+
+    del prove.__dict__["__wrapped__"]  # pytest would see the parameters of the test
+    return prove
 
 
 def counts(size: int) -> list[int]:

@@ -1,12 +1,12 @@
 import pytest
 from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, each_rank
+from tests.unit.plan.cases import at_every_size, each_rank
 
 from covey.plan import barrier, check
 from covey.plan.moves import Plan
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_no_rank_leaves_before_every_rank_has_come(size: int) -> None:
     plans = each_rank(size, barrier.dissemination, size)
     check.barrier(plans)

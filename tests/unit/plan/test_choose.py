@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, lengths
+from tests.unit.plan.cases import at_every_size, lengths
 
 from covey.base.errors import ConfigError
 from covey.plan import check, choose, direct, doubling, ring, tree
@@ -110,7 +110,7 @@ def test_a_choice_is_the_same_however_often_it_is_made() -> None:
     )
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_rows_of_one_array_are_gathered_and_exchanged_also_if_some_are_left_out(size: int) -> None:
     rows, count = tuple(range(1, 2 * size, 2)), 2  # every other row, as if the ranks between were lost
 
@@ -143,7 +143,7 @@ def test_rows_of_one_array_are_gathered_and_exchanged_also_if_some_are_left_out(
     )
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_parts_of_one_array_are_reduced_also_if_some_are_left_out(size: int) -> None:
     counts = tuple(lengths(size, 2 * size + 3))
     starts = tuple(

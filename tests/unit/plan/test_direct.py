@@ -1,6 +1,5 @@
 import pytest
-from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts, each_rank, lengths, roots, segmented
+from tests.unit.plan.cases import at_every_size, counts, each_rank, lengths, roots, segmented
 
 from covey.plan import check, direct
 from covey.plan.moves import Recv, Send, part
@@ -17,7 +16,7 @@ def test_exchange_is_not_for_three() -> None:
         direct.exchange(0, 3, 10)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_owner_reduce_reduces_everything_on_every_rank(size: int) -> None:
     for count in counts(size):
         for plans in segmented(size, direct.owner_reduce, size, count):
@@ -30,7 +29,7 @@ def test_owner_reduce_sends_a_finished_segment_right_after_the_next_ones_contrib
     assert [recv.start for recv in plan.recvs] == [0, 2, 6, 4, 8, 10]
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_reduce_scatter_reduces_own_part_and_spares_the_input(size: int) -> None:
     for count in counts(size):
         even = [stop - start for start, stop in (part(count, size, rank) for rank in range(size))]
@@ -39,21 +38,21 @@ def test_reduce_scatter_reduces_own_part_and_spares_the_input(size: int) -> None
                 check.reduce_scatter(plans, sizes)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
         check.all_gather(each_rank(size, direct.all_gather, blocks), blocks)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_all_to_all_gives_each_block_to_its_addressee(size: int) -> None:
     table = [[(3 * i + 5 * j) % 4 for j in range(size)] for i in range(size)]
     plans = each_rank(size, lambda rank: direct.all_to_all(rank, table[rank], [row[rank] for row in table]))
     check.all_to_all(plans, table)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_gather_and_scatter_are_each_others_reverse(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)

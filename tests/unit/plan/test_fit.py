@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts
+from tests.unit.plan.cases import at_every_size, counts
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes, two_sites
 
 from covey.plan import check, choose
@@ -16,7 +16,7 @@ from covey.testing.network_simulation import simulated
 DEFAULT = choose.DEFAULT_SIZES
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_every_plan_that_could_be_chosen_reduces_everything_on_every_rank(size: int) -> None:
     network = random_network(size, seed=size)
     for count in counts(size) if size <= 8 else [size - 1, size + 3]:

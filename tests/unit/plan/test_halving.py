@@ -1,12 +1,11 @@
 import pytest
-from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts, each_rank
+from tests.unit.plan.cases import at_every_size, counts, each_rank
 
 from covey.plan import check, halving
 from covey.plan.moves import elements_sent, first_writes
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_all_reduce_gives_every_rank_the_same_expression(size: int) -> None:
     for count in counts(size) if size <= 8 else [size - 1, size + 3]:
         plans = each_rank(size, halving.all_reduce, size, count)

@@ -1,10 +1,9 @@
-from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts, each_rank, lengths, roots, segmented
+from tests.unit.plan.cases import at_every_size, counts, each_rank, lengths, roots, segmented
 
 from covey.plan import check, ring
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_all_reduce_reduces_everything_on_every_rank(size: int) -> None:
     for count in counts(size):
         for plans in segmented(size, ring.all_reduce, size, count):
@@ -22,14 +21,14 @@ def test_all_reduce_moves_no_more_than_twice_the_buffer() -> None:
         assert sum(send.stop - send.start for send in ring.all_reduce(rank, 5, 1000, 64).sends) == 2 * 1000 * 4 // 5
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
         check.all_gather(each_rank(size, ring.all_gather, blocks), blocks)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
@@ -37,7 +36,7 @@ def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
                 check.broadcast(plans, root, count)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):

@@ -1,10 +1,9 @@
-from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts, each_rank, roots
+from tests.unit.plan.cases import at_every_size, counts, each_rank, roots
 
 from covey.plan import check, tree
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
@@ -12,13 +11,13 @@ def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
             check.broadcast(plans, root, count)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
             check.reduce(each_rank(size, tree.reduce, size, root, count), root, count)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_the_root_has_a_child_for_each_round(size: int) -> None:
     assert len(tree.broadcast(size - 1, size, size - 1, 4).sends) == (size - 1).bit_length()

@@ -3,8 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.support.in_turn import in_turn
-from tests.unit.plan.cases import SIZES, counts
+from tests.unit.plan.cases import at_every_size, counts
 
 from covey.plan import check, levels, ring, trees
 from covey.plan.coded import coded
@@ -27,7 +26,7 @@ def planned(size: int, groups: levels.Groups, shares: tuple[int, ...], count: in
     return [trees.all_reduce(rank, size, cells, segment) for rank in range(size)]
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_any_groups_and_shares_reduce_everything_on_every_rank(size: int) -> None:
     rng = random.Random(size)
     for count in counts(size) if size <= 8 else [2 * size + 3]:
@@ -39,7 +38,7 @@ def test_any_groups_and_shares_reduce_everything_on_every_rank(size: int) -> Non
             first_writes(plan)
 
 
-@in_turn(size=SIZES)
+@at_every_size
 def test_a_ring_with_unequal_parts_reduces_everything_on_every_rank(size: int) -> None:
     rng = random.Random(size)
     for count in counts(size) if size <= 8 else [2 * size + 3]:

@@ -111,6 +111,7 @@ def test_its_hashes_are_those_of_the_lock(bill: dict[str, Any]) -> None:
         assert {digest["content"] for digest in each["hashes"]} == locked[each["name"]][1]
 
 
+@pytest.mark.thorough
 def test_the_same_source_gives_the_same_wheel_and_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     wheels = [build_wheel(tmp_path / name) for name in ("one", "two")]
