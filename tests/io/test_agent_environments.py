@@ -31,6 +31,21 @@ def make_wheel(folder: Path) -> Path:
     return wheel
 
 
+def test_an_environment_that_cannot_be_made_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Environments(tmp_path / "environments")
+    with pytest.raises(ConfigError, match="start again"):
+        made.python("covey")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"cannot make an environment \(exit code 1\)"):
+        list(made.make("covey", ()))
+    assert list((tmp_path / "environments").iterdir()) == []
+    with pytest.raises(ConfigError, match="start again"):
+        made.python("covey")
+
+
+@pytest.mark.thorough
 def test_an_environment_is_made_once_for_the_same_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made, requirements = Environments(tmp_path / "environments"), f"--no-index\n{make_wheel(tmp_path)}\n"

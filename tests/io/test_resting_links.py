@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
     from covey.runtime.mesh.remote_node import RemoteNode
 
-SIZE = 6
+SIZE = 5
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,9 @@ def summed(group: Group) -> Any:
 ALL = (np.arange(5) * sum(10**rank for rank in range(SIZE))).tolist()
 
 
-@pytest.mark.parametrize("thread_run", ["hypercube", "kregular"], indirect=True)
+@pytest.mark.parametrize(
+    "thread_run", ["hypercube", pytest.param("kregular", marks=pytest.mark.thorough)], indirect=True
+)
 def test_links_rest_between_members_that_are_no_neighbours_and_the_run_goes_on(
     thread_run: ThreadRun,
 ) -> None:

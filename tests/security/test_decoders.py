@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import re
 from dataclasses import replace
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY, LANE = bytes(range(32)), bytes(16)
-TARGETS = all_targets()
+TARGETS = {name: replace(each, seeds=functools.cache(each.seeds)) for name, each in all_targets().items()}
 COUNT = 300
 """Changed inputs of each target; `make fuzz` tries many more."""
 fuzzed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

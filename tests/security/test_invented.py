@@ -157,7 +157,13 @@ NONSENSE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=() if name in ("nothing", "a seat beyond all") else pytest.mark.thorough)
+        for name, words in NONSENSE.items()
+    ],
+)
 def test_a_member_whose_words_about_the_next_generation_are_nonsense_is_not_in_it(words: Any) -> None:
     config = dataclasses.replace(SURVIVING, patience=2.0)
     with ThreadRun(new_cluster(), config, min_size=2, max_size=3) as thread_run:

@@ -109,8 +109,8 @@ def test_a_node_with_the_secret_and_without_a_certificate_is_in_no_run() -> None
             files = acme.issue(name)
             words = [word for file, path in files.items() for word in (f"--{file.replace('_', '-')}", path)]
             runs.append(machine.start("-m", "covey", "run", "train", "--size", "2", *words, "job.py"))
-        without = three.node("train", size=2, timeout=15.0)
-        false = four.node("train", size=2, timeout=15.0, settings=rogue.issue("one"))
+        without = three.node("train", size=2, timeout=10.0)
+        false = four.node("train", size=2, timeout=10.0, settings=rogue.issue("one"))
         for node, reason in ((without, "is missing"), (false, "is not accepted")):
             assert heard(node) == "joining"
             code, _, err = end(node)

@@ -257,7 +257,7 @@ print("before", before, "after", "COVEY_SECRET" in os.environ, "child", child)
 """
 
 
-@pytest.mark.parametrize("how", ["a group of one", "covey run -n", "launch"])
+@pytest.mark.parametrize("how", ["a group of one", "covey run -n", pytest.param("launch", marks=pytest.mark.thorough)])
 def test_a_secret_given_by_the_environment_is_in_no_child_of_any_group(home: Path, tmp_path: Path, how: str) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
     env |= {"COVEY_HOME": str(home), "COVEY_SECRET": secrets.token_hex(32), "PYTHONPATH": str(SOURCE)}
