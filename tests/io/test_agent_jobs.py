@@ -108,7 +108,12 @@ def test_a_program_whose_terminal_is_gone_is_ended_after_its_lease(
     look = StartedJob._look
     monkeypatch.setattr(jobs, "time", types.SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(StartedJob, "_look", lambda self, at: (look(self, at), looks.append(at)))
+
+    def note(job: StartedJob, at: float) -> None:
+        look(job, at)
+        looks.append(at)
+
+    monkeypatch.setattr(StartedJob, "_look", note)
     job = start(table, tmp_path, "exec sleep 600", lease=20.0)
     with job.followed():
         now += 100
