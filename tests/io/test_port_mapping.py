@@ -92,7 +92,7 @@ def test_a_router_that_refuses_or_does_not_answer_is_named_with_what_works_inste
         use(monkeypatch, router)
         router.gateway.result = 2
         with pytest.raises(ConnectError, match="refuses: it does not allow it"):
-            ask_gateway("127.0.0.1", 1, NONCE, 60)
+            ask_gateway("127.0.0.1", 1, NONCE, 60, (DEADLINE,))
         mapping = PortMapping(4711)
         try:
             until(lambda: "refuses" in mapping.problem)
@@ -112,7 +112,7 @@ def test_lies_of_a_router_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> N
         with GatewayThread(claims=claims) as router:
             use(monkeypatch, router)
             with pytest.raises(ConnectError, match="no address of a router"):
-                ask_gateway("127.0.0.1", 1, NONCE, 60)
+                ask_gateway("127.0.0.1", 1, NONCE, 60, (DEADLINE,))
 
 
 def test_the_router_is_that_of_the_default_route_with_the_lowest_metric(

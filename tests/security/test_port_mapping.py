@@ -38,7 +38,9 @@ def grant(request: bytes) -> bytes:
     return struct.pack(">BBxBII12x", 2, 0x81, 0, 60, 7) + request[24:36] + b"\x06\0\0\0" + request[40:44] + address
 
 
-def ask_one_that(answers: Callable[[bytes], Iterable[tuple[bool, bytes]]], monkeypatch: pytest.MonkeyPatch) -> object:
+def ask_one_that(
+    answers: Callable[[bytes], Iterable[tuple[bool, bytes]]], monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5
+) -> object:
     """Ask a router that answers the first request with datagrams, each from its own address or a stranger's."""
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as router,
@@ -57,13 +59,13 @@ def ask_one_that(answers: Callable[[bytes], Iterable[tuple[bool, bytes]]], monke
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            return ask_gateway("127.0.0.1", 4711, NONCE, 60, (0.5,))
+            return ask_gateway("127.0.0.1", 4711, NONCE, 60, (seconds,))
         finally:
             thread.join(DEADLINE)
 
 
 def test_only_the_router_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ask_one_that(lambda request: [(True, b"?"), (True, grant(request))], monkeypatch)
+    assert ask_one_that(lambda request: [(True, b"?"), (True, grant(request))], monkeypatch, DEADLINE)
     with pytest.raises(ConnectError, match="does not offer"):
         ask_one_that(lambda request: [(False, grant(request))], monkeypatch)
     with pytest.raises(ConnectError, match="does not offer"):
