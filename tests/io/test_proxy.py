@@ -6,11 +6,12 @@ import contextlib
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.waiting import DEADLINE
 
+from covey.testing import proxy as proxy_module
 from covey.testing.proxy import Proxy, Way
 
 if TYPE_CHECKING:
@@ -132,11 +133,22 @@ def test_the_end_of_one_direction_is_passed_on_while_the_other_still_works() -> 
             assert read(client, 100) == b"answer"
 
 
-def test_a_delay_is_felt_once_each_way_and_not_once_a_chunk(proxy: Proxy, client: socket.socket) -> None:
+def test_a_delay_is_felt_once_each_way_and_not_once_a_chunk(
+    proxy: Proxy, client: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, delays = proxy_module._Pipe.put, list[float]()
+
+    def note(pipe: Any, data: bytes, now: float, **limits: float) -> None:
+        put(pipe, data, now, **limits)
+        delays.append(pipe.queue[-1][0] - now)
+
+    monkeypatch.setattr(proxy_module._Pipe, "put", note)
     proxy.delay = 0.1
     start = time.monotonic()
     assert ask(client, TEXT * 30) == answer(TEXT * 30)  # 300 kB: many chunks
-    assert 0.2 <= time.monotonic() - start < 1.5
+    assert time.monotonic() - start >= 0.2
+    assert len(delays) >= 10
+    assert max(delays) < 0.11, "no chunk waits for the delay of another one"
 
 
 def test_bandwidth_is_limited_each_way(proxy: Proxy, client: socket.socket) -> None:

@@ -174,7 +174,7 @@ def test_frames_are_late_by_the_delay_and_in_order_whatever_the_jitter(lan: Lan,
     for number in range(100):
         here.sendto(b"%d" % number, (lan.hosts[1].ip4, PORT))
     assert [there.recv(100) for _ in range(100)] == [b"%d" % number for number in range(100)]
-    assert 0.05 <= time.monotonic() - start < 1.0
+    assert 0.05 <= time.monotonic() - start < 100 * 0.05, "one after the other they would take that long"
 
 
 def test_the_asked_share_of_frames_gets_lost(lan: Lan, sockets: list[socket.socket]) -> None:
