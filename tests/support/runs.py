@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.joiner import Joiner
 
-SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=DEADLINE)
-"""No run is given up, and no member is taken for lost, because this machine stands still."""
+SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=40.0)
+"""A member that is silent is waited for for half of it: longer than a machine stands still. A member that was cut off
+and is told nothing gives up after the whole."""
 
 
 class Participant:
