@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import secrets
-from typing import TYPE_CHECKING
+import signal
+import socket
+import ssl
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 from tests.support.authorities import Authority
 from tests.support.coordinators import coordinate, status, work
 from tests.support.machines import end, heard, new_lab
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
-from covey.coordinator import security
+from covey.coordinator import limits, security, tls, tls_front
 from covey.coordinator.certificates import derived, key_of, subject_of
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
@@ -22,10 +32,22 @@ from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tests.support.machines import Lab, Machine
+
+NOBODY = 65534
+BEHIND = """
+import json, sys
+import grpc
+from covey.coordinator import coordinator_pb2 as pb
+from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
+try:
+    CoordinatorStub(grpc.insecure_channel(f"unix:{sys.argv[1]}")).GetStatus(pb.GetStatusRequest(), timeout=500)
+except grpc.RpcError as error:
+    print(json.dumps(error.code().name), flush=True)
+"""
+"""Calls gRPC at a socket, without TLS, and prints the status of the answer."""
 
 
 def options(files: dict[str, str]) -> list[str]:
@@ -87,6 +109,210 @@ def test_certificates_decide_who_is_heard_and_are_read_again_when_they_change(la
     rogue.issue("coordinator", "served")  # the organisation moves to another authority
     (lab.folder / "acme-ca.pem").write_bytes((lab.folder / "rogue-ca.pem").read_bytes())
     assert status(machine, address, *options(mallory))[0]["round"] == 2
+
+
+def test_bursts_of_handshakes_while_the_certificate_changes_50_times(lab: Lab) -> None:
+    machine, acme = lab.machine(), Authority(lab.folder, "acme")
+    key = ec.generate_private_key(ec.SECP256R1())
+    served, alice = acme.issue("coordinator", "served", key), acme.issue("alice")
+    coordinator, address = coordinate(machine, *options(served))
+    stranger, worker = (ssl.create_default_context(cafile=alice["tls_ca"]) for _ in range(2))
+    worker.load_cert_chain(alice["tls_cert"], alice["tls_key"])
+    host, _, port = address.rpartition(":")
+
+    def begin(count: int) -> list[Handshake]:
+        return [Handshake(each, (host, int(port))) for _ in range(count) for each in (stranger, worker)]
+
+    def finish(begun: list[Handshake]) -> None:
+        expected = ["TLSV13_ALERT_CERTIFICATE_REQUIRED", ""] * (len(begun) // 2)
+        assert [each.finish() for each in begun] == expected
+
+    finish(begin(100))
+    for number in range(50):
+        begun = begin(2)
+        (lab.folder / "next.pem").write_bytes(acme.sign(key, "coordinator"))
+        (lab.folder / "next.pem").replace(served["tls_cert"])
+        later = begin(1)
+        finish([*begun, *later])
+        now = ssl.PEM_cert_to_DER_cert((lab.folder / "served.pem").read_text())
+        assert [each.served for each in later] == [now] * 2, f"change {number} was not followed"
+    assert status(machine, address, *options(alice)) == []
+    coordinator.send_signal(signal.SIGTERM)
+    code, _, err = end(coordinator)
+    assert code == 0
+    assert "refused a connection from 127.0.0.1:" in err
+    assert "it shows no certificate" in err
+
+
+class Handshake:
+    """A TLS handshake of a client that has said the first words, so that many of them are at the server at once."""
+
+    def __init__(self, context: ssl.SSLContext, where: tuple[str, int]) -> None:
+        context.set_alpn_protocols(["h2"])
+        self.sock = socket.create_connection(where, DEADLINE)
+        self.arrived, self.leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.connection = context.wrap_bio(self.arrived, self.leaving, server_hostname=where[0])
+        self.served = b""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.connection.do_handshake()
+        self.sock.sendall(self.leaving.read())
+
+    def finish(self) -> str:
+        """Return the reason why the server ends it, or "" if it begins to speak HTTP/2."""
+        with self.sock:
+            for step in (self.connection.do_handshake, self.connection.read):
+                while True:
+                    try:
+                        step()
+                        self.served = self.connection.getpeercert(binary_form=True) or b""
+                        break
+                    except ssl.SSLWantReadError:
+                        self.sock.sendall(self.leaving.read())
+                        arrived = self.sock.recv(1 << 16)
+                        assert arrived, "the server ended the connection without a word"
+                        self.arrived.write(arrived)
+                    except ssl.SSLError as error:
+                        return str(error.reason)
+        return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("speaks_tls", [False, True], ids=["clear", "tls"])
+def test_another_user_who_listens_first_learns_nothing(lab: Lab, speaks_tls: bool) -> None:
+    machine, rogue = lab.machine(), Authority(lab.folder, "rogue")
+    papers = rogue.issue("covey-coordinator")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(papers["tls_cert"], papers["tls_key"])
+    context.load_verify_locations(papers["tls_ca"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+    with other_user(context if speaks_tls else None) as (address, heard_there):
+        asked = machine.covey("coordinator", "status", address)
+        assert (asked.returncode, asked.stdout) == (1, "")
+        worker = work(machine, address, "w0", size=1, timeout=2.0)
+        assert end(worker)[0] == 1
+        records = heard_there()
+    assert records
+    assert {kind for each in records for kind in record_types(each)} <= {20, 21, 22}, "it was told something"
+
+
+@contextlib.contextmanager
+def other_user(context: ssl.SSLContext | None) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
+    """Let a process of another user listen on loopback, and speak TLS, or HTTP/2 in clear text.
+
+    Yields the address, and what ends it and returns what each connection sent.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile() as file:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        child = os.fork()
+        if not child:
+            try:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                while True:
+                    record(listener.accept()[0], context, file)
+            finally:
+                os._exit(1)
+        try:
+
+            def heard_there() -> list[bytes]:
+                file.seek(0)
+                return [bytes.fromhex(line.decode()) for line in file.read().splitlines()]
+
+            yield address, heard_there
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def record(sock: socket.socket, context: ssl.SSLContext | None, file: Any) -> None:
+    """Write what a client sends, until it ends the connection."""
+    arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+    shaking = context.wrap_bio(arrived, leaving, server_side=True) if context is not None else None
+    sent = b""
+    with sock, contextlib.suppress(OSError):
+        if shaking is None:
+            sock.sendall(bytes.fromhex("000000040000000000"))  # HTTP/2: no settings
+        while piece := sock.recv(1 << 16):
+            sent += piece
+            if shaking is not None:
+                arrived.write(piece)
+                with contextlib.suppress(ssl.SSLError):
+                    shaking.do_handshake()
+                sock.sendall(leaving.read())
+    file.write(sent.hex().encode() + b"\n")
+    file.flush()
+
+
+def record_types(sent: bytes) -> set[int]:
+    """Return the types of the TLS records that a client has sent; 256 stands for what is no TLS."""
+    found = set[int]()
+    while sent:
+        if len(sent) < 5 or sent[1] != 3:
+            return found | {256}
+        found.add(sent[0])
+        sent = sent[5 + int.from_bytes(sent[3:5], "big") :]
+    return found
+
+
+def test_no_other_program_reaches_grpc_behind_its_tls(lab: Lab) -> None:
+    machine = lab.machine()
+    coordinator, _ = coordinate(machine)
+    assert lab.left_behind() == []  # no path leads to its socket
+    descriptors = Path(f"/proc/{coordinator.pid}/fd")
+    (inner,) = [path for path in descriptors.iterdir() if os.readlink(path).endswith("/s (deleted)")]
+    assert heard(machine.start("-c", BEHIND, str(inner))) == "UNAUTHENTICATED"  # the same user, who has the key anyway
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            socket.socket(socket.AF_UNIX).connect(str(inner))
+        except PermissionError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_oldest_connection_without_an_identity_makes_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tls_front, "MAX_HANDSHAKES", 2)
+    assert (limits.MAX_HANDSHAKES, limits.MAX_CONNECTIONS, tls_front.HANDSHAKE_SECONDS) == (512, 4096, 5.0)
+    monkeypatch.setattr(tls_front, "HANDSHAKE_SECONDS", DEADLINE)  # none of them ends by itself
+    secured = security.LoopbackSecurity()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        certificate = doors[0].certificate(f"unix-abstract:{peer[1:].decode()}")
+        writer.write(await reader.readexactly(5) + secured.identity(certificate).encode())
+        await writer.drain()
+        writer.close()
+
+    async def play() -> None:
+        door = doors[0] = tls_front.TlsFront(lambda: secured.papers("server"))
+        grpc_stand_in = await asyncio.start_unix_server(answer, door.inner.removeprefix("unix:"))
+        port = door.open("127.0.0.1", 0)
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        dialling = tls.dialling(secured.papers("worker"))
+        caller, sending = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=dialling, server_hostname=secured.server_name
+        )
+        assert await idle[0][0].read() == b""  # the oldest was ended
+        sending.write(b"hello")
+        assert await caller.read() == f"hellouser {os.getuid()}".encode()
+        assert not idle[1][0].at_eof()
+        for _, writer in (*idle, (caller, sending)):
+            writer.close()
+        await door.close()
+        grpc_stand_in.close()
+
+    doors: dict[int, tls_front.TlsFront] = {}
+    asyncio.run(play())
 
 
 def test_files_in_the_middle_of_a_renewal_change_nothing(tmp_path: Path) -> None:

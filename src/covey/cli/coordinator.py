@@ -84,7 +84,8 @@ def coordinator(
     with closing(StateFile(folder)) as file:
         asyncio.run(
             serve(
-                _joined(host, port),
+                host,
+                port,
                 file,
                 security,
                 _sizes(size, min_size, max_size, settle),

@@ -1,8 +1,8 @@
 """Certificates for gRPC that are derived from a cluster's secret, and what a certificate says about its holder.
 
 The links between nodes use Ed25519 (`net.keys.tls`), which gRPC's TLS does not accept: these keys are on the curve
-P-256. The authority is derived from the secret, and a process derives its own key from the first key of its machine,
-so nothing is stored, and a worker that starts again has the same key.
+P-256. The authority is derived from the secret, or on loopback from the first key of the machine. A process derives its
+own key from that key, too, so nothing is stored, and a worker that starts again has the same key.
 """
 
 from __future__ import annotations
@@ -38,13 +38,23 @@ def derived(secret: ClusterSecret, earlier: ClusterSecret | None, role: str) -> 
 
     Certificates from the `earlier` secret are accepted, too, if there is one.
     """
+    return _issued([each.derive(PURPOSE) for each in (secret, earlier) if each is not None], role)
+
+
+def local(role: str) -> KeyAndCertificates:
+    """Return the key of this machine for `role`, with a certificate that only this user on this machine can make."""
+    return _issued([machine_secret("coordinator-ca")], role)
+
+
+def _issued(authorities: list[bytes], role: str) -> KeyAndCertificates:
+    """Return the key of this machine for `role`, with a certificate from the first authority; all are accepted."""
     private = _private(machine_secret(f"coordinator/{role}"))
-    authority = _authority(secret)
-    roots = [_certificate(_authority(each), None) for each in (secret, earlier) if each is not None]
+    signers = [_private(seed) for seed in authorities]
     key = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return KeyAndCertificates(key, _certificate(authority, private.public_key()), b"".join(roots))
+    roots = b"".join(_certificate(signer, None) for signer in signers)
+    return KeyAndCertificates(key, _certificate(signers[0], private.public_key()), roots)
 
 
 @functools.lru_cache(1024)
@@ -73,10 +83,6 @@ def subject_of(certificate: bytes) -> str:
         return ""
     texts = sorted(str(name.value) for name in names if not isinstance(name, x509.OtherName))
     return f"names {', '.join(texts)}" if texts else ""
-
-
-def _authority(secret: ClusterSecret) -> ec.EllipticCurvePrivateKey:
-    return _private(secret.derive(PURPOSE))
 
 
 def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:

@@ -37,20 +37,23 @@ class CoordinatorClient:
         self._grpc = require_grpc()
         from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
 
-        self.address, self._security = address, security
-        self._channel = security.connect(address, role, list(OPTIONS))
+        self.address = address
+        papers, name = security.papers(role), security.server_name
+        credentials = self._grpc.ssl_channel_credentials(papers.authorities, papers.key, papers.chain)
+        options = [*OPTIONS, ("grpc.ssl_target_name_override", name)] if name else OPTIONS
+        self._channel = self._grpc.secure_channel(address, credentials, options)
         self._stub: Any = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     def call(self, method: str, request: Any, *, timeout: float = CALL_SECONDS) -> Any:
         """Return the answer to a call; raise what `explained` returns if there is none."""
         try:
-            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._security.metadata())
+            return getattr(self._stub, method)(request, timeout=timeout)
         except self._grpc.RpcError as error:
             raise explained(error, self.address) from None
 
     def stream(self, method: str, request: Any) -> Any:
         """Return a stream: iterate over it, or `cancel` it from another thread. It raises `grpc.RpcError`."""
-        return getattr(self._stub, method)(request, metadata=self._security.metadata())
+        return getattr(self._stub, method)(request)
 
     def close(self) -> None:
         """Close the connection, and end its streams."""

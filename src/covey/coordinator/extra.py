@@ -13,7 +13,7 @@ NEEDED: Final = ("grpc", "grpc_health", "grpc_reflection")
 
 def require_grpc() -> Any:
     """Return the module `grpc`; ConfigError if it is not installed."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else every refused handshake is a line on standard error
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else every refused handshake is a line on standard error
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
             f"the coordinator and its workers need gRPC ({missing[0]} is not installed); run: pip install 'covey[grpc]'"

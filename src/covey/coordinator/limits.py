@@ -15,3 +15,7 @@ MAX_CHECKPOINTS: Final = 64
 """Checkpoints of one run that are remembered."""
 MAX_CALLS: Final = 8192
 """Calls at a time, streams included; further ones are refused."""
+MAX_CONNECTIONS: Final = 4096
+"""Callers that are connected; further ones are turned away."""
+MAX_HANDSHAKES: Final = 512
+"""Connections that have not proved an identity yet; another one ends the oldest."""

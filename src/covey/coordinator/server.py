@@ -11,11 +11,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from covey.base.errors import ConfigError
 from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from covey.coordinator.limits import ANSWER_BYTES, MAX_CALLS, MESSAGE_BYTES
 from covey.coordinator.service import CoordinatorService
+from covey.coordinator.tls_front import TlsFront
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +32,6 @@ OPTIONS: Final = (
     ("grpc.max_send_message_length", ANSWER_BYTES),
     ("grpc.max_metadata_size", 1 << 13),
     ("grpc.max_concurrent_streams", 256),
-    ("grpc.max_allowed_incoming_connections", 4096),
-    ("grpc.server_handshake_timeout_ms", 5000),
-    ("grpc.so_reuseport", 0),  # a second coordinator at the same port is an error
     # A worker that vanished without closing its connection is noticed after half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -43,23 +40,19 @@ OPTIONS: Final = (
 
 
 async def serve(
-    address: str, state: StateFile, security: Security, sizes: Sizes | None, on_start: Callable[[int], None]
+    host: str, port: int, state: StateFile, security: Security, sizes: Sizes | None, on_start: Callable[[int], None]
 ) -> None:
     """Run a coordinator until SIGTERM or SIGINT; call `on_start(port)` when it listens.
 
     Raises:
         ConfigError: it cannot listen at the address, or its state can no longer be written.
     """
-    service = CoordinatorService(state, security, sizes)
+    front = TlsFront(lambda: security.papers("server"))
+    service = CoordinatorService(state, lambda peer: security.identity(front.certificate(peer)), sizes)
     server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     checks = await _add_standard_services(server)
-    try:
-        port = security.listen(server, address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen at {address}: {error}") from error
-    if not port:
-        raise ConfigError(f"cannot listen at {address}; is another program there?")
+    server.add_insecure_port(front.inner)
     await server.start()
     rounds = asyncio.create_task(service.begin_rounds())
     stopping = asyncio.Event()
@@ -67,17 +60,19 @@ async def serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
     try:
-        on_start(port)
+        on_start(front.open(host, port))
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait((stop, service.failure), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         await checks.enter_graceful_shutdown()
     finally:
+        front.stop_accepting()
         service.close()
         rounds.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rounds
         await server.stop(STOP_SECONDS)
+        await front.close()
     if service.failure.done():
         raise service.failure.result()
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from covey.coordinator.records import Sizes
     from covey.coordinator.run import Outlook
-    from covey.coordinator.security import Security
     from covey.coordinator.state_file import StateFile
 
 LONGEST_TICK: Final = 60.0
@@ -59,9 +58,12 @@ async def _abort(context: Any, refusal: RefusalError) -> NoReturn:
 class CoordinatorService(CoordinatorServicer):
     """The runs of a coordinator. `failure` is done when the state could not be written."""
 
-    def __init__(self, state: StateFile, security: Security, sizes: Sizes | None) -> None:
-        """`sizes` are those of runs whose workers declare none."""
-        self._state, self._security, self._sizes = state, security, sizes
+    def __init__(self, state: StateFile, identity: Callable[[str], str], sizes: Sizes | None) -> None:
+        """`identity` returns that of the caller with a name of gRPC's, or raises RefusalError.
+
+        `sizes` are those of runs whose workers declare none.
+        """
+        self._state, self._identity, self._sizes = state, identity, sizes
         self._runs = {record.name: CoordinatedRun(record, now=_now()) for record in state.load()}
         self._streams: dict[tuple[str, str], asyncio.Event] = {}
         """By run and worker: what wakes the stream that was opened last."""
@@ -188,7 +190,7 @@ class CoordinatorService(CoordinatorServicer):
     # Helpers
 
     def _caller(self, context: Any) -> str:
-        return self._security.identity(context.auth_context(), dict(context.invocation_metadata() or ()))
+        return self._identity(context.peer())
 
     def _run(self, name: str) -> CoordinatedRun:
         run = self._runs.get(name)

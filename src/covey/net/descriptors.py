@@ -111,6 +111,14 @@ def left() -> int:
     return max(0, limit - min(MOST_SPARED, limit // 8) - used)
 
 
+def raise_limit() -> int:
+    """Return how many descriptors this process may have, after raising the limit as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return min(_limit(), 1 << 20)
+
+
 def _limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30

@@ -163,13 +163,13 @@ def _context(
     key = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with _readable_once(key + leaf.public_bytes(serialization.Encoding.PEM)) as path:
+    with readable_once(key + leaf.public_bytes(serialization.Encoding.PEM)) as path:
         context.load_cert_chain(path)
     return context
 
 
 @contextlib.contextmanager
-def _readable_once(data: bytes) -> Iterator[str]:
+def readable_once(data: bytes) -> Iterator[str]:
     """Give `data` a path, because `ssl` reads keys only from files; in memory if the system has memfd."""
     if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
         descriptor = os.memfd_create("covey-key", os.MFD_CLOEXEC)

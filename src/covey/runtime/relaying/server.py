@@ -10,7 +10,6 @@ import asyncio
 import collections
 import contextlib
 import logging
-import resource
 import secrets
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.base.pace import Bucket
+from covey.net.descriptors import raise_limit
 from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
@@ -110,7 +110,7 @@ class RelayServer:
     ) -> None:
         """Take ownership of `listeners`; `clusters` returns the public keys of clusters that it serves, if not all."""
         self._listeners, self._limits, self._clusters = list(listeners), limits, clusters
-        self._most = min(limits.connections, _descriptors() - SPARE_DESCRIPTORS - len(self._listeners))
+        self._most = min(limits.connections, raise_limit() - SPARE_DESCRIPTORS - len(self._listeners))
         self._id = secrets.token_bytes(RELAY_ID_BYTES)
         self._table = RelayTable(lambda: secrets.token_bytes(CALL_BYTES))
         self._driver = CoreDriver[RelayEffect](self._table, self)
@@ -349,12 +349,3 @@ def _forget_one(counter: collections.Counter[str], source: str) -> None:
     counter[source] -= 1
     if counter[source] <= 0:
         del counter[source]
-
-
-def _descriptors() -> int:
-    """Return how many descriptors this process may have, after raising the limit as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
