@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.support.authorities import Authority
 from tests.support.coordinators import coordinate, status, work
 from tests.support.machines import end, heard, new_lab
@@ -89,7 +90,7 @@ def test_only_holders_of_the_secret_are_heard_and_each_worker_has_its_own_key(la
     for words in (("--cluster", "lab"), ()):  # another secret; clear text
         refused = other.covey("coordinator", "status", address, *words)
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert "cannot be reached" in refused.stderr
+        assert "is not the coordinator: its certificate is not accepted" in refused.stderr
 
 
 def test_certificates_decide_who_is_heard_and_are_read_again_when_they_change(lab: Lab) -> None:
@@ -102,10 +103,13 @@ def test_certificates_decide_who_is_heard_and_are_read_again_when_they_change(la
     assert "subject CN=alice, not by subject CN=bob" in ended(work(machine, address, "w0", size=1, **bob))
     register(machine, address, "w0", **acme.issue("alice"))  # renewed, with another key
     mallory = rogue.issue("alice")
-    for wrong in (mallory, mallory | {"tls_ca": alice["tls_ca"]}):  # another authority; its certificate only
+    for wrong, reason in (
+        (mallory, "is not the coordinator: its certificate is not accepted"),  # another authority
+        (mallory | {"tls_ca": alice["tls_ca"]}, "does not accept the certificate of this process: unknown ca"),
+    ):
         refused = machine.covey("coordinator", "status", address, *options(wrong))
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert "cannot be reached" in refused.stderr
+        assert reason in refused.stderr
     rogue.issue("coordinator", "served")  # the organisation moves to another authority
     (lab.folder / "acme-ca.pem").write_bytes((lab.folder / "rogue-ca.pem").read_bytes())
     assert status(machine, address, *options(mallory))[0]["round"] == 2
@@ -313,6 +317,34 @@ def test_the_oldest_connection_without_an_identity_makes_room_for_another(
 
     doors: dict[int, tls_front.TlsFront] = {}
     asyncio.run(play())
+
+
+def test_a_worker_with_a_wrong_certificate_is_told_at_once_what_is_wrong(lab: Lab) -> None:
+    machine = lab.machine()
+    acme, rogue = Authority(lab.folder, "acme"), Authority(lab.folder, "rogue")
+    coordinator, address = coordinate(machine, *options(acme.issue("coordinator")))
+    other = rogue.issue("alice")
+    purpose = acme.issue("eve", usage=ExtendedKeyUsageOID.CODE_SIGNING)
+    nowhere = Authority(lab.folder, "elsewhere", host="127.0.0.9").issue("coordinator")
+    elsewhere, address_elsewhere = coordinate(machine, *options(nowhere), "--state", str(lab.folder / "elsewhere"))
+    patience = {"size": 1, "timeout": DEADLINE}  # none of them may wait for it
+    for where, config, expected in (
+        (address, acme.issue("bob", days=-1), "the certificate of this process for the coordinator at"),
+        (address, other | {"tls_ca": acme.issue("x")["tls_ca"]}, "of this process: unknown ca"),
+        (address, purpose, "of this process: unsupported certificate"),
+        (address, other, "is not the coordinator: its certificate is not accepted"),
+        (address, {}, "both must be processes of one user on one machine"),  # no certificate
+        (address_elsewhere, nowhere, "certificate is not valid for '127.0.0.1'"),
+    ):
+        error = ended(work(machine, where, "w0", **patience, **config))
+        assert error.startswith("covey.AuthError: "), error
+        assert expected in error
+    assert "expired at " in ended(work(machine, address, "w0", **patience, **acme.issue("bob", days=-1)))
+    for process in (coordinator, elsewhere):
+        process.send_signal(signal.SIGTERM)
+        code, _, err = end(process)
+        assert code == 0
+        assert "refused a connection from 127.0.0.1:" in err
 
 
 def test_files_in_the_middle_of_a_renewal_change_nothing(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Authority:
     """An organisation that signs certificates, and writes them into a folder."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, host: str = "127.0.0.1") -> None:
+        """Certificates are for `host`."""
+        self.folder, self.name, self.host = folder, name, host
         self.key: Any = ec.generate_private_key(ec.SECP256R1())
         (folder / f"{name}-ca.pem").write_bytes(self.sign(self.key, name, is_authority=True))
 
@@ -63,7 +64,7 @@ class Authority:
             return x509.KeyUsage(**dict.fromkeys((*first, *others), False) | given)
 
         now = datetime.datetime.now(datetime.UTC)
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [x509.IPAddress(ipaddress.ip_address(self.host))]
         builder = (
             x509.CertificateBuilder()
             .subject_name(named(subject))

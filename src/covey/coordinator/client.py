@@ -1,11 +1,23 @@
-"""A caller of a coordinator: one connection, calls with deadlines, and errors of ours."""
+"""A caller of a coordinator: one connection, calls with deadlines, and errors of ours.
+
+gRPC says only that a connection ended when one end refused the other, and with TLS 1.3 a coordinator refuses a caller
+after the caller's part of the handshake. So after such an end the caller makes one more handshake without gRPC, and
+reads once: it gets the first bytes of HTTP/2, or the reason.
+"""
 
 from __future__ import annotations
 
+import datetime
+import socket
+import ssl
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from cryptography import x509
+
+from covey.base import seeds
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.text import printable
+from covey.coordinator import tls
 from covey.coordinator.extra import require_grpc
 from covey.coordinator.limits import ANSWER_BYTES
 
@@ -14,6 +26,8 @@ if TYPE_CHECKING:
 
     from covey.coordinator.security import Security
 
+HANDSHAKE_SECONDS: Final = 5.0
+"""How long each step of the handshake may take that finds out why a connection ended."""
 CALL_SECONDS: Final = 10.0
 """How long a call may take that the coordinator answers at once."""
 OPTIONS: Final = (
@@ -37,7 +51,7 @@ class CoordinatorClient:
         self._grpc = require_grpc()
         from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
 
-        self.address = address
+        self.address, self._security, self._role = address, security, role
         papers, name = security.papers(role), security.server_name
         credentials = self._grpc.ssl_channel_credentials(papers.authorities, papers.key, papers.chain)
         options = [*OPTIONS, ("grpc.ssl_target_name_override", name)] if name else OPTIONS
@@ -49,11 +63,18 @@ class CoordinatorClient:
         try:
             return getattr(self._stub, method)(request, timeout=timeout)
         except self._grpc.RpcError as error:
-            raise explained(error, self.address) from None
+            raise self.explained(error) from None
 
     def stream(self, method: str, request: Any) -> Any:
         """Return a stream: iterate over it, or `cancel` it from another thread. It raises `grpc.RpcError`."""
         return getattr(self._stub, method)(request)
+
+    def explained(self, error: Any) -> CoveyError:
+        """Return the error to raise for a failed call: AuthError if one end refuses the other."""
+        found = explained(error, self.address)
+        if isinstance(found, ConnectError) and "refused" not in (error.details() or ""):
+            return why_refused(self.address, self._security, self._role) or found
+        return found
 
     def close(self) -> None:
         """Close the connection, and end its streams."""
@@ -83,8 +104,46 @@ def explained(error: Any, address: str) -> CoveyError:
     if code == "UNAVAILABLE" and "refused" in details:
         return ConnectError(f"the coordinator at {address} cannot be reached: no program listens there")
     if code == "UNAVAILABLE":
-        return ConnectError(
-            f"the coordinator at {address} cannot be reached: {details}. If it runs, the two ends may have different "
-            "secrets or certificates"
-        )
+        return ConnectError(f"the coordinator at {address} cannot be reached: {details}")
     return ConnectError(f"the coordinator at {address}: {details} ({code})")
+
+
+def why_refused(address: str, security: Security, role: str) -> AuthError | None:
+    """Return why this process and a coordinator do not accept each other; None if they do, or none is reached."""
+    try:
+        papers = security.papers(role)
+        context = tls.dialling(papers)
+    except ConfigError as error:
+        return AuthError(f"this process has no certificate for the coordinator at {address}: {error}")
+    if problem := _out_of_date(papers.chain):
+        return AuthError(f"the certificate of this process for the coordinator at {address} {problem}; renew it")
+    parsed = seeds.parse(address)
+    try:
+        with (
+            socket.create_connection((parsed.host, parsed.port), HANDSHAKE_SECONDS) as sock,
+            context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,
+        ):
+            connection.recv(1)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        return None
+    except ssl.SSLError as error:
+        if words := tls.told(error):
+            return AuthError(
+                f"the coordinator at {address} does not accept the certificate of this process: {words}; "
+                f"{security.remedy}"
+            )
+        return AuthError(f"the program at {address} is not the coordinator: {tls.in_words(error)}; {security.remedy}")
+    except OSError:
+        return None
+    return None
+
+
+def _out_of_date(chain: bytes) -> str:
+    """Return what is wrong with the dates of a certificate (PEM); empty if it is valid now."""
+    now = datetime.datetime.now(datetime.UTC)
+    own = x509.load_pem_x509_certificates(chain)[0]
+    if now > own.not_valid_after_utc:
+        return f"expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+    if now < own.not_valid_before_utc:
+        return f"is not valid before {own.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+    return ""

@@ -34,6 +34,8 @@ class Security(Protocol):
     """In a few words, for people."""
     server_name: str
     """The name in the certificate of the coordinator; empty: the host of its address."""
+    remedy: str
+    """What to do if one end does not accept the certificate of the other."""
 
     def papers(self, role: str) -> KeyAndCertificates:
         """Return the key and certificates of this machine for a role, as they are now. On any thread."""
@@ -69,6 +71,7 @@ class LoopbackSecurity:
 
     words = "for this user on this machine only"
     server_name = SERVER_NAME
+    remedy = "without options, both must be processes of one user on one machine, with the same COVEY_HOME"
 
     def papers(self, role: str) -> KeyAndCertificates:
         return local(role)
@@ -82,6 +85,7 @@ class SecretSecurity:
 
     words = "with the secret of the cluster"
     server_name = SERVER_NAME
+    remedy = "both must be in the same cluster, with the same secret"
 
     def __init__(self, options: ClusterOptions) -> None:
         """Find the cluster; ConfigError if there is none."""
@@ -113,6 +117,7 @@ class PemSecurity:
     files: PemFiles
     words = "with certificates from PEM files"
     server_name = ""
+    remedy = "the tls-ca of each end must have signed the certificate of the other"
 
     def papers(self, role: str) -> KeyAndCertificates:
         return self.files.read()

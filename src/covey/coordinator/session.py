@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import CoveyError, DeadlineError
+from covey.base.errors import AuthError, CoveyError, DeadlineError
 from covey.base.text import printable
-from covey.coordinator.client import CALL_SECONDS, CoordinatorClient, explained, is_final
+from covey.coordinator.client import CALL_SECONDS, CoordinatorClient, is_final
 from covey.coordinator.extra import require_grpc
 from covey.runtime.log_limiter import LimitedLog
 
@@ -161,8 +161,8 @@ class Session:
             except self._grpc.RpcError as error:
                 if self._closing.is_set():
                     return
-                problem = explained(error, self._address)
-                if is_final(error) and not self._was_assigned:
+                problem = client.explained(error)
+                if (is_final(error) or isinstance(problem, AuthError)) and not self._was_assigned:
                     return self._fail(problem)
                 self._note(problem)
             except CoveyError as error:  # the secret or the certificates cannot be read now

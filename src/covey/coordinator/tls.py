@@ -123,6 +123,8 @@ class TlsConnection:
 def told(error: ssl.SSLError) -> str:
     """Return what the other end said when it ended the handshake, such as "unknown ca"; empty if it said nothing."""
     _, alert, words = (error.reason or "").partition(_ALERT)
+    if words == "DECRYPT_ERROR":
+        return "the signature is not by the authority that it names"
     return words.replace("_", " ").lower() if alert else ""
 
 
