@@ -148,7 +148,11 @@ def test_what_is_said_of_a_machine_holds_for_all_its_nodes(cluster: Cluster, pri
         others = [card(second), card(NodeIdentity.passing())]
         denied = charter.amend(cluster, private, lambda _now: (frozenset({first.id}), None))
         assert all(charter.objection(denied, each, "here") for each in (card(first), *others))
+        assert charter.machine_objection(denied, first.id, "here")
+        assert charter.machine_objection(replace(cluster, denied=frozenset({first.id})), first.id, "here")
         listed = charter.amend(cluster, private, lambda _now: (frozenset(), frozenset({first.id})))
+        assert not charter.machine_objection(listed, first.id, "here")
+        assert "waiting for approval" in charter.machine_objection(listed, second.id, "here")
         assert not any(charter.objection(listed, each, "here") for each in (card(first), *others))
         one = charter.amend(cluster, private, lambda _now: (frozenset({second.id}), None))
         assert [bool(charter.objection(one, each, "here")) for each in (card(first), *others)] == [False, True, False]

@@ -18,17 +18,20 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.support.authorities import Authority
-from tests.support.coordinators import coordinate, status, work
+from tests.support.coordinators import ask, coordinate, status, until, work
 from tests.support.machines import end, heard, new_lab
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.coordinator import limits, security, tls, tls_front
-from covey.coordinator.certificates import derived, key_of, subject_of
-from covey.net.keys import clusters
+from covey.coordinator.certificates import derived, key_of, machine_of, subject_of
+from covey.coordinator.refusal import RefusalError
+from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import own_machine
 from covey.net.keys.pem_files import PemFiles
 from covey.runtime.environment import ClusterOptions
+from covey.wire.messages import Charter, encode
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -345,6 +348,76 @@ def test_a_worker_with_a_wrong_certificate_is_told_at_once_what_is_wrong(lab: La
         code, _, err = end(process)
         assert code == 0
         assert "refused a connection from 127.0.0.1:" in err
+
+
+def test_a_denied_machine_neither_reads_nor_registers_and_is_no_coordinator(lab: Lab) -> None:
+    key = secrets.token_bytes(32)
+    one, two = (lab.machine(name, "lab", key) for name in ("one", "two"))
+    _, address = coordinate(one, "--cluster", "lab")
+    worker = work(two, address, "w0", size=1, cluster="lab")
+    assert [heard(worker)[0] for _ in range(2)] == ["before", "started"]
+    with patch.dict("os.environ", COVEY_HOME=str(two.home)):
+        machine = own_machine()
+    denied = one.covey("deny", machine.hex(), "--cluster", "lab")
+    assert denied.returncode == 0, denied.stderr
+    until(lambda: not ask([worker], "tell")[0][4])  # its stream has ended
+    assert "is denied on" in ask([worker], "tell")[0][5]
+    refused = two.covey("coordinator", "status", address, "--cluster", "lab")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "is denied on" in refused.stderr
+    assert "--undo` there lets it in" in refused.stderr
+    error = ended(work(two, address, "w1", size=1, cluster="lab", timeout=DEADLINE))
+    assert error.startswith("covey.AuthError: ")
+    assert [each["worker_id"] for each in status(one, address, "--cluster", "lab")[0]["workers"]] == ["w0"]
+    _, theirs = coordinate(two, "--cluster", "lab")  # a coordinator of the denied machine
+    refused = one.covey("coordinator", "status", theirs, "--cluster", "lab")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"the coordinator at {theirs} is not accepted: machine " in refused.stderr
+    assert one.covey("deny", machine.hex(), "--undo", "--cluster", "lab").returncode == 0
+    until(lambda: ask([worker], "tell")[0][4])  # it comes back by itself
+    assert end(worker)[0] == 0
+
+
+def test_callers_tell_a_coordinator_of_the_owners_list(lab: Lab) -> None:
+    owner, two, three = lab.owned("lab", secrets.token_bytes(32), "one", "two", "three")
+    _, address = coordinate(two, "--cluster", "lab")  # no node runs there that could have heard of it
+    assert status(three, address, "--cluster", "lab") == []
+    with patch.dict("os.environ", COVEY_HOME=str(three.home)):
+        machine = own_machine()
+    assert owner.covey("deny", machine.hex(), "--cluster", "lab").returncode == 0
+    assert status(owner, address, "--cluster", "lab") == []
+    refused = three.covey("coordinator", "status", address, "--cluster", "lab")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "is denied by the owner of the cluster" in refused.stderr
+    with patch.dict("os.environ", COVEY_HOME=str(two.home)):
+        kept = clusters.load("lab").charter
+    assert kept is not None
+    assert kept.denied == (machine,)
+
+
+def test_a_charter_that_the_owner_has_not_signed_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+    clusters.save(Cluster(ClusterSecret("lab", bytes(32)), owner=owner.make("lab")))
+    secured = security.SecretSecurity(ClusterOptions("lab"))
+    for wrong in (b"", b"garbage", encode(Charter(5, "here", (bytes(32),), None, bytes(64)))):
+        secured.hear(wrong)
+        assert secured.find().charter is None
+        assert secured.charter() == b""
+
+
+def test_a_certificate_names_its_machine_with_a_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+    secured = security.SecretSecurity(ClusterOptions("lab", bytes(32)))
+    own = derived(ClusterSecret("lab", bytes(32)), None, "operator").chain
+    assert machine_of(own) == own_machine()
+    assert secured.identity(own) == key_of(own)
+    der = ssl.PEM_cert_to_DER_cert(own.decode())
+    forged = der.replace(own_machine(), bytes(32))  # a machine that has not signed
+    unsigned = Authority(tmp_path, "acme").issue("alice")
+    for wrong in (ssl.DER_cert_to_PEM_cert(forged).encode(), Path(unsigned["tls_cert"]).read_bytes(), b"garbage"):
+        assert machine_of(wrong) == b""
+        with pytest.raises(RefusalError, match="names no machine"):
+            secured.identity(wrong)
 
 
 def test_files_in_the_middle_of_a_renewal_change_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The links between nodes use Ed25519 (`net.keys.tls`), which gRPC's TLS does not accept: these keys are on the curve
 P-256. The authority is derived from the secret, or on loopback from the first key of the machine. A process derives its
-own key from that key, too, so nothing is stored, and a worker that starts again has the same key.
+own key from that key, too, so nothing is stored, and a worker that starts again has the same key. An extension of the
+certificate names that first key, with its signature over the certificate's: lists of denied machines have it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from covey.net.keys.identity import machine_secret
+from covey.net.keys.identity import ID_BYTES, machine_secret, sign_as_machine
 from covey.net.keys.pem_files import KeyAndCertificates
+from covey.wire.machine import certificate_words
+from covey.wire.owner import is_signed
 
 if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
 SERVER_NAME: Final = "covey-coordinator"
 """The name in every derived certificate; holders are told apart by their keys."""
 PURPOSE: Final = "coordinator-ca"
+MACHINE: Final = x509.ObjectIdentifier("2.25.262894374285127904538297642873514205791")
+"""The extension that names a machine: its first key, and the signature of that key over the certificate's."""
 _ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """The number of points of P-256."""
+_PUBLIC: Final = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
 
@@ -64,8 +70,22 @@ def key_of(certificate: bytes) -> str:
         key = x509.load_pem_x509_certificate(certificate).public_key()
     except (ValueError, UnsupportedAlgorithm):
         return ""
-    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return f"key {hashlib.sha256(der).hexdigest()[:32]}"
+    return f"key {hashlib.sha256(key.public_bytes(*_PUBLIC)).hexdigest()[:32]}"
+
+
+@functools.lru_cache(1024)
+def machine_of(certificate: bytes) -> bytes:
+    """Return the first key of the machine that a certificate (PEM) is for; empty if no machine has signed it."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate)
+        extension = found.extensions.get_extension_for_oid(MACHINE).value
+        words = certificate_words(found.public_key().public_bytes(*_PUBLIC))
+    except (ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound, x509.DuplicateExtension):
+        return b""
+    if not isinstance(extension, x509.UnrecognizedExtension):
+        return b""
+    machine, signature = extension.value[:ID_BYTES], extension.value[ID_BYTES:]
+    return machine if is_signed(machine, words, signature) else b""
 
 
 @functools.lru_cache(1024)
@@ -104,5 +124,7 @@ def _certificate(authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePub
         .add_extension(x509.BasicConstraints(ca=key is None, path_length=0 if key is None else None), critical=True)
     )
     if key is not None:
+        machine, signature = sign_as_machine(certificate_words(key.public_bytes(*_PUBLIC)))
+        builder = builder.add_extension(x509.UnrecognizedExtension(MACHINE, machine + signature), critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

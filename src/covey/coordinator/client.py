@@ -20,6 +20,8 @@ from covey.base.text import printable
 from covey.coordinator import tls
 from covey.coordinator.extra import require_grpc
 from covey.coordinator.limits import ANSWER_BYTES
+from covey.coordinator.refusal import RefusalError
+from covey.coordinator.security import CHARTER_KEY
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,6 +41,8 @@ OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
+TELLING: Final = ("RegisterWorker", "GetStatus")
+"""Calls that tell a coordinator of the owner's list of machines."""
 FINAL: Final = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED")
 """Statuses that the same call gets again."""
 
@@ -47,11 +51,17 @@ class CoordinatorClient:
     """A connection to a coordinator. Use it in `with`, or `close` it."""
 
     def __init__(self, address: str, security: Security, role: str) -> None:
-        """`role` names the identity of the caller on this machine."""
+        """`role` names the identity of the caller on this machine.
+
+        Raises:
+            AuthError: the machine of the coordinator is denied.
+        """
         self._grpc = require_grpc()
         from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
 
         self.address, self._security, self._role = address, security, role
+        if security.denies:
+            check_coordinator(address, security, role)
         papers, name = security.papers(role), security.server_name
         credentials = self._grpc.ssl_channel_credentials(papers.authorities, papers.key, papers.chain)
         options = [*OPTIONS, ("grpc.ssl_target_name_override", name)] if name else OPTIONS
@@ -61,13 +71,17 @@ class CoordinatorClient:
     def call(self, method: str, request: Any, *, timeout: float = CALL_SECONDS) -> Any:
         """Return the answer to a call; raise what `explained` returns if there is none."""
         try:
-            return getattr(self._stub, method)(request, timeout=timeout)
+            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata(method))
         except self._grpc.RpcError as error:
             raise self.explained(error) from None
 
     def stream(self, method: str, request: Any) -> Any:
         """Return a stream: iterate over it, or `cancel` it from another thread. It raises `grpc.RpcError`."""
-        return getattr(self._stub, method)(request)
+        return getattr(self._stub, method)(request, metadata=self._metadata(method))
+
+    def _metadata(self, method: str) -> list[tuple[str, bytes]]:
+        charter = self._security.charter() if method in TELLING else b""
+        return [(CHARTER_KEY, charter)] if charter else []
 
     def explained(self, error: Any) -> CoveyError:
         """Return the error to raise for a failed call: AuthError if one end refuses the other."""
@@ -108,6 +122,34 @@ def explained(error: Any, address: str) -> CoveyError:
     return ConnectError(f"the coordinator at {address}: {details} ({code})")
 
 
+def check_coordinator(address: str, security: Security, role: str) -> None:
+    """Raise AuthError if a coordinator that proves itself is on a machine that may not be in the cluster."""
+    try:
+        certificate = _shake(address, security, tls.dialling(security.papers(role)))
+    except OSError:
+        return  # the call that follows says why
+    try:
+        security.identity(certificate)
+    except RefusalError as refusal:
+        raise AuthError(f"the coordinator at {address} is not accepted: {refusal}") from None
+
+
+def _shake(address: str, security: Security, context: ssl.SSLContext) -> bytes:
+    """Make a TLS connection, read once, and return the certificate of the coordinator (PEM).
+
+    Raises:
+        ssl.SSLError: one end does not accept the other.
+        OSError: no coordinator was reached.
+    """
+    parsed = seeds.parse(address)
+    with (
+        socket.create_connection((parsed.host, parsed.port), HANDSHAKE_SECONDS) as sock,
+        context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,
+    ):
+        connection.recv(1)
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
+
+
 def why_refused(address: str, security: Security, role: str) -> AuthError | None:
     """Return why this process and a coordinator do not accept each other; None if they do, or none is reached."""
     try:
@@ -117,13 +159,8 @@ def why_refused(address: str, security: Security, role: str) -> AuthError | None
         return AuthError(f"this process has no certificate for the coordinator at {address}: {error}")
     if problem := _out_of_date(papers.chain):
         return AuthError(f"the certificate of this process for the coordinator at {address} {problem}; renew it")
-    parsed = seeds.parse(address)
     try:
-        with (
-            socket.create_connection((parsed.host, parsed.port), HANDSHAKE_SECONDS) as sock,
-            context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,
-        ):
-            connection.recv(1)
+        _shake(address, security, context)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
         return None
     except ssl.SSLError as error:

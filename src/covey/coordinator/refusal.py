@@ -15,7 +15,7 @@ class Reason(enum.Enum):
     NOT_FOUND = "NOT_FOUND"
     """Register first."""
     NOT_YOURS = "PERMISSION_DENIED"
-    """Use the identity that the worker registered with first."""
+    """Use the identity that the worker registered with first, or be let into the cluster again."""
     UNPROVEN = "UNAUTHENTICATED"
     """Prove an identity."""
     NOT_NOW = "ABORTED"

@@ -48,7 +48,7 @@ async def serve(
         ConfigError: it cannot listen at the address, or its state can no longer be written.
     """
     front = TlsFront(lambda: security.papers("server"))
-    service = CoordinatorService(state, lambda peer: security.identity(front.certificate(peer)), sizes)
+    service = CoordinatorService(state, lambda peer: security.identity(front.certificate(peer)), security.hear, sizes)
     server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     checks = await _add_standard_services(server)

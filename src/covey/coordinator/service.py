@@ -22,6 +22,7 @@ from covey.coordinator.limits import MAX_RUNS
 from covey.coordinator.records import RunRecord
 from covey.coordinator.refusal import Reason, RefusalError
 from covey.coordinator.run import CoordinatedRun
+from covey.coordinator.security import CHARTER_KEY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 LONGEST_TICK: Final = 60.0
 PROGRESS_SECONDS: Final = 1.0
-"""How often a worker that waits is told for what. Telling all of them of each other's arrival would be quadratic."""
+"""How often a worker that waits is told for what, and each one is checked against the list of denied machines.
+
+Telling all of them of each other's arrival would be quadratic."""
 
 
 def _refusing(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -40,7 +43,9 @@ def _refusing(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
     async def answer(self: CoordinatorService, request: Any, context: Any) -> Any:
         try:
-            return await handler(self, request, self._caller(context))
+            caller = self._caller(context)
+            self._heed(context)
+            return await handler(self, request, caller)
         except RefusalError as refusal:
             await _abort(context, refusal)
         except ConfigError as error:
@@ -58,12 +63,18 @@ async def _abort(context: Any, refusal: RefusalError) -> NoReturn:
 class CoordinatorService(CoordinatorServicer):
     """The runs of a coordinator. `failure` is done when the state could not be written."""
 
-    def __init__(self, state: StateFile, identity: Callable[[str], str], sizes: Sizes | None) -> None:
+    def __init__(
+        self,
+        state: StateFile,
+        identity: Callable[[str], str],
+        hear: Callable[[bytes], None],
+        sizes: Sizes | None,
+    ) -> None:
         """`identity` returns that of the caller with a name of gRPC's, or raises RefusalError.
 
-        `sizes` are those of runs whose workers declare none.
+        `hear` takes a charter that a caller brought. `sizes` are those of runs whose workers declare none.
         """
-        self._state, self._identity, self._sizes = state, identity, sizes
+        self._state, self._identity, self._hear, self._sizes = state, identity, hear, sizes
         self._runs = {record.name: CoordinatedRun(record, now=_now()) for record in state.load()}
         self._streams: dict[tuple[str, str], asyncio.Event] = {}
         """By run and worker: what wakes the stream that was opened last."""
@@ -79,6 +90,7 @@ class CoordinatorService(CoordinatorServicer):
         wake = asyncio.Event()
         try:
             identity = self._caller(context)
+            self._heed(context)
             asked = checking.registration(request, identity, self._sizes)
             run = self._run_for(checking.name("run", name), asked.sizes)
             before = run.record.round
@@ -103,9 +115,10 @@ class CoordinatorService(CoordinatorServicer):
                 if outlook != told:
                     yield answers.event(outlook, told)
                     told = outlook
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), PROGRESS_SECONDS if outlook.assignment is None else None)
+                await self._until_news(wake, context, is_waiting=outlook.assignment is None)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator stops")
+        except RefusalError as refusal:
+            await _abort(context, refusal)
         finally:
             if self._streams.get((name, worker)) is wake:
                 del self._streams[name, worker]
@@ -188,6 +201,21 @@ class CoordinatorService(CoordinatorServicer):
         self.close()
 
     # Helpers
+
+    async def _until_news(self, wake: asyncio.Event, context: Any, *, is_waiting: bool) -> None:
+        """Wait until a worker may have to be told something; RefusalError if its machine is denied meanwhile."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), PROGRESS_SECONDS)
+            self._caller(context)
+            if is_waiting or wake.is_set():
+                return
+
+    def _heed(self, context: Any) -> None:
+        """Take the charter that goes with a call of an accepted caller, if there is one."""
+        for key, value in context.invocation_metadata() or ():
+            if key == CHARTER_KEY:
+                self._hear(value)
 
     def _caller(self, context: Any) -> str:
         return self._identity(context.peer())

@@ -145,8 +145,6 @@ def _context(side: ssl._SSLMethod, papers: KeyAndCertificates) -> ssl.SSLContext
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
-    # As gRPC does: an authority that another one has signed is trusted when it is listed.
-    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | ssl.VerifyFlags.VERIFY_X509_TRUSTED_FIRST
     context.set_alpn_protocols([PROTOCOL])
     try:
         roots = x509.load_pem_x509_certificates(papers.authorities)

@@ -13,11 +13,17 @@ from covey.base.errors import AuthError
 from covey.wire.owner import is_signed
 
 _LABEL: Final = b"covey/1/machine"
+_CERTIFICATE_LABEL: Final = b"covey/1/machine-certificate"
 
 
 def machine_words(node_id: bytes) -> bytes:
     """Return the bytes that the first key of a machine signs for another key."""
     return _LABEL + node_id
+
+
+def certificate_words(public: bytes) -> bytes:
+    """Return the bytes that the first key of a machine signs for the key of a certificate (SubjectPublicKeyInfo)."""
+    return _CERTIFICATE_LABEL + public
 
 
 class Endorsed(Protocol):

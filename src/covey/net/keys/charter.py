@@ -40,8 +40,16 @@ def objection(cluster: Cluster, card: Card, here: str) -> str:
         machine = machine_of(card)
     except AuthError as error:
         return str(error)
-    ids, charter = {card.id, machine}, cluster.charter
-    label, short = f"node {card.name} ({short_id(card.id)})", short_id(machine)
+    return _objection_to(cluster, {card.id, machine}, machine, f"node {card.name} ({short_id(card.id)})", here)
+
+
+def machine_objection(cluster: Cluster, machine: bytes, here: str) -> str:
+    """Return why a machine that holds the secret may not be in the cluster, and what to do; or ""."""
+    return _objection_to(cluster, {machine}, machine, f"machine {short_id(machine)}", here)
+
+
+def _objection_to(cluster: Cluster, ids: set[bytes], machine: bytes, label: str, here: str) -> str:
+    charter, short = cluster.charter, short_id(machine)
     if ids & cluster.denied:
         return f"{label} is denied on {here}; `covey deny {short} --undo` there lets it in"
     if charter is None:

@@ -201,6 +201,12 @@ def own_machine() -> bytes:
     return _slot_key(private_folder(home() / "identities"), 0).public_key().public_bytes_raw()
 
 
+def sign_as_machine(words: bytes) -> tuple[bytes, bytes]:
+    """Return the first key of this machine, made if there is none, and its signature over `words`."""
+    private = _slot_key(private_folder(home() / "identities"), 0)
+    return private.public_key().public_bytes_raw(), private.sign(words)
+
+
 def machine_secret(purpose: str) -> bytes:
     """Return 32 bytes for one purpose that only this user on this machine can compute; the same ones each time."""
     from cryptography.hazmat.primitives.hashes import SHA256
