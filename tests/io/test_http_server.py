@@ -95,13 +95,56 @@ def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkey
         assert b" 431 " in long.splitlines()[0]
 
 
+def test_idle_connections_keep_nobody_out_and_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", DEADLINE)  # none of them ends by itself
+    with HttpServer({"/hello": hello}, 0) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port), DEADLINE) for _ in range(3 * CONNECTIONS)]
+        try:
+            idle[-1].sendall(b"GET /hel")  # has begun, and is idle all the same
+            for _ in range(CONNECTIONS - 1):
+                assert ask(server, "GET", "/hello")[0] == 200
+            for connection in idle[: 2 * CONNECTIONS + 1]:
+                assert connection.recv(100) == b""
+            idle[-1].sendall(b"lo HTTP/1.0\r\n\r\n")
+            assert idle[-1].recv(100).startswith(b"HTTP/1.1 200 ")
+        finally:
+            for connection in idle:
+                connection.close()
+
+
+def test_connections_that_are_being_answered_are_not_ended_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", DEADLINE)
+    asked, may_end = threading.Semaphore(0), threading.Event()
+
+    def slow(_request: Request) -> Response:
+        asked.release()
+        assert may_end.wait(DEADLINE)
+        return text("done")
+
+    answers: list[int] = []
+    with HttpServer({"/slow": slow, "/hello": hello}, 0) as server:
+        busy = [
+            threading.Thread(target=lambda: answers.append(ask(server, "GET", "/slow")[0])) for _ in range(CONNECTIONS)
+        ]
+        for thread in busy:
+            thread.start()
+        for _ in busy:
+            assert asked.acquire(timeout=DEADLINE)
+        waiting = threading.Thread(target=lambda: answers.append(ask(server, "HEAD", "/hello")[0]))
+        waiting.start()
+        may_end.set()
+        for thread in (*busy, waiting):
+            thread.join(DEADLINE)
+    assert answers == [200] * (CONNECTIONS + 1)
+
+
 def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
     status, body, _ = ask(server, "GET", "/stacks")
     assert status == 200
     assert "test_stacks_are_shown_to_this_machine_only" in body
     for host in ("localhost:9100", "[::1]:9100", "127.0.0.1"):
         assert ask(server, "GET", "/stacks", Host=host)[0] == 200
-    for host in ("evil.example", "evil.example:9100", "192.168.1.5", "[fe80::1]"):
+    for host in ("evil.example", "evil.example:9100", "192.168.1.5", "[fe80::1]", "9100", ":9100", "[::1", "::1", "0"):
         assert ask(server, "GET", "/stacks", Host=host)[:2] == (403, "stacks are shown on this machine only\n")
     assert not http_server._is_loopback("192.168.1.5")
     assert http_server._is_loopback("::ffff:127.0.0.1")

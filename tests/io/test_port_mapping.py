@@ -80,6 +80,22 @@ def test_a_mapping_is_renewed_at_half_of_its_time(monkeypatch: pytest.MonkeyPatc
             mapping.close()
 
 
+def test_what_cannot_be_read_does_not_end_a_mapping_for_good(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    routes = tmp_path / "route"
+    routes.write_text("Iface\nthis is no route\n")
+    monkeypatch.setattr(port_mapping, "ROUTES", routes)
+    monkeypatch.setattr(port_mapping, "default_gateway", default_gateway)
+    mapping = PortMapping(4711)
+    try:
+        until(lambda: mapping.problem == "ValueError; see the log")
+        assert mapping._thread.is_alive()
+    finally:
+        mapping.close()
+    assert "its answer could not be read" in caplog.text
+
+
 def test_a_router_that_refuses_or_does_not_answer_is_named_with_what_works_instead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -185,6 +185,8 @@ def test_an_answer_that_comes_byte_by_byte_is_given_up_at_the_same_moment() -> N
         b"SSH-2.0-x\r\n",
         b"evil\x1b[2J" * 1000,
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000000000\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nDE0B6B3A7640000\r\nabc",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n",
         b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.9/\r\nContent-Length: 0\r\n\r\n",

@@ -116,6 +116,11 @@ class PortMapping:
             if self.problem != known:
                 logger.warning("no port of the router leads here: %s; %s", self.problem, ELSE)
             return FAILED_PAUSE
+        except Exception as error:  # whatever a router answers, the next time may be better
+            self.mapped, self.problem = None, f"{type(error).__name__}; see the log"
+            if self.problem != known:
+                logger.exception("no port of the router leads here: its answer could not be read")
+            return FAILED_PAUSE
         self.problem = ""
         if before is None or before[:2] != self.mapped[:2]:
             where = f"{self.mapped.ip}:{self.mapped.port}"

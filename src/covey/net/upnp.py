@@ -210,7 +210,11 @@ def read_http(stream: io.RawIOBase | io.BytesIO) -> bytes:
     response = http.client.HTTPResponse(_ResponseSource(stream))  # type: ignore[arg-type]
     try:
         response.begin()
-        body = response.read()
+        body = response.read(
+            MOST_DOCUMENT_BYTES
+        )  # without a number, it makes room for whatever length the router names
+        if response.length:
+            raise http.client.IncompleteRead(body, response.length)
     except (http.client.HTTPException, ValueError) as error:
         raise RemoteProtocolError(f"no answer of HTTP: {type(error).__name__}") from None  # it quotes the router
     if response.status not in {200, 500}:

@@ -1,21 +1,23 @@
-"""A small HTTP server for orchestrators and Prometheus, on Python's own: it answers questions, and changes nothing.
+"""A small HTTP server for orchestrators and Prometheus: it answers questions, and changes nothing. h11 reads HTTP.
 
 Clients are strangers: the server handles a few connections at a time, reads one request of bounded size from each,
-gives each a few seconds in all, and then closes it. Other connections wait in the kernel.
+gives each a few seconds in all, and then closes it. A further connection ends the oldest one that has not sent its
+request, so that idle connections keep nobody out; if all are being answered, it waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import ipaddress
 import logging
+import re
 import socket
 import threading
 import time
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+import h11
 
 from covey.base.errors import ConfigError
 from covey.base.version import __version__
@@ -31,12 +33,15 @@ CONNECTIONS: Final = 8
 BACKLOG: Final = 64
 HEAD_LIMIT_BYTES: Final = 8192
 """Of a request line and its headers."""
+PIECE_BYTES: Final = 4096
 REQUEST_SECONDS: Final = 5.0
 """How long a client may take for its request."""
 ANSWER_SECONDS: Final = 30.0
 """How long a client may take to read the answer."""
 CLOSE_SECONDS: Final = 2.0
 """How long `close` waits for answers that have begun."""
+_HOST: Final = re.compile(r"(?P<name>\[[^\]]*\]|[^:\[\]]+)(:\d*)?")
+"""The header of this name: an address in brackets, or a name, and perhaps a port."""
 
 
 class Request(NamedTuple):
@@ -88,6 +93,9 @@ class HttpServer:
         self._slots = threading.Semaphore(CONNECTIONS)
         self._closed = threading.Event()
         self._handlers: set[threading.Thread] = set()
+        self._changing = threading.Lock()
+        self._idle: dict[socket.socket, None] = {}
+        """Connections whose requests have not arrived, the oldest first."""
         self._thread = threading.Thread(target=self._accept, name="covey-http", daemon=True)
         self._thread.start()
 
@@ -112,102 +120,111 @@ class HttpServer:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            if not self._slots.acquire(timeout=0.5):
-                continue
             try:
                 connection, address = self._listener.accept()
             except OSError:
-                self._slots.release()
                 if not self._closed.wait(0.05):  # the process has no descriptor left; others may be freed
                     continue
                 return
+            if not self._found_room():
+                connection.close()
+                return
             thread = threading.Thread(target=self._handle, args=(connection, address[0]), name="covey-http-client")
             thread.daemon = True
+            with self._changing:
+                self._idle[connection] = None
             self._handlers.add(thread)
             thread.start()
+
+    def _found_room(self) -> bool:
+        """Take a slot, which the oldest idle connection makes free if none is; False if the server is closed."""
+        while not self._slots.acquire(blocking=False):
+            with self._changing:
+                oldest = next(iter(self._idle), None)
+                if oldest is not None:
+                    del self._idle[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            if self._slots.acquire(timeout=0.5):
+                return True
+            if self._closed.is_set():
+                return False
+        return True
 
     def _handle(self, connection: socket.socket, address: str) -> None:
         try:
             with connection, contextlib.suppress(OSError):
-                head = _read_head(connection, time.monotonic() + REQUEST_SECONDS)
-                answered = _Answer(self._pages, head, address)
+                http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_LIMIT_BYTES - 1)
+                asked = _read_request(connection, http, time.monotonic() + REQUEST_SECONDS)
+                if asked is None or not self._is_wanted(connection):
+                    return
+                if isinstance(asked, h11.Request):
+                    response, is_head = self._answer(asked, address), asked.method == b"HEAD"
+                else:
+                    response, is_head = text("", asked), False
                 connection.settimeout(ANSWER_SECONDS)
-                connection.sendall(answered.written.getvalue())
+                connection.sendall(_written(http, response, is_head=is_head))
         except Exception:
             logger.exception("a request over HTTP could not be answered")
         finally:
+            self._is_wanted(connection)
             self._handlers.discard(threading.current_thread())
             self._slots.release()
 
+    def _is_wanted(self, connection: socket.socket) -> bool:
+        """Tell whether a connection was not ended for a newer one; from now on it is not."""
+        with self._changing:
+            was_idle = connection in self._idle
+            self._idle.pop(connection, None)
+            return was_idle
 
-def _read_head(connection: socket.socket, until: float) -> bytes:
-    """Return what comes up to the end of the headers, or to the limit; TimeoutError, an OSError, if it is late."""
-    head = bytearray()
-    while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) < HEAD_LIMIT_BYTES:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        connection.settimeout(left)
-        piece = connection.recv(HEAD_LIMIT_BYTES - len(head))
-        if not piece:
-            break
-        head += piece
-    return bytes(head)
-
-
-class _Answer(BaseHTTPRequestHandler):
-    """Parses one request, and writes the answer to memory."""
-
-    server_version, sys_version = f"covey/{__version__}", ""
-    default_request_version = "HTTP/1.0"  # so that errors have a status line, whatever the client has sent
-
-    def __init__(self, pages: Mapping[str, Callable[[Request], Response]], head: bytes, address: str) -> None:
-        self._pages, self._address = pages, address
-        self.written = io.BytesIO()
-        """The answer."""
-        self.rfile, self.wfile = io.BytesIO(head), self.written
-        self.client_address = address, 0
-        self.close_connection = True
-        self._is_whole = b"\r\n\r\n" in head or b"\n\n" in head
-        self.handle_one_request()
-
-    def handle_one_request(self) -> None:
-        self.raw_requestline = self.rfile.readline(HEAD_LIMIT_BYTES)
-        if not self.raw_requestline:
-            return
-        if not self._is_whole:
-            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        elif self.parse_request():
-            if self.command in ("GET", "HEAD"):
-                self._answer()
-            else:
-                self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
-
-    def _answer(self) -> None:
-        path = self.path.partition("?")[0]
+    def _answer(self, asked: h11.Request, address: str) -> Response:
+        if asked.method not in (b"GET", b"HEAD"):
+            return text("", HTTPStatus.METHOD_NOT_ALLOWED)
+        path = asked.target.decode("ascii", "replace").partition("?")[0]
         page = self._pages.get(path)
         if page is None:
-            response = text(f"there is no page here; pages: {', '.join(sorted(self._pages))}\n", HTTPStatus.NOT_FOUND)
-        else:
-            try:
-                is_local = _is_loopback(self._address) and _is_here(self.headers.get("Host", ""))
-                response = page(Request(path, self.headers.get("Accept", ""), is_local))
-            except Exception as error:
-                logger.exception("the page %s could not be made", path)
-                response = text(f"{type(error).__name__}\n", HTTPStatus.INTERNAL_SERVER_ERROR)
-        self.send_response(response.status)
-        self.send_header("Content-Type", response.content_type)
-        self.send_header("Content-Length", str(len(response.body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(response.body)
+            return text(f"there is no page here; pages: {', '.join(sorted(self._pages))}\n", HTTPStatus.NOT_FOUND)
+        try:
+            headers = {name: value.decode("latin-1") for name, value in asked.headers}
+            is_local = _is_loopback(address) and _is_here(headers.get(b"host", ""))
+            return page(Request(path, headers.get(b"accept", ""), is_local))
+        except Exception as error:
+            logger.exception("the page %s could not be made", path)
+            return text(f"{type(error).__name__}\n", HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def log_message(self, *_: object) -> None:
-        """Log nothing: orchestrators ask every few seconds."""
+
+def _read_request(connection: socket.socket, http: h11.Connection, until: float) -> h11.Request | HTTPStatus | None:
+    """Return the request of a client, what is wrong with it, or None if the client ends the connection first.
+
+    Raises:
+        TimeoutError: it is late.
+    """
+    try:
+        while (event := http.next_event()) is h11.NEED_DATA:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+            http.receive_data(connection.recv(PIECE_BYTES))
+    except h11.RemoteProtocolError as error:
+        return HTTPStatus(error.error_status_hint)
+    return event if isinstance(event, h11.Request) else None
+
+
+def _written(http: h11.Connection, response: Response, *, is_head: bool) -> bytes:
+    """Return the bytes of an answer."""
+    headers = [
+        ("Server", f"covey/{__version__}"),
+        ("Content-Type", response.content_type),
+        ("Content-Length", str(len(response.body))),
+        ("Cache-Control", "no-store"),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Connection", "close"),
+    ]
+    head = h11.Response(status_code=response.status, headers=headers, reason=response.status.phrase.encode())
+    events = (head, h11.Data(data=b"" if is_head else response.body), h11.EndOfMessage())
+    return b"".join(http.send(event) or b"" for event in events)
 
 
 def _is_loopback(address: str) -> bool:
@@ -221,5 +238,8 @@ def _is_loopback(address: str) -> bool:
 
 def _is_here(host: str) -> bool:
     """Tell whether a request names this machine: a page in a browser may have its own name resolve to 127.0.0.1."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
-    return name in ("", "localhost") or _is_loopback(name.removeprefix("[").removesuffix("]"))
+    if not host:  # no browser leaves it out
+        return True
+    found = _HOST.fullmatch(host)
+    name = found["name"] if found else ""
+    return name == "localhost" or _is_loopback(name.removeprefix("[").removesuffix("]"))

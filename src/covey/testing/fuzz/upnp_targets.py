@@ -77,4 +77,5 @@ def http_seeds() -> list[bytes]:
     whole = head + b"Content-Length: 3\r\n\r\nabc"
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
     others = [b"HTTP/1.1 302 No\r\n\r\n", b"HTTP/1.1 100 Go on\r\n\r\n" + whole, b"HTTP/0.9", b""]
-    return [whole, whole[:-1], chunked, chunked.replace(b"3", b"-3"), head + b"\r\nabc", *others]
+    huge = [whole.replace(b"3", b"1" + b"0" * 18), chunked.replace(b"3", b"DE0B6B3A7640000")]
+    return [whole, whole[:-1], chunked, chunked.replace(b"3", b"-3"), head + b"\r\nabc", *others, *huge]
