@@ -8,19 +8,25 @@ import shutil
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from tests.support import forked, pipes
+from tests.support.coordinators import free_port
 from tests.support.jobs import LAUNCHERS, Job, finish_all, new_job
+from tests.support.waiting import DEADLINE, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+PAGES = 9100
+"""The port of the pages in containers."""
 KUBERNETES = ("1.28", "1.33")
 """The oldest and the newest version against whose published schemas the manifests are checked."""
 SRUN = """#!/bin/sh
@@ -83,7 +89,7 @@ def test_manifests_fit_the_published_schemas() -> None:
 
 
 def test_the_parts_of_the_manifests_name_each_other() -> None:
-    service, work, budget = documents("kubernetes/job.yaml")
+    service, work = documents("kubernetes/job.yaml")  # and no budget: one that Jobs can have may block drains
     container = work["spec"]["template"]["spec"]["containers"][0]
     env = {each["name"]: each["value"] for each in container["env"]}
     assert {work["spec"]["completions"], work["spec"]["parallelism"], int(env["WORLD_SIZE"])} == {4}
@@ -91,27 +97,70 @@ def test_the_parts_of_the_manifests_name_each_other() -> None:
     assert env["MASTER_ADDR"] == f"{work['metadata']['name']}-0.{names[0]}"
     assert names[0] == names[1]
     assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == 29501
-    assert budget["spec"]["selector"]["matchLabels"] == work["spec"]["template"]["metadata"]["labels"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    for probe, page in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
+        asked = container[probe]["httpGet"]
+        assert (asked["path"], ports[asked["port"]]) == (page, PAGES)
 
 
-def test_what_the_containers_run_trains_a_model(job: Job) -> None:
+def test_the_containers_of_compose_run_as_the_user_who_made_the_secret() -> None:
+    [composed] = documents("docker/compose.yaml")
+    node, user = composed["services"]["node"], "${COVEY_UID:-1000}"
+    assert node["user"] == user
+    assert f"/home/covey:uid={user},mode=0700" in node["tmpfs"]
+    commands = [line.removeprefix("#     ") for line in (DEPLOY / "docker/compose.yaml").read_text().splitlines()]
+    assert "(umask 077; openssl rand -hex 32 > deploy/docker/secret)" in commands
+    assert "COVEY_UID=$(id -u) docker compose -f deploy/docker/compose.yaml up --build" in commands
+    assert "HEALTHCHECK --" not in (DEPLOY / "docker/Dockerfile").read_text()  # an image does not know its command
+
+
+def page(port: int, path: str) -> int:
+    """Return the status of a page, once it is served."""
+
+    def asked() -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    wait_until(asked)
+    return asked()
+
+
+def test_what_the_containers_run_trains_a_model_and_tells_of_its_health(job: Job) -> None:
     [composed] = documents("docker/compose.yaml")
     secret = job.folder / "secret"
     secret.touch(0o600)
     secret.write_text(secrets.token_hex(32))
     node = composed["services"]["node"]
-    command = local(["covey", *node["command"]])  # the image's entry point
-    assert node["command"][0] == "run"
-    number = node["deploy"]["replicas"]
+    number, size = node["deploy"]["replicas"], 2
+    ports = iter([free_port() for _ in range(number + size)])
+
+    def here(command: list[str], port: int) -> list[str]:
+        assert any(str(PAGES) in part for part in command)
+        return local([part.replace(str(PAGES), str(port)) for part in command])
+
     known = {"COVEY_SECRET_FILE": secret, "COVEY_INTERFACES": "lo"}
-    nodes = [begin(job, command, **known) for _ in range(number)]
-    _, work, _ = documents("kubernetes/job.yaml")
+    assert node["command"][0] == "run"
+    nodes = [begin(job, here(["covey", *node["command"]], first := next(ports)), **known)]
+    assert page(first, "/healthz") == 200  # it waits for the others, and is healthy
+    kind, *check = node["healthcheck"]["test"]
+    assert kind == "CMD"
+    assert subprocess.run(here(check, first), timeout=DEADLINE).returncode == 0
+    assert subprocess.run(here(check, free_port()), stderr=subprocess.DEVNULL, timeout=DEADLINE).returncode == 1
+    nodes += [begin(job, here(["covey", *node["command"]], next(ports)), **known) for _ in range(number - 1)]
+    _, work = documents("kubernetes/job.yaml")
     pod = work["spec"]["template"]["spec"]["containers"][0]
-    size = 2
-    pods = [
-        begin(job, local(pod["command"]), JOB_COMPLETION_INDEX=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
-        for rank in range(size)
-    ]
+    pods = []
+    for rank in range(size):
+        env = {"JOB_COMPLETION_INDEX": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        pods.append(begin(job, here(pod["command"], port := next(ports)), **env))
+        if rank == 0:
+            assert page(port, pod["livenessProbe"]["httpGet"]["path"]) == 200
+            assert page(port, pod["readinessProbe"]["httpGet"]["path"]) == 503  # it is in no run yet
     for processes in (nodes, pods):
         ended = finish_all(processes)
         assert [each.code for each in ended] == [0] * len(processes), "\n".join(each.err for each in ended)

@@ -210,6 +210,7 @@ def test_a_unit_for_systemd_has_the_command_with_its_options(town: Town) -> None
     assert ended.returncode == 0, ended.stderr
     assert f"\nExecStart={sys.executable} -m covey up --cluster=home --allow=all\n" in ended.stdout
     assert f'\nEnvironment="COVEY_HOME={town.north.home}"\n' in ended.stdout
+    assert "network-online" not in ended.stdout  # a target of the system; user units have none
 
 
 def with_ssh(town: Town) -> Machine:

@@ -161,8 +161,6 @@ def unit_text(cluster: str, options: list[str]) -> str:
 # loginctl enable-linger      # so that it runs while you are not logged in
 [Unit]
 Description=covey agent of the cluster {cluster}
-Wants=network-online.target
-After=network-online.target
 
 [Service]
 ExecStart={command}
