@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +15,11 @@ from tests.support.sets import pairs
 
 import covey
 from covey import BF16, FP8, FP16, Codec, ConfigError, ErrorFeedback, Int4, Int8, MismatchError, OneBit, TopK
+from covey.compress.policy import make_policy
 from covey.plan.moves import part
 from covey.runtime.compressed import dense
+from covey.runtime.compressed.part import Part
+from covey.runtime.group import gradients
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -418,23 +422,76 @@ def test_what_cannot_be_compressed_is_a_clear_error_and_nothing_is_sent(
     run_threads(2, body)
 
 
-def test_a_group_compresses_what_looks_like_gradients_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = covey.base.config.GroupConfig(lanes="memory", timeout=30.0, compress="int4")
+def compressing(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Let the groups of `run_threads` be told to compress."""
+    config = covey.base.config.GroupConfig(lanes="memory", timeout=30.0, compress=policy)
     monkeypatch.setattr("covey.testing.threads.GroupConfig", lambda **_: config)
+
+
+def test_a_group_compresses_gradients_and_every_other_sum_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    compressing(monkeypatch, "int4")
     large = 1 << 15
+    exact = np.sum([gradient(rank, large).astype(np.float64) for rank in range(3)], axis=0)
 
     def body(group: Group) -> None:
-        x = gradient(group.rank, large)
-        exact = group.all_reduce(gradient(group.rank, large), compress="none")
-        assert not np.array_equal(group.all_reduce(x), exact)
-        small = group.all_reduce(gradient(group.rank, 100))
-        assert np.array_equal(small, group.all_reduce(gradient(group.rank, 100), compress="none"))
-        assert group.all_reduce(np.full(large, group.rank))[0] == 3  # integers
-        assert group.all_reduce(0.1 * group.rank) == pytest.approx(0.3)
-        assert group.all_reduce(0.1 * group.rank, compress="none") == pytest.approx(0.3)
-        greatest = group.all_reduce(gradient(group.rank, large), "max")
-        assert np.array_equal(greatest, np.max([gradient(rank, large) for rank in range(3)], axis=0))
-        inner = group.split(0)
-        assert not np.array_equal(inner.all_reduce(gradient(group.rank, large)), exact)
+        for each in (group, group.split(0)):
+            for x in (each.all_reduce(gradient(each.rank, large)), each.all_reduce(gradient(each.rank, large) / 3)):
+                assert x.dtype == np.float32
+            np.testing.assert_allclose(each.all_reduce(gradient(each.rank, large)), exact, rtol=1e-5, atol=1e-5)
+            mean = each.all_reduce(gradient(each.rank, large), "mean", weight=2.0, async_op=True).wait()
+            np.testing.assert_allclose(mean, exact / 3, rtol=1e-5, atol=1e-5)
+            assert each.all_reduce(0.1 * each.rank) == pytest.approx(0.3)
+            assert each.compression.operations == 0
+            grads = {"large": gradient(each.rank, large), "small": gradient(each.rank, 100)}
+            each.sync_gradients(grads, "sum")
+            assert each.compression.operations == 1
+            assert each.compression.codec == "int4"
+            assert each.feedback.names() == ("large",)
+            assert not np.allclose(grads["large"], exact, rtol=1e-5, atol=1e-5)
+            small = np.sum([gradient(rank, 100).astype(np.float64) for rank in range(3)], axis=0)
+            np.testing.assert_allclose(grads["small"], small, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ConfigError, match="name the codec with compress="):
+            group.all_reduce(gradient(group.rank, large), feedback=ErrorFeedback(), name="w")
 
     run_threads(3, body)
+
+
+KINDS = ("int8", "int4", "onebit", "fp8", "fp16", "bf16", "topk(0.3)", "randomk(0.3)", "threshold(0.5)", "powersgd(2)")
+
+
+def test_figures_beside_gradients_stay_exact_with_any_mixture_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts, weights and digests in one operation with gradients, in random numbers, orders and magnitudes."""
+    size, seeds = 3, range(40)
+
+    def body(group: Group) -> None:
+        feedback = ErrorFeedback()
+        for seed in seeds:
+            rng = np.random.default_rng(seed)
+            shapes = [tuple(rng.integers(1, 24, rng.integers(1, 3)).tolist()) for _ in range(rng.integers(1, 7))]
+            ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)]).tolist()
+            parts = [
+                Part(f"{seed}.{number}", ends[number], ends[number + 1], shape) for number, shape in enumerate(shapes)
+            ]
+            chosen = [str(rng.choice([*KINDS, "none"])) for _ in parts]
+            policy = make_policy({place.name: codec for place, codec in zip(parts, chosen, strict=True)}, smallest=0)
+            figures, dtype = int(rng.integers(0, 40)), np.dtype(str(rng.choice(["f4", "f8"])))
+            rows = []
+            for rank in range(size):
+                own = np.random.default_rng([seed, rank])
+                grads = own.standard_normal(ends[-1]) * 10.0 ** own.integers(-6, 7)
+                exact = own.integers(0, 100_000, figures) * own.integers(0, 2, figures)
+                rows.append(np.concatenate([grads, exact]).astype(dtype))
+            row = rows[group.rank].copy()
+            gradients.sum_row(group, row, parts, policy, feedback)
+            right = np.sum([each.astype(np.float64) for each in rows], axis=0)
+            assert np.array_equal(row[ends[-1] :], right[ends[-1] :]), f"seed {seed}: figures were rounded"
+            for place, codec in zip(parts, chosen, strict=True):
+                if codec == "none":
+                    largest = sum(np.abs(each[place.start : place.stop]).max() for each in rows)
+                    assert np.allclose(
+                        row[place.start : place.stop], right[place.start : place.stop], atol=1e-6 * largest
+                    ), f"seed {seed}: {place.name}"
+            digests = group.all_gather(np.frombuffer(hashlib.sha256(row.tobytes()).digest(), np.uint8))
+            assert len({digest.tobytes() for digest in digests}) == 1, f"seed {seed}: ranks hold different bits"
+
+    run_threads(size, body)

@@ -21,7 +21,7 @@ from tests.support.torch_ranks import _context
 from tests.support.waiting import DEADLINE
 
 import covey.torch.training.elastic as elastic_module
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, MismatchError
 from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.keeper import LocalRun
 from covey.torch.training.checkpoint import load, save
@@ -63,7 +63,9 @@ TARGETS = (INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])).double()
 class Training:
     """One process's loop, which tells what it did."""
 
-    def __init__(self, slot: int, tell: Callable[..., None], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, slot: int, tell: Callable[..., None], dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
         self.tell, self.model = tell, Net(slot, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [5, 9], gamma=0.5)
@@ -77,6 +79,7 @@ class Training:
             epochs=EPOCHS,
             extra={"extra": self.extra},
             timeout=DEADLINE,
+            **options,
         )
 
     def run(
@@ -319,6 +322,55 @@ def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_
         for name in alone["tensors"].keys() - {"seen"}:
             expected = alone["tensors"][name]
             np.testing.assert_allclose(state["tensors"][name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+# Gradients are compressed, and counts and speeds are not
+
+
+def round_gradients(slot: int, tell: Callable[..., None]) -> Any:
+    """Train with codecs that one setting chooses by name, until rank 1 changes a parameter on its own."""
+    os.environ["COVEY_COMPRESS"] = "never=onebit, rare=topk(0.5), *.bias=none, *=int8, smallest=0"
+    os.environ["COVEY_CHECK_EVERY"] = "1"
+    training = Training(slot, tell, balance=True)
+    elastic, bits, losses = training.elastic, [], []
+
+    def after_step() -> None:
+        bits.append([parameter.detach().numpy().tobytes() for parameter in training.model.parameters()])
+        if elastic.samples >= 2 * SAMPLES:
+            losses.append(training.loss())
+            if len(losses) == 1 and slot == 1:
+                with torch.no_grad():
+                    training.model.rare[1] += 1e-6
+
+    error = ""
+    try:
+        training.run(after_step=after_step)
+    except MismatchError as found:
+        error = str(found)
+    names = set(elastic.feedback.names())
+    return bits, losses, error, names, elastic.rank
+
+
+def test_counts_and_speeds_are_exact_whatever_compresses_gradients_and_a_rank_that_drifts_is_named() -> None:
+    with Party(3, round_gradients) as party:
+        for slot in range(3):
+            party.start(slot)
+        returned = party.await_all()
+    drifted = returned[1][4]
+    others = ", ".join(str(rank) for rank in range(3) if rank != drifted)
+    for bits, losses, error, names, _ in returned.values():
+        assert len(losses) == 1, "the difference was found in the next step"
+        for step, (mine, first) in enumerate(zip(bits, returned[0][0], strict=True)):
+            assert step == len(bits) - 1 or mine == first, f"ranks differ after step {step}"
+        assert f"ranks {others} have digest" in error
+        assert f"rank {drifted} has digest" in error
+        assert "rare" in names
+        assert "first.weight" in names
+        assert "first.bias" not in names
+    alone: list[float] = []
+    training = Training(0, lambda *_: None)
+    training.run(after_step=lambda: alone.append(training.loss()) if training.elastic.samples >= 2 * SAMPLES else None)
+    assert returned[0][1][0] == pytest.approx(alone[0], rel=0.2)
 
 
 # All were lost, and one of those who begin anew has a checkpoint

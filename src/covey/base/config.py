@@ -89,6 +89,7 @@ class GroupConfig:
     patience: float = _default("patience")
     quorum: str = _default("quorum")
     compress: str = _default("compress")
+    check_every: int = _default("check_every")
     plan: str = _default("plan")
     warn_after: float = _default("warn_after")
     bucket_bytes: int = _default("bucket_bytes")

@@ -224,8 +224,14 @@ _ROWS: Final = (
     ),
     _of_group(
         _OPERATIONS, "compress", AnyText("a codec or a policy"), "",
-        "How gradients and large sums are compressed: `int8`, or `embed.*=topk(0.01), *=int8`; empty: not at all. "
-        "Ranks that differ raise MismatchError in the first operation.",
+        "How gradients are compressed: `int8`, or `embed.*=topk(0.01), *=int8`; empty: not at all. Applies to "
+        "`sync_gradients` and to what trains with torch; sums of other arrays are exact. Ranks that differ raise "
+        "MismatchError in the first operation.",
+    ),
+    _tuned(
+        _OPERATIONS, "check_every", Whole(0, _LARGEST), 0,
+        "Every how many steps `covey.torch` compares the parameters of all ranks, and raises MismatchError with the "
+        "ranks that differ; 0: never, or with `COVEY_DEBUG=1` in every step.",
     ),
     _of_group(
         _OPERATIONS, "plan", OneOf(PLANS, hidden=("always",)), "auto",
@@ -333,7 +339,10 @@ _ROWS: Final = (
         "Whether `covey run -n` forks its ranks from one process; default: with more ranks than cores.",
     ),
     _variable(_MACHINE, "ssh", AnyText("a command"), "ssh", "The program with which `covey run --hosts` connects."),
-    _variable(_MACHINE, "debug", Flag(), False, "1: show whole tracebacks of errors."),
+    _variable(
+        _MACHINE, "debug", Flag(), False,
+        "1: show whole tracebacks of errors, and compare the parameters of all ranks in every step (`check_every`).",
+    ),
 )  # fmt: skip
 
 SETTINGS: Final[Mapping[str, Setting]] = {setting.name: setting for setting in _ROWS}

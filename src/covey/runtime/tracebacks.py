@@ -30,7 +30,7 @@ _IS_NAMED: Final = "_covey_named_the_wait"
 
 
 def is_debugging() -> bool:
-    """Tell whether COVEY_DEBUG=1 asks for whole tracebacks."""
+    """Tell whether COVEY_DEBUG=1 asks for whole tracebacks, and for what else finds faults."""
     return os.environ.get("COVEY_DEBUG") == "1"
 
 

@@ -45,7 +45,12 @@ def _has_joined() -> bool:
 def _create(options: Any, _pg_options: Any) -> Any:
     from covey.torch.backend.backend import create
 
-    return create(options)
+    made = create(options)
+    if made.compresses:
+        from covey.torch.training.ddp import compress_gradients
+
+        compress_gradients()
+    return made
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:

@@ -38,6 +38,39 @@ def plain_info(operand: Operand, size: int, reason: str = "") -> dict[str, Any]:
     return {**info, "reason": reason} if reason else info
 
 
+def keep(attempt: Attempt, operand: Operand) -> None:
+    """Save what an operand holds, so that another attempt starts with it."""
+    if attempt.undo is not None and operand.is_own:
+        attempt.undo.make_room((operand.flat,))
+        attempt.undo.save(operand.flat)
+
+
+class PlainSum:
+    """An array that an operation of several reduces as it is; it has the methods of `CompressedSum`."""
+
+    codec: Compression | None = None
+    warmup: int | None = None
+    is_compressed = False
+
+    def __init__(self, operand: Operand, op: str) -> None:
+        self.operand, self._op = operand, op
+        self.work: NDArray[Any] = operand.flat
+        self.info: dict[str, Any] = {}
+
+    def load(self, attempt: Attempt) -> None:
+        """Fill `work` with what the array contains now."""
+        self.operand.load()
+        keep(attempt, self.operand)
+
+    def reduce(self, attempt: Attempt) -> None:
+        """Replace `work` by the sum or mean over all ranks."""
+        attempt.all_reduce(self.work, self._op)
+
+    def deliver(self) -> None:
+        """Write the result to the array."""
+        self.operand.store()
+
+
 class CompressedSum:
     """An array of floats that is reduced in place, in float32.
 
@@ -45,25 +78,33 @@ class CompressedSum:
     buffer restores that.
     """
 
+    is_compressed = True
+
     def __init__(
         self,
         operand: Operand,
         parts: Sequence[Part],
-        codec: Compression | None,
+        codec: Compression,
         tuner: Tuner,
         *,
         divides: bool,
         is_weighted: bool = False,
         feedback: ErrorFeedback | None = None,
         algorithm: str | None = None,
+        why_plain: str = "",
     ) -> None:
-        """`codec` None sends the array as it is. `divides` for a mean; `is_weighted` if the caller scales `work`.
+        """`divides` for a mean; `is_weighted` if the caller scales `work`.
 
-        `feedback` adds what earlier operations lost, and keeps what this one loses.
+        `feedback` adds what earlier operations lost, and keeps what this one loses. `why_plain` says why all ranks send
+        the array as it is, although there is a codec.
         """
-        self._operand, self._parts = operand, parts
-        self._codec, self._divides, self._algorithm = codec, divides, algorithm
+        self.operand, self._parts = operand, parts
+        self.codec = None if why_plain else codec
+        """What it is sent with; None sends it as it is."""
+        self._divides, self._algorithm, self._why_plain = divides, algorithm, why_plain
         self._feedback, self._tuner = feedback, tuner
+        self.warmup = feedback.warmup or None if feedback is not None and not why_plain else None
+        """How many steps are sent as they are at first; None for no warm-up."""
         self._is_in_place = operand.flat.dtype == np.float32
         self._is_weighted = is_weighted
         self._is_stored = self._is_in_place
@@ -81,20 +122,19 @@ class CompressedSum:
 
     def load(self, attempt: Attempt) -> None:
         """Fill `work` with what the array contains now."""
-        flat = self._operand.load()
+        flat = self.operand.load()
         if not self._is_in_place:
             with np.errstate(over="ignore"):
                 self.work[...] = flat
-        elif attempt.undo is not None and self._operand.is_own:
-            attempt.undo.make_room((flat,))
-            attempt.undo.save(flat)
+        else:
+            keep(attempt, self.operand)
 
     def reduce(self, attempt: Attempt) -> None:
         """Replace `work` by the sum or mean over all ranks, compressed on the way."""
         self._residual, self._note_success, self._selected, self._bases = None, None, [], []
         self._is_stored = self._is_in_place
         if self._feedback is not None:
-            is_sparse = isinstance(self._codec, Sparsifier)
+            is_sparse = isinstance(self.codec, Sparsifier)
             self._steps = [
                 self._feedback.begin(part.name, self._of(self.work, part).reshape(part.shape), is_sparse=is_sparse)
                 for part in self._parts
@@ -103,15 +143,15 @@ class CompressedSum:
                 step.add_to(self._of(self.work, part))
         if attempt.size == 1:
             self._note(attempt, None, 0)
-        elif self._codec is None or self._is_warming_up(attempt):
+        elif self.codec is None or self._is_warming_up(attempt):
             self._reduce_with(attempt, None)
-        elif isinstance(self._codec, Auto):
+        elif isinstance(self.codec, Auto):
             perform = functools.partial(self._reduce_with, attempt)
-            size = Size(self.work.size, self._operand.flat.itemsize)
-            choice, self._note_success = self._tuner.reduce(attempt, self._codec, size, perform)
+            size = Size(self.work.size, self.operand.flat.itemsize)
+            choice, self._note_success = self._tuner.reduce(attempt, self.codec, size, perform)
             self.info["reason"] = choice.reason
         else:
-            self._reduce_with(attempt, self._codec)
+            self._reduce_with(attempt, self.codec)
 
     def deliver(self) -> None:
         """Write the result to the array, and commit the residuals: the operation has succeeded."""
@@ -119,8 +159,10 @@ class CompressedSum:
             self._note_success()
         if not self._is_stored:
             with np.errstate(over="ignore"):
-                self._operand.flat[...] = self.work
-        self._operand.store()
+                self.operand.flat[...] = self.work
+        self.operand.store()
+        if self._why_plain:
+            self.info["reason"] = self._why_plain
         for number, (step, part) in enumerate(zip(self._steps, self._parts, strict=False)):
             step.commit(
                 None if self._residual is None else self._of(self._residual, part),
@@ -156,17 +198,15 @@ class CompressedSum:
         self._note(attempt, codec, sent)
 
     def _note(self, attempt: Attempt, codec: Compression | None, sent: int) -> None:
-        self.info = plain_info(self._operand, attempt.size)
+        self.info = plain_info(self.operand, attempt.size)
         if codec is not None:
             self.info |= {"codec": str(codec), "sent_bytes": sent}
 
     def _reduce_plain(self, attempt: Attempt) -> None:
         """Reduce the array in its own dtype, as without `compress`."""
-        flat = self._operand.flat
+        flat = self.operand.flat
         if not self._is_in_place:
-            if attempt.undo is not None and self._operand.is_own:
-                attempt.undo.make_room((flat,))
-                attempt.undo.save(flat)
+            keep(attempt, self.operand)
             if self._steps or self._is_weighted:
                 with np.errstate(all="ignore"):
                     flat[...] = self.work

@@ -1,11 +1,15 @@
-"""What `compress=` means for an operation of a group: which codec, and the operation with it."""
+"""What `compress=` means for an operation of a group: which codec, and the operation with it.
+
+A codec applies to gradients only: to what a caller passes as such (`reduce_gradients`), or names a codec for. Figures
+that must stay exact are an argument of their own, which no codec reaches.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +22,12 @@ from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
 from covey.runtime.compressed import dense, sparse
 from covey.runtime.compressed.automatic import Size
-from covey.runtime.compressed.compressed_sum import CompressedSum, plain_info
+from covey.runtime.compressed.compressed_sum import CompressedSum, PlainSum, keep, plain_info
 from covey.runtime.compressed.part import Part
-from covey.runtime.group.weights import check_weight, no_weight, weigh
+from covey.runtime.group.weights import check_weight, no_weight, scale, share_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -62,9 +66,10 @@ def all_reduce(
         check_op(op, codec)
         group._savings.let_pass(key, plain_info(operand, group.size, reason))
         return group.all_reduce(x, op, weight=weight, compress=key[0], name=name, timeout=timeout)
-    reduced = reduce_parts(
-        group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, x, weight=weight,
-        feedback=feedback, algorithm=algorithm, timeout=timeout, async_op=async_op,
+    piece = Piece(operand, [Part(name, 0, operand.flat.size, operand.shape)], codec)
+    reduced = reduce_gradients(
+        group, [piece], op, x, weight=weight, feedback=feedback, algorithm=algorithm, timeout=timeout,
+        async_op=async_op,
     )  # fmt: skip
     if key is not None and is_simple and isinstance(codec, Auto):
         # All operations that were issued have ended, so every rank knows the same of them.
@@ -74,21 +79,95 @@ def all_reduce(
     return reduced
 
 
-def reduce_parts(
+class Piece(NamedTuple):
+    """Gradients that are sent alike: an array with named parts, and its codec; None sends it as it is."""
+
+    operand: Operand
+    parts: Sequence[Part]
+    codec: Compression | None
+
+
+def reduce_gradients(
     group: Issuer,
-    operand: Operand,
-    parts: Sequence[Part],
+    pieces: Sequence[Piece],
     op: str,
-    codec: Compression,
     result: Any = None,
     *,
+    exact: Operand | None = None,
     weight: float | None = None,
+    needs_weight: bool = True,
     feedback: ErrorFeedback | None = None,
     algorithm: str | None = None,
     timeout: float | None = None,
     async_op: bool = False,
+    then: Callable[[], None] | None = None,
 ) -> Any:
-    """Reduce an array with named parts in one operation, in place, and return `result`."""
+    """Reduce arrays of gradients in one operation, in place, and return `result`; all have the same contributors.
+
+    Args:
+        exact: figures that are no gradients, such as counts. They are added in the same operation, as they are.
+        weight: how often this rank's gradients count in a mean.
+        needs_weight: raise if all weights are 0; otherwise the gradients become 0.
+        then: called before the operation returns.
+    """
+    totals = [_start(group, piece, op, weight, feedback, algorithm) for piece in pieces]
+    call = group._call(
+        "all_reduce",
+        pieces[0].operand.code,
+        pieces[0].operand.shape if len(pieces) == 1 else None,
+        op=op,
+        weighted=None if weight is None else True,
+        algorithm=algorithm,
+        compress=totals[0].codec if len(pieces) == 1 else None,
+        pieces=None if len(pieces) == 1 else tuple((each.operand.shape, str(each.codec)) for each in totals),
+        exact=None if exact is None else exact.shape,
+        warmup=next((each.warmup for each in totals if each.warmup), None),
+    )
+
+    def body(attempt: Attempt) -> bool:
+        for total in totals:
+            total.load(attempt)
+        if exact is not None:
+            flat = exact.load()
+            keep(attempt, exact)
+            attempt.all_reduce(flat, "sum")
+        if weight is not None:
+            share = share_of(attempt, weight)
+            if share is None and needs_weight:
+                return False  # on every rank, so the group stays usable
+            for total in totals:
+                scale(total.work, share or 0.0)
+        for total in totals:
+            total.reduce(attempt)
+        return True
+
+    def deliver(has_weight: bool) -> Any:
+        if not has_weight:
+            raise no_weight()
+        for total in totals:
+            total.deliver()
+            if total.is_compressed:
+                group._engine.operation.info = total.info
+                group._savings.add(group._engine, total.info)
+        if exact is not None:
+            exact.store()
+        if then is not None:
+            then()
+        return result
+
+    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+
+
+def _start(
+    group: Issuer, piece: Piece, op: str, weight: float | None, feedback: ErrorFeedback | None, algorithm: str | None
+) -> CompressedSum | PlainSum:
+    """Return one of the arrays of an operation; raise if its codec cannot reduce it."""
+    operand, parts, codec = piece
+    if weight is not None:
+        check_weight(op, weight)
+    divides = op == "mean" and weight is None
+    if codec is None:
+        return PlainSum(operand, op if weight is None else "sum")
     check_op(op, codec)
     if isinstance(codec, Codec):
         dense.check_algorithm(algorithm)
@@ -97,50 +176,19 @@ def reduce_parts(
         raise ConfigError(f"algorithm={algorithm!r}: {codec} has one way to be reduced; leave algorithm out")
     elif isinstance(codec, Sparsifier) and not codec.is_shared and operand.flat.size > sparse.MOST_ELEMENTS:
         raise ConfigError(f"{codec} goes up to {sparse.MOST_ELEMENTS} elements, not {operand.flat.size}; use int8")
-    if weight is not None:
-        check_weight(op, weight)
     if isinstance(codec, Codec) and not codec.is_lossy:
         feedback = None
-    reason = _why_plain(group, codec, operand)
-    total = CompressedSum(
+    return CompressedSum(
         operand,
         parts,
-        None if reason else codec,
+        codec,
         group._savings.tuner,
-        divides=op == "mean" and weight is None,
+        divides=divides,
         is_weighted=weight is not None,
         feedback=feedback,
         algorithm=algorithm,
+        why_plain=_why_plain(group, codec, operand),
     )
-    call = group._call(
-        "all_reduce",
-        operand.code,
-        operand.shape,
-        op=op,
-        weighted=None if weight is None else True,
-        algorithm=algorithm,
-        compress=None if reason else codec,
-        warmup=(feedback.warmup or None) if feedback is not None and not reason else None,
-    )
-
-    def body(attempt: Attempt) -> bool:
-        total.load(attempt)
-        if weight is not None and not weigh(attempt, total.work, weight):
-            return False  # on every rank, so the group stays usable
-        total.reduce(attempt)
-        return True
-
-    def deliver(has_weight: bool) -> Any:
-        if not has_weight:
-            raise no_weight()
-        total.deliver()
-        if reason:
-            total.info["reason"] = reason
-        group._engine.operation.info = total.info
-        group._savings.add(group._engine, total.info)
-        return result
-
-    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
 
 def reduce_scatter(
@@ -270,25 +318,21 @@ def codec_for_gradient(policy: Policy, name: str, operand: Operand, op: str) -> 
     return _worthwhile(policy.codec_for(name, operand.flat.nbytes, operand.flat.dtype), operand) if op in OPS else None
 
 
-def codec_for_all_reduce(
-    policy: Policy | None, compress: CompressValue, x: Any, op: str, name: str
-) -> Compression | None:
-    """Return the codec of an all_reduce: what the call asks for, or else what the group compresses.
+def codec_for_part(policy: Policy, part: Part, nbytes: int, dtype: np.dtype[Any]) -> Compression | None:
+    """Return the codec of one part of an array of gradients with so many bytes; None for one that is sent as it is."""
+    codec = policy.codec_for(part.name, nbytes, dtype)
+    return None if isinstance(codec, PowerSGD) and codec.shape_of(part.shape) is None else codec
 
-    A group compresses only what looks like gradients: sums and means of floats, of at least the policy's smallest size.
-    """
-    is_number = isinstance(x, numbers.Number | np.bool_)
-    if compress is not None and is_number:
+
+def codec_for_all_reduce(compress: CompressValue, x: Any, name: str) -> Compression | None:
+    """Return the codec that an all_reduce asks for; None for "none"."""
+    if isinstance(x, numbers.Number | np.bool_):
         codec = make_policy(compress).rules[0][1] if isinstance(compress, str) else compress
         if codec is None:
             return None
         raise TypeError(f"{codec} compresses arrays; a number is sent as it is: leave compress out")
-    if compress is not None:
-        operand = writable(x)
-        return _worthwhile(codec_of(compress, operand, name), operand)
-    if policy is None or is_number:
-        return None
-    return codec_for_gradient(policy, name, writable(x), op)
+    operand = writable(x)
+    return _worthwhile(codec_of(compress, operand, name), operand)
 
 
 def _why_plain(group: Issuer, codec: Compression, operand: Operand) -> str:

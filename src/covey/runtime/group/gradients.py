@@ -1,4 +1,4 @@
-"""`Group.sync_gradients`: combine named arrays over all ranks, packed into buckets."""
+"""`Group.sync_gradients`: combine named arrays over all ranks, packed into buckets; and rows of them with figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.runtime.compressed.part import Part
 from covey.runtime.group import movements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from covey.base.numbers import Rank
     from covey.compress.feedback import ErrorFeedback
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.group.group import Group
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 Named = list[tuple[str, Operand]]
 
@@ -85,11 +87,62 @@ def _reduce(
     timeout: float | None,
 ) -> None:
     if codec is None:
-        group.all_reduce(operand, op, compress="none", timeout=timeout)
+        group.all_reduce(operand, op, timeout=timeout)
     else:
         from covey.runtime.group import compressing
 
-        compressing.reduce_parts(group, operand, parts, op, codec, feedback=feedback, timeout=timeout)
+        compressing.reduce_gradients(
+            group, [compressing.Piece(operand, parts, codec)], op, feedback=feedback, timeout=timeout
+        )
+
+
+def sum_row(
+    group: Group, row: Array, parts: Sequence[Part], policy: Policy | None, feedback: ErrorFeedback | None
+) -> None:
+    """Add a row of all ranks, in place, in one operation: the gradients in `parts`, then figures that stay exact.
+
+    The parts start at element 0, one after the other. `policy` chooses their codecs by name; the size of the whole row
+    counts, not that of a part: all parts travel together.
+    """
+    by_codec: dict[Compression | None, list[Part]] = {}
+    for part in parts:
+        by_codec.setdefault(None if policy is None else _codec_of_part(policy, part, row), []).append(part)
+    if not by_codec.keys() - {None}:
+        group.all_reduce(row)
+        return
+    from covey.runtime.group import compressing
+
+    end = parts[-1].stop
+    whole = [(row[:end], list(parts))]
+    packed = whole if len(by_codec) == 1 else [pack(row, chosen) for chosen in by_codec.values()]
+    pieces = [
+        compressing.Piece(writable(piece), places, codec)
+        for (piece, places), codec in zip(packed, by_codec, strict=True)
+    ]
+    figures = row[end:]
+    compressing.reduce_gradients(
+        group, pieces, "sum", exact=writable(figures) if figures.size else None, feedback=feedback
+    )
+    if len(by_codec) > 1:
+        for (piece, places), chosen in zip(packed, by_codec.values(), strict=True):
+            for place, part in zip(places, chosen, strict=True):
+                row[part.start : part.stop] = piece[place.start : place.stop]
+
+
+def pack(row: Array, parts: Sequence[Part]) -> tuple[Array, list[Part]]:
+    """Return some parts of a row in an array of their own, and where they are in it."""
+    ends = [0, *itertools.accumulate(part.stop - part.start for part in parts)]
+    places = [
+        part._replace(start=start, stop=stop)
+        for part, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True)
+    ]
+    return np.concatenate([row[part.start : part.stop] for part in parts]), places
+
+
+def _codec_of_part(policy: Policy, part: Part, row: Array) -> Compression | None:
+    from covey.runtime.group import compressing
+
+    return compressing.codec_for_part(policy, part, row.nbytes, row.dtype)
 
 
 def _buckets(named: Named, limit: int, op: str, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.runtime.tracebacks import is_debugging
+
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
     from covey.base.numbers import Rank, Seat
+    from covey.compress.policy import Policy
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.group import Group
     from covey.runtime.group.issuer import Issuer
@@ -40,6 +43,16 @@ def peers_of(group: Issuer) -> list[Peer]:
 def seat_of(group: Issuer, rank: Rank) -> Seat:
     """Return the position in the run of a rank of a group."""
     return group._engine.members[rank]
+
+
+def policy_of(group: Issuer) -> Policy | None:
+    """Return what a group compresses of gradients, unless a call says something else; None if nothing."""
+    return group._policy
+
+
+def steps_between_checks(group: Issuer) -> int:
+    """Return every how many steps this rank compares its parameters with those of the other ranks; 0 for never."""
+    return group._engine.config.check_every or int(is_debugging())
 
 
 def restored_state(group: Group) -> MutableMapping[str, Any] | None:

@@ -34,7 +34,7 @@ class Issuer:
         self._engine = engine
         self._calls: dict[Any, Call] = {}
         self._policy: Policy | None = None
-        """What is compressed unless a call says something else."""
+        """What is compressed of gradients, unless a call says something else. Nothing else is: see `all_reduce`."""
         if engine.config.compress:
             from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
 

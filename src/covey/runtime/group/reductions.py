@@ -57,22 +57,27 @@ class Reductions(Issuer):
         The result is bit-identical on all ranks. `op` is sum, mean, min, max, prod, and, or, or xor. With `weight`,
         a mean counts this rank's `x` that many times, as unequal batches need; then every rank passes a weight.
 
-        `compress` sends fewer bytes of a sum or mean of floats: a codec like "int8", or "none" if the group compresses
-        and this call must not. With `feedback`, what this call loses is added to the next one of the same `name`.
+        The result is exact, whatever the group compresses, unless the call names a codec: `compress="int8"` sends fewer
+        bytes of a sum or mean of floats. With `feedback`, what this call loses is added to the next one of the same
+        `name`. `sync_gradients` compresses what the group was told to.
         """
-        if compress is not None or self._policy is not None:
+        if compress is not None:
             asked = None
-            if type(x) is np.ndarray and (compress is None or type(compress) is str):
+            if type(x) is np.ndarray and type(compress) is str:
                 asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
             if not self._savings.passes(self._engine, asked):
                 from covey.runtime.group import compressing
 
-                codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
+                codec = compressing.codec_for_all_reduce(compress, x, name)
                 if codec is not None:
                     return compressing.all_reduce(
                         self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
                         timeout=timeout, async_op=async_op,
                     )  # fmt: skip
+        elif feedback is not None:
+            raise ConfigError(
+                "feedback= keeps what a codec loses; name the codec with compress=, or use sync_gradients"
+            )
         shortcut, begun_in = self._engine.all_reduce_shortcut, None
         if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:

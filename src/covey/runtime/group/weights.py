@@ -22,22 +22,32 @@ def check_weight(op: str, weight: float) -> None:
         raise ConfigError(f"weight={weight!r} must be a number from 0 up")
 
 
-def weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
-    """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
+def share_of(attempt: Attempt, weight: float) -> float | None:
+    """Return this rank's share of the total weight; None on all ranks if there is no weight."""
     total = np.array([weight], np.float64)
     attempt.all_reduce(total, "sum", "doubling")
-    if not 0 < total[0] < np.inf:
+    return weight / float(total[0]) if 0 < total[0] < np.inf else None
+
+
+def scale(flat: Array, share: float) -> None:
+    """Multiply this rank's contribution by its share."""
+    if not share:  # the contribution may be nan or infinite, and must not count
+        flat[...] = 0
+        return
+    factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
+    with np.errstate(all="ignore"):
+        np.multiply(flat, factor, out=flat, casting="unsafe")
+
+
+def weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
+    """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
+    share = share_of(attempt, weight)
+    if share is None:
         return False
     if attempt.undo is not None:
         attempt.undo.make_room((flat,))
         attempt.undo.save(flat)
-    share = weight / total[0]
-    if not share:  # the contribution may be nan or infinite, and must not count
-        flat[...] = 0
-        return True
-    factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
-    with np.errstate(all="ignore"):
-        np.multiply(flat, factor, out=flat, casting="unsafe")
+    scale(flat, share)
     return True
 
 

@@ -113,8 +113,8 @@ def join(
         patience: seconds that members wait for a quorum, or for a silent member, before they give up with
             QuorumLostError (COVEY_PATIENCE; default 30).
         quorum: `majority`: a majority of the last view goes on; `any`: two halves may go on apart (COVEY_QUORUM).
-        compress: how `sync_gradients`, and `all_reduce` of large arrays of floats, send fewer bytes: a codec like
-            `int8`, or a mapping of names to codecs (COVEY_COMPRESS); default: not at all.
+        compress: how gradients are sent in fewer bytes, by `sync_gradients` and by what trains with torch: a codec like
+            `int8`, or a mapping of names to codecs (COVEY_COMPRESS); default: not at all. Other sums are exact.
         plan: `auto`: ranks on several machines measure the links between them, and add large arrays with the plan that
             fits these; `plain`: all links count alike (COVEY_PLAN).
         tie_breaker: the node that breaks ties when half of the members are left: `here`, or the name of a node or

@@ -12,6 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from covey.base.errors import ConfigError
 from covey.proto.matching import ANY
+from covey.runtime.buffers import writable
+from covey.runtime.group.compressing import Piece
+from covey.runtime.group.internals import policy_of
 from covey.torch.backend.description import DescribedProcessGroup
 from covey.torch.backend.devices import (
     blocks_of,
@@ -77,6 +80,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
         self._world, self._ranks, self._is_first = world, ranks, is_first
         self._group = world.group(name, ranks)
         self._issuer = TorchIssuer(self._group, len(ranks), timeout.total_seconds())
+        self.check_every = world.check_every
+        """Every how many steps the ranks compare their parameters, 0 for never."""
         self._may_cut = world.has_devices and self._group.on_loss == "raise"
         world.on_close(self._close)
 
@@ -84,6 +89,11 @@ class ProcessGroupCovey(DescribedProcessGroup):
     def covey_group(self) -> TensorGroup:
         """The covey group that carries out the operations."""
         return self._group
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the group was told to compress gradients."""
+        return policy_of(self._group) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._issuer.seconds = timeout.total_seconds()
@@ -109,14 +119,22 @@ class ProcessGroupCovey(DescribedProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         return self.allreduce(tensors, c10d.AllreduceCoalescedOptions() if opts is None else opts)
 
-    def allreduce_compressed(
-        self, pieces: Sequence[tuple[torch.Tensor, list[Part], Compression | None]], feedback: ErrorFeedback | None
+    def average_gradients(
+        self,
+        pieces: Sequence[tuple[torch.Tensor, list[Part], Compression | None]],
+        feedback: ErrorFeedback | None,
+        weight: float | None = None,
     ) -> TorchWork:
-        """Start to replace tensors by their means, each with its own codec. torch's interface has no such call."""
+        """Start to replace gradients by their means, in one operation; torch's interface has no such call.
+
+        Each piece is a tensor, its named parts and its codec. With `weight`, this rank's gradients count that many
+        times.
+        """
         opts = c10d.AllreduceOptions()
         opts.asyncOp = True
-        calls = [(operand_of(tensor), parts, codec, feedback) for tensor, parts, codec in pieces]
-        return self._issuer.issue(opts, [tensor for tensor, _, _ in pieces], self._group.average_parts, calls)
+        operands = [Piece(writable(operand_of(tensor)), parts, codec) for tensor, parts, codec in pieces]
+        filled = [tensor for tensor, _, _ in pieces]
+        return self._issuer.issue(opts, filled, self._group.average_gradients, [(operands, feedback, weight)])
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: Any) -> TorchWork:
         """Gather the entries of all ranks on every rank, and add the ones with equal indices."""

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.compress.feedback import ErrorFeedback
-    from covey.compress.parsing import Compression
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.compressed.part import Part
+    from covey.runtime.group.compressing import Piece
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,22 +31,26 @@ class TensorGroup(Group):
     cannot express that a part is missing, and the program would take old memory for a result. The group continues.
     """
 
-    def average_parts(
+    def average_gradients(
         self,
-        x: Any,
-        parts: Sequence[Part],
-        codec: Compression | None,
+        pieces: Sequence[Piece],
         feedback: ErrorFeedback | None,
+        weight: float | None = None,
         *,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Replace `x` by the mean over all ranks; its parts have names, under which `feedback` keeps what is lost."""
-        if codec is None:
-            return self.all_reduce(x, "mean", compress="none", timeout=timeout, async_op=async_op)
-        return compressing.reduce_parts(
-            self, writable(x), parts, "mean", codec, x, feedback=feedback, timeout=timeout, async_op=async_op
-        )
+        """Replace arrays of gradients by their means over all ranks, in one operation.
+
+        Each piece has its codec, and parts with names, under which `feedback` keeps what is lost. With `weight`, this
+        rank's gradients count that many times; if no rank has a weight, the gradients become 0.
+        """
+        if weight is None and len(pieces) == 1 and pieces[0].codec is None:
+            return self.all_reduce(pieces[0].operand, "mean", timeout=timeout, async_op=async_op)
+        return compressing.reduce_gradients(
+            self, pieces, "mean", weight=weight, needs_weight=False, feedback=feedback, timeout=timeout,
+            async_op=async_op,
+        )  # fmt: skip
 
     def all_gather_into(
         self, outs: Sequence[Any], x: Any, *, timeout: float | None = None, async_op: bool = False

@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
 from covey.net.settings_files import effective_environment
 from covey.net.temporary import temporary_folder
 from covey.runtime.environment import LaunchedRank, find_launched_rank
-from covey.runtime.group.internals import engine_of
+from covey.runtime.group.internals import engine_of, steps_between_checks
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
 from covey.torch.backend import devices
@@ -47,8 +49,12 @@ class World:
         with (
             contextlib.nullcontext(top) if ranks is None else self.group("devices", list(range(len(ranks)))) as members
         ):
-            self.has_devices = bool(members.all_reduce(int(devices.any_here()), op="max"))
+            told = np.array([devices.any_here(), steps_between_checks(top)], np.int64)
+            has_devices, check_every = members.all_reduce(told, op="max").tolist()
+            self.has_devices = bool(has_devices)
             """Whether tensors of some rank may be on a device. Equal on all ranks."""
+            self.check_every: int = check_every
+            """Every how many steps the ranks compare their parameters, 0 for never. Equal on all ranks."""
 
     @property
     def is_new(self) -> bool:

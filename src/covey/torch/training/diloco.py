@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.base.errors import ConfigError
-from covey.torch.training.compressed import CompressedMean, consecutive
+from covey.torch.training.drift import DriftCheck
+from covey.torch.training.gradient_mean import GradientMean, consecutive
 from covey.torch.training.local_sgd import (
     copy_from_first,
     flat,
@@ -47,8 +48,8 @@ class DiLoCo:
     when the next fragment is sent (`every / fragments` steps later), and the change of the inner steps made meanwhile
     is added to its result. Call `finish()` after the last step.
 
-    `compress` sends fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs. What an outer step
-    loses is added to the next one.
+    `compress` sends fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs; by default what
+    covey's group was told to compress of gradients. What an outer step loses is added to the next one.
 
     Parameters between outer steps, and what compression holds back, differ between ranks: to resume with the same
     numbers, each rank saves its own model, optimizers and `state_dict()`.
@@ -89,7 +90,7 @@ class DiLoCo:
                 f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
             )
         self._group, self._overlap = process_group, overlap
-        self._mean = CompressedMean(compress, feedback=True)
+        self._mean, self._drift = GradientMean(compress, feedback=True), DriftCheck()
         self._every, self._steps = every, 0
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._fragments = [names[start:end] for start, end in _cuts(sizes, fragments)]
@@ -206,6 +207,7 @@ class DiLoCo:
             for name, extra in zip(names, parts(since, parameters), strict=True):
                 self._anchors[name].copy_(self._parameters[name])
                 self._parameters[name].add_(extra)
+            self._drift.look(f"anchors of fragment {flight.fragment}", [self._anchors[n] for n in names], self._group)
         return True
 
     def _outer_step(self, names: Sequence[str]) -> None:

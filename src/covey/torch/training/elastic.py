@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from covey.base.errors import ConfigError, GroupChangedError
-from covey.runtime.group.internals import is_newcomer
+from covey.compress.feedback import ErrorFeedback
+from covey.compress.policy import make_policy
+from covey.runtime.group.gradients import sum_row
+from covey.runtime.group.internals import is_newcomer, policy_of, steps_between_checks
 from covey.runtime.joining.generations import generations
 from covey.torch.training.balance import Pace, by_speed, even
+from covey.torch.training.drift import FIGURES, compare, digest, from_figures, to_figures
+from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.handover import hand_over, share_buffers
 from covey.torch.training.local_sgd import parts, trained_by, which_train
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
+    from covey.compress.policy import CompressValue
     from covey.runtime.group.group import Group
     from covey.torch.training.sampler import ElasticSampler
 
@@ -50,6 +56,10 @@ class Elastic:
 
     `balance` gives faster ranks larger shares; the speed is measured from when a share is given out to `step()`.
 
+    `compress` sends gradients in fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs; by
+    default what the group was told to compress. What a step loses is added to the next one (`feedback`). Everything
+    else that ranks exchange is exact.
+
     Gradients may be accumulated: call backward() several times, for losses that add up to the mean over `indices`. To
     clip gradients, call `sync()` before, which averages them; `step()` then only steps.
 
@@ -69,6 +79,7 @@ class Elastic:
         scheduler: Any = None,
         run: str | None = None,
         balance: bool = False,
+        compress: CompressValue = None,
         extra: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -91,6 +102,11 @@ class Elastic:
         self._run, self._options, self._is_balanced = run, options, balance
         self._seed, self._samples, self._lost = torch.initial_seed(), 0, 0
         self._pace = Pace()
+        self._policy = None if compress is None else make_policy(compress, smallest=0)
+        self.feedback = ErrorFeedback()
+        """What compressed gradients have lost so far, by name; each rank has its own."""
+        self._steps = 0
+        """Steps of this generation."""
         self._group: Group | None = None
         self._row: _Row
         self._working: Sequence[int] = ()
@@ -175,8 +191,11 @@ class Elastic:
         self._pace.measure(own, time.perf_counter() - out.given_at)
         if self._is_balanced:
             self._row.speeds[self.rank] = self._pace.speed
+        if (every := steps_between_checks(self.group)) and self._steps % every == 0:
+            self._row.digests[self.rank] = torch.tensor(to_figures(digest(self._parameters.values())))
+        policy = policy_of(self.group) if self._policy is None else self._policy
         try:
-            self.group.all_reduce(self._row.memory)
+            sum_row(self.group, self._row.memory, self._row.parts, policy, self.feedback)
         except GroupChangedError:
             out.is_synced = self._is_outside = True  # the other ranks continue; the loop joins again
             return
@@ -188,6 +207,11 @@ class Elastic:
         if out.trained:
             self._row.store(out.total / out.trained)
         self._speeds, out.is_synced = self._row.speeds.tolist(), True
+        compare(
+            {rank: from_figures(self._row.digests[rank].tolist()) for rank in self._working},
+            f"the parameters before step {self._steps} of generation {self.generation}",
+        )
+        self._steps += 1
 
     def step(self) -> bool:
         """Step the optimizer with the averaged gradients, and clear them; return whether it was stepped.
@@ -224,7 +248,7 @@ class Elastic:
 
     def _enter(self, group: Group) -> None:
         self._group, self._out, self._is_outside = group, None, False
-        self._working, self._speeds = range(group.size), []
+        self._working, self._speeds, self._steps = range(group.size), [], 0
         self._row = self._new_row()
         hand_over(group, self._model, self._parts)
         share_buffers(group, self._model)
@@ -233,7 +257,7 @@ class Elastic:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
 
     def _new_row(self) -> _Row:
-        return _Row(self._parameters, self.size if self._is_balanced else 0)
+        return _Row(self._parameters, self.size, is_balanced=self._is_balanced)
 
     def _shares(self, group: Group) -> Iterator[list[int]]:
         """Yield this rank's shares until the generation ends, which it does after the same step on all ranks."""
@@ -275,17 +299,20 @@ class _Out:
 
 
 class _Row:
-    """What the ranks exchange in a step, in one array, so that all of it has the same contributors."""
+    """What the ranks exchange in a step: gradients, then exact figures. All have the same contributors."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], speeds: int) -> None:
-        """`speeds` is the number of ranks whose speeds are exchanged."""
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], size: int, *, is_balanced: bool) -> None:
+        """`size` is the number of ranks; their speeds are exchanged if shares are balanced."""
         self._parameters = parameters
         tensors = list(parameters.values())
-        numbers = sum(tensor.numel() for tensor in tensors)
+        self.parts = consecutive([(name, tensor.shape) for name, tensor in parameters.items()])
+        """Where the gradients are in `memory`; exact figures follow."""
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        row = torch.zeros(numbers + len(tensors) + speeds, dtype=torch.float64 if wide else torch.float32)
-        gradients, self._counts, self.speeds = row.split([numbers, len(tensors), speeds])
-        self._gradients = parts(gradients, tensors)
+        lengths = [self.parts[-1].stop, len(tensors), size if is_balanced else 0, size * FIGURES]
+        row = torch.zeros(sum(lengths), dtype=torch.float64 if wide else torch.float32)
+        gradients, self._counts, self.speeds, digests = row.split(lengths)
+        self._gradients, self.digests = parts(gradients, tensors), digests.view(size, FIGURES)
+        """`digests` are those of the parameters by rank, if they are compared in this step."""
         self.memory = row.numpy()
 
     def load(self, weight: float) -> None:
@@ -302,6 +329,7 @@ class _Row:
                 room.copy_(gradient.detach()).mul_(weight)
         self._counts.copy_(torch.tensor(has_any))
         self.speeds.zero_()
+        self.digests.zero_()
 
     def store(self, factor: float) -> None:
         """Set the gradient of every parameter that has one on some rank to the sum, times `factor`."""

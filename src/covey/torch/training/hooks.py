@@ -16,20 +16,61 @@ from covey.base.errors import ConfigError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import CompressValue
 from covey.torch.backend.lost import there
-from covey.torch.training.compressed import CompressedMean, consecutive
+from covey.torch.training.drift import DriftCheck
+from covey.torch.training.gradient_mean import GradientMean, consecutive
 
 
 class _Hook:
-    """A hook: DDP calls it with a state, here a process group or None for the default one, and a bucket."""
+    """A hook: DDP calls it with a state, here a process group or None for the default one, and a bucket.
 
-    def __init__(self) -> None:
+    `compress` is a codec like "int8", or a mapping of names to codecs; None is what covey's group was told to compress.
+    With `feedback`, what a step loses is added to the next one, so that nothing is lost in the long run. What is held
+    back differs between ranks; each rank saves its own `state_dict()`.
+
+    Parameters have the names of `model`, if it is given, else numbers in the order of their first gradients.
+
+    On a process group of another backend, every rank sends its bytes to every other rank, and one codec is used for
+    all: a cast or a quantiser.
+    """
+
+    def __init__(
+        self, compress: CompressValue, *, feedback: ErrorFeedback | bool, model: torch.nn.Module | None
+    ) -> None:
         self.__name__ = self.__qualname__ = type(self).__name__  # for DDP's log
+        self._mean, self._drift = GradientMean(compress, feedback), DriftCheck()
+        self._names: dict[torch.Tensor, str] = {}
+        """By parameter. DDP rearranges its buckets after the first step, but numbers in the order of the first one are
+        equal on all ranks and in every run."""
+        if model is not None:
+            self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """What was lost so far, by name; None if it is not kept."""
+        return self._mean.feedback
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._mean.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what a hook for the same model has held back."""
+        self._mean.load_state_dict(state)
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return self._combine(dist.group.WORLD if state is None else state, bucket)
+        group = dist.group.WORLD if state is None else state
+        self._drift.look(f"parameters of bucket {bucket.index()}", bucket.parameters(), group)
+        return self._combine(group, bucket)
 
     def _combine(self, group: Any, bucket: Any) -> Any:
         raise NotImplementedError
+
+    def _average(self, group: Any, bucket: Any, weight: float | None = None) -> Any:
+        """Return a future of the mean of a bucket, compressed."""
+        named = [
+            (self._names.setdefault(parameter, str(len(self._names))), parameter.shape)
+            for parameter in bucket.parameters()
+        ]
+        return _after(*self._mean.start(bucket.buffer(), consecutive(named), group, weight))
 
 
 class WeightedHook(_Hook):
@@ -37,16 +78,20 @@ class WeightedHook(_Hook):
 
     Before backward(), set `samples` to the number of samples that this rank's loss is the mean over, or to the number
     of tokens, or any other weight. It stays until it is set again; with 0 this rank's gradients are ignored. Under
-    `DDP.join`, set it to 0 after the last batch.
+    `DDP.join`, set it to 0 after the last batch. The weights are exact, whatever compresses the gradients.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self, compress: CompressValue, *, feedback: ErrorFeedback | bool, model: torch.nn.Module | None
+    ) -> None:
+        super().__init__(compress, feedback=feedback, model=model)
         self.samples: float | None = None
 
     def _combine(self, group: Any, bucket: Any) -> Any:
         if self.samples is None or not 0 <= self.samples < float("inf"):
             raise ConfigError(f"weighted_hook: samples={self.samples!r}; set hook.samples before backward()")
+        if self._mean.is_compressed(group):
+            return self._average(group, bucket, float(self.samples))
         buffer = bucket.buffer()
         # The weight is in the same row, so that it has the same contributors as the gradients.
         row = buffer.new_zeros(buffer.numel() + 1, dtype=_wide(buffer.dtype))
@@ -69,63 +114,32 @@ class RescaleHook(_Hook):
     """
 
     def _combine(self, group: Any, bucket: Any) -> Any:
+        if self._mean.is_compressed(group):
+            return self._average(group, bucket)
         buffer = bucket.buffer().mul_(1.0 / group.size())  # before the sum, which might overflow; as DDP does
         work = dist.all_reduce(buffer, group=group, async_op=True)
         return _after(work, lambda: _mean_of_contributors(buffer, work, group))
 
 
 class CompressHook(_Hook):
-    """Sends gradients in fewer bytes: `compress` is a codec like "int8", or a mapping of names to codecs.
-
-    With `feedback`, what a step loses is added to the next one, so that nothing is lost in the long run. What is held
-    back differs between ranks; each rank saves its own `state_dict()`.
-
-    Parameters have the names of `model`, if it is given, else numbers in the order of their first gradients.
-
-    On a process group of another backend, every rank sends its bytes to every other rank, and one codec is used for
-    all: a cast or a quantiser.
-    """
-
-    def __init__(
-        self, compress: CompressValue, *, feedback: ErrorFeedback | bool, model: torch.nn.Module | None
-    ) -> None:
-        super().__init__()
-        self._mean = CompressedMean(compress, feedback)
-        self._names: dict[torch.Tensor, str] = {}
-        """By parameter. DDP rearranges its buckets after the first step, but numbers in the order of the first one are
-        equal on all ranks and in every run."""
-        if model is not None:
-            self._names = {parameter: name for name, parameter in model.named_parameters()}
-
-    @property
-    def feedback(self) -> ErrorFeedback | None:
-        """What was lost so far, by name; None if it is not kept."""
-        return self._mean.feedback
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._mean.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what a hook for the same model has held back."""
-        self._mean.load_state_dict(state)
+    """Makes gradients the mean over the ranks, sent in fewer bytes."""
 
     def _combine(self, group: Any, bucket: Any) -> Any:
-        named = [
-            (self._names.setdefault(parameter, str(len(self._names))), parameter.shape)
-            for parameter in bucket.parameters()
-        ]
-        work, finish = self._mean.start(bucket.buffer(), consecutive(named), group)
-        return _after(work, finish)
+        return self._average(group, bucket)
 
 
-def weighted_hook() -> WeightedHook:
+def weighted_hook(
+    compress: CompressValue = None, *, feedback: ErrorFeedback | bool = True, model: torch.nn.Module | None = None
+) -> WeightedHook:
     """Return a hook that weights each rank's gradients by its number of samples; see `WeightedHook`."""
-    return WeightedHook()
+    return WeightedHook(compress, feedback=feedback, model=model)
 
 
-def rescale_hook() -> RescaleHook:
+def rescale_hook(
+    compress: CompressValue = None, *, feedback: ErrorFeedback | bool = True, model: torch.nn.Module | None = None
+) -> RescaleHook:
     """Return a hook that divides by the number of ranks that contributed; see `RescaleHook`."""
-    return RescaleHook()
+    return RescaleHook(compress, feedback=feedback, model=model)
 
 
 def compress_hook(

@@ -10,9 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from covey.base.errors import ConfigError
 from covey.torch.backend.lost import there
+from covey.torch.training.drift import DriftCheck
+from covey.torch.training.gradient_mean import GradientMean, consecutive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from covey.compress.policy import CompressValue
 
 
 class LocalSGD:
@@ -27,17 +31,29 @@ class LocalSGD:
     norm, are not averaged. Only parameters that are trained at the time are averaged: layers may be frozen, unfrozen
     and added, on all ranks alike.
 
+    The average is exact. With `compress`, a codec like "int8" or a mapping of names of parameters to codecs, ranks send
+    how their parameters changed since the last average, in fewer bytes; what that loses is added to the next change.
+    What is held back differs between ranks; each rank saves its own `state_dict()`.
+
     Raises:
         ConfigError: `every` is below 1, no parameter is trained, one is sharded (a DTensor), or complex and trained.
     """
 
-    def __init__(self, model: torch.nn.Module, *, every: int, process_group: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, every: int, process_group: Any = None, compress: CompressValue = None
+    ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: give the number of steps between two averages, at least 1")
         self._every, self._group, self._steps = every, process_group, 0
         self._model = model
         whole_parameters(model.named_parameters())
         copy_from_first(model, process_group)
+        self._drift = DriftCheck()
+        self._changes = None if compress is None else GradientMean(compress, feedback=True)
+        self._anchors: dict[str, torch.Tensor] = {}
+        """With `compress`, by name of the parameter: its value after the last average, which is equal on all ranks."""
+        if compress is not None:
+            self._anchors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def step(self) -> bool:
         """Count one step of the optimizer; return whether the parameters were averaged after it.
@@ -48,7 +64,18 @@ class LocalSGD:
         self._steps += 1
         if self._steps % self._every:
             return False
-        parameters = list(whole_parameters(self._model.named_parameters()).values())
+        trained = whole_parameters(self._model.named_parameters())
+        changed = {name: p for name, p in trained.items() if name in self._anchors}  # others were added since
+        if whole := [parameter for name, parameter in trained.items() if name not in changed]:
+            self._average(whole)
+        if changed:
+            self._average_changes(changed)
+        if self._changes is not None:
+            self._anchors |= {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._drift.look("parameters", list(trained.values()), self._group)
+        return True
+
+    def _average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         mean = flat(parameters)
         work = dist.all_reduce(mean, group=self._group, async_op=True)
         work.wait()
@@ -56,13 +83,42 @@ class LocalSGD:
         with torch.no_grad():
             for parameter, part in zip(parameters, parts(mean, parameters), strict=True):
                 parameter.copy_(part)
-        return True
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of steps so far. The parameters are part of the model's state."""
-        return {"steps": self._steps}
+    def _average_changes(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        """Add the mean of the changes since the last average to what the parameters were then."""
+        assert self._changes is not None
+        anchors = flat([self._anchors[name] for name in named])
+        change = flat(list(named.values())) - anchors
+        work, finish = self._changes.start(
+            change, consecutive([(name, parameter.shape) for name, parameter in named.items()]), self._group
+        )
+        work.wait()
+        anchors += finish()
+        with torch.no_grad():
+            for parameter, part in zip(named.values(), parts(anchors, list(named.values())), strict=True):
+                parameter.copy_(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps so far, and with `compress` what it needs to continue.
+
+        The parameters are part of the model's state.
+        """
+        if self._changes is None:
+            return {"steps": self._steps}
+        anchors = {name: anchor.clone() for name, anchor in self._anchors.items()}
+        return {"steps": self._steps, "anchors": anchors, "feedback": self._changes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            ConfigError: it was saved without `compress`, and this averages with it.
+        """
+        if self._changes is not None:
+            if "anchors" not in state:
+                raise ConfigError("the state was saved by a LocalSGD without compress=; make this one without it, too")
+            self._anchors = {name: anchor.clone() for name, anchor in state["anchors"].items()}
+            self._changes.load_state_dict(state["feedback"])
         self._steps = state["steps"]
 
 

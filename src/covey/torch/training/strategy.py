@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from covey.base.errors import ConfigError
 from covey.runtime.group.strategy import Strategy, check_floats, check_op
+from covey.torch.backend.lost import there
+from covey.torch.training.gradient_mean import GradientMean, consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +40,7 @@ class ProcessGroupStrategy(Strategy):
         self._group = process_group
         self._rank: int = dist.get_rank(process_group)
         self._size: int = dist.get_world_size(process_group)
-        self._is_shut = False
+        self._is_shut, self._mean = False, GradientMean(None, feedback=True)
         group = process_group if process_group is not None else dist.group.WORLD
         self._devices: list[str] = [device.type for device in group._device_types]
 
@@ -56,20 +58,32 @@ class ProcessGroupStrategy(Strategy):
         return self._size
 
     def all_reduce_gradients(self, gradients: Mapping[str, Any], op: str = "mean") -> None:
-        """Replace each array by the mean over all ranks, or by the sum, in buckets."""
+        """Replace each array by the mean over all ranks, or by the sum, in buckets.
+
+        On covey's backend they are compressed as `COVEY_COMPRESS` says.
+        """
         check_op(op)
         tensors = [(name, self._tensor(gradients[name])) for name in sorted(gradients)]
         if op == "mean":
             for name, tensor in tensors:
                 check_floats(name, tensor)
         for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in bucket])
             staged = self._staged(flat)
-            dist.all_reduce(staged, group=self._group)
-            if op == "mean":
-                staged /= self._size
+            if self._mean.is_compressed(self._group):
+                work, finish = self._mean.start(
+                    staged, consecutive([(name, tensor.shape) for name, tensor in bucket]), self._group
+                )
+                work.wait()
+                staged = finish()
+                if op == "sum":
+                    staged *= there(work, self._group)
+            else:
+                dist.all_reduce(staged, group=self._group)
+                if op == "mean":
+                    staged /= self._size
             at = 0
-            for tensor in bucket:
+            for _, tensor in bucket:
                 tensor.detach().copy_(staged[at : at + tensor.numel()].view(tensor.shape))
                 at += tensor.numel()
 
@@ -111,16 +125,16 @@ class ProcessGroupStrategy(Strategy):
         return tensor.to(self._devices[0])
 
 
-def _buckets(tensors: list[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+def _buckets(tensors: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
     """Return the tensors in runs of one dtype and device, each up to BUCKET_BYTES; the same on all ranks."""
-    buckets: list[list[torch.Tensor]] = []
-    open_ones: dict[tuple[str, str], tuple[list[torch.Tensor], int]] = {}
-    for _, tensor in tensors:
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    open_ones: dict[tuple[str, str], tuple[list[tuple[str, torch.Tensor]], int]] = {}
+    for name, tensor in tensors:
         kind = str(tensor.dtype), tensor.device.type
         bucket, nbytes = open_ones.get(kind, ([], 0))
         if not bucket or nbytes + tensor.nbytes > BUCKET_BYTES:
             bucket, nbytes = [], 0
             buckets.append(bucket)
-        bucket.append(tensor)
+        bucket.append((name, tensor))
         open_ones[kind] = bucket, nbytes + tensor.nbytes
     return buckets

@@ -1,4 +1,4 @@
-"""Means of tensors whose parts have names, sent in fewer bytes; on covey's process groups and on others."""
+"""Means of gradients whose parts have names, sent in fewer bytes; on covey's process groups and on others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch.distributed as dist
 from covey.base.errors import ConfigError
 from covey.compress.codec import Codec, encode_with_residual
 from covey.compress.feedback import ErrorFeedback
-from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import make_policy
 from covey.runtime.buffers import as_array
 from covey.runtime.compressed.part import Part
+from covey.runtime.group.compressing import codec_for_part
+from covey.runtime.group.internals import policy_of
+from covey.runtime.group.weights import scale
 from covey.torch.backend.below import covey_group_of
 from covey.torch.backend.lost import gather_rows, there
 
@@ -22,14 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.compress.parsing import Compression
-    from covey.compress.policy import CompressValue
+    from covey.compress.policy import CompressValue, Policy
 
 
-class CompressedMean:
-    """Averages tensors over the ranks of a process group, compressed; keeps what was lost for the next time."""
+class GradientMean:
+    """Averages gradients over the ranks of a process group, compressed; keeps what was lost for the next time.
+
+    `compress` None is what covey's group below the process group was told to compress: nothing on another backend.
+    """
 
     def __init__(self, compress: CompressValue, feedback: ErrorFeedback | bool) -> None:
-        self._policy = make_policy(compress, smallest=0)
+        self._policy = None if compress is None else make_policy(compress, smallest=0)
         self.feedback = ErrorFeedback() if feedback is True else feedback or None
         """What was lost so far, by name; None if it is not kept."""
 
@@ -53,18 +58,31 @@ class CompressedMean:
                 }
             )
 
-    def start(self, tensor: torch.Tensor, parts: Sequence[Part], group: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
+    def is_compressed(self, group: Any) -> bool:
+        """Tell whether some gradients of a process group may be compressed."""
+        policy = self.policy(group)
+        return policy is not None and any(codec is not None for _, codec in policy.rules)
+
+    def policy(self, group: Any) -> Policy | None:
+        """Return how gradients in a process group are compressed; None for not at all."""
+        if self._policy is not None:
+            return self._policy
+        below = covey_group_of(group)
+        return None if below is None else policy_of(below)
+
+    def start(
+        self, tensor: torch.Tensor, parts: Sequence[Part], group: Any, weight: float | None = None
+    ) -> tuple[Any, Callable[[], torch.Tensor]]:
         """Start to replace a flat tensor by its mean over all ranks, or over those that remain.
 
-        Return the work, and a function to call once it is done, which returns the tensor.
+        With `weight`, this rank's tensor counts that many times; if no rank has a weight, the mean is 0. Return the
+        work, and a function to call once it is done, which returns the tensor.
         """
-        pieces = self._pieces(tensor, parts)
+        pieces = self._pieces(tensor, parts, self.policy(group))
         covey_group = covey_group_of(group)
         if covey_group is None:
-            return self._start_elsewhere(tensor, parts, pieces, group)
-        work = (group or dist.group.WORLD).allreduce_compressed(
-            [(piece, of_piece, codec) for piece, of_piece, codec in pieces], self.feedback
-        )
+            return self._start_elsewhere(tensor, parts, pieces, group, weight)
+        work = (group or dist.group.WORLD).average_gradients(pieces, self.feedback, weight)
 
         def finish() -> torch.Tensor:
             for piece, of_piece, _ in pieces:
@@ -74,8 +92,9 @@ class CompressedMean:
 
         return work, finish
 
+    @staticmethod
     def _pieces(
-        self, tensor: torch.Tensor, parts: Sequence[Part]
+        tensor: torch.Tensor, parts: Sequence[Part], policy: Policy | None
     ) -> list[tuple[torch.Tensor, list[Part], Compression | None]]:
         """Return the parts packed by codec: each piece with its parts, in places of the piece.
 
@@ -84,9 +103,7 @@ class CompressedMean:
         by_codec: dict[Compression | None, list[Part]] = {}
         nbytes, dtype = tensor.numel() * tensor.element_size(), as_array(tensor[:0].cpu()).dtype
         for part in parts:
-            codec = self._policy.codec_for(part.name, nbytes, dtype)
-            if isinstance(codec, PowerSGD) and codec.shape_of(part.shape) is None:
-                codec = None
+            codec = None if policy is None else codec_for_part(policy, part, nbytes, dtype)
             by_codec.setdefault(codec, []).append(part)
         if len(by_codec) == 1:
             ((codec, _),) = by_codec.items()
@@ -107,6 +124,7 @@ class CompressedMean:
         parts: Sequence[Part],
         pieces: list[tuple[torch.Tensor, list[Part], Compression | None]],
         group: Any,
+        weight: float | None,
     ) -> tuple[Any, Callable[[], torch.Tensor]]:
         """Do it with the collectives of another backend: every rank sends its encoded tensor to every other rank."""
         codec = pieces[0][2]
@@ -115,10 +133,15 @@ class CompressedMean:
                 "this process group is not covey's, which can use one codec of casts and quantisers, like int8, for "
                 'all; call init_process_group("covey") for others'
             )
+        share = None if weight is None else _share(weight, tensor.device, group)
         if codec is None:
+            if share is not None:
+                tensor.mul_(share) if share else tensor.zero_()
             work = dist.all_reduce(tensor, group=group, async_op=True)
-            return work, lambda: tensor.div_(there(work, group))
+            return work, lambda: tensor.div_(there(work, group)) if share is None else tensor
         x = tensor.detach().to("cpu", torch.float32, copy=True).numpy()
+        if share is not None:
+            scale(x, share)
         steps = [] if self.feedback is None else [
             self.feedback.begin(part.name, x[part.start : part.stop].reshape(part.shape)) for part in parts
         ]  # fmt: skip
@@ -134,9 +157,17 @@ class CompressedMean:
                 codec.decode_add(np.ascontiguousarray(row), total)
             for step, part in zip(steps, parts, strict=False):
                 step.commit(residual[part.start : part.stop])
-            return tensor.copy_(torch.from_numpy(total).div_(there(work, group)))
+            mean = torch.from_numpy(total)
+            return tensor.copy_(mean.div_(there(work, group)) if share is None else mean)
 
         return work, finish
+
+
+def _share(weight: float, device: torch.device, group: Any) -> float:
+    """Return this rank's share of the total weight; 0 if there is none."""
+    total = torch.tensor([weight], dtype=torch.float32, device=device)
+    dist.all_reduce(total, group=group)
+    return weight / float(total) if float(total) > 0 else 0.0
 
 
 def _unpack(piece: torch.Tensor, places: Sequence[Part], tensor: torch.Tensor, parts: Sequence[Part]) -> None:
