@@ -97,10 +97,12 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
         given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
         arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
         names: dict[str, Any] = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
-        tour, messages, _, pickles = blocks(page)
+        tour, messages, _, typed = blocks(page)
         run(page, tour, names)
         run(page, messages, {**names, "np": np, "covey": covey})
-        run(page, pickles, {**names, "config": Config(0.1)})
+        found = run(page, typed, {**names, "config": Config(0.1)})
+        assert found["configs"] == [Config(0.1)] * 2
+        assert found["tags"] == [{"a", "b"}] * 2
         assert (names["gw"] == 0.5).all()
         return float(names["x"][0])
 

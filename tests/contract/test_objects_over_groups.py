@@ -11,7 +11,7 @@ from tests.support.sets import pairs
 from tests.support.values import LANES, same, values
 from tests.support.waiting import DEADLINE
 
-from covey import MismatchError
+from covey import ConfigError, MismatchError
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -86,6 +86,24 @@ def test_a_dataclass_arrives_as_a_dict_or_as_the_type_the_receiver_names() -> No
         with pytest.raises(MismatchError):
             group.broadcast_object(report, 1, type=Other)
         assert group.all_reduce(1) == 3, "a value of another type must not close the group"
+
+    run_threads(3, body)
+
+
+def test_typed_values_need_no_pickle_in_messages_and_between_all_ranks() -> None:
+    wanted = dict[str, set[int]]
+
+    def body(group: Group) -> None:
+        me, mine = group.rank, {"seen": {group.rank, 7}}
+        assert group.all_gather_object(mine, type=wanted) == [{"seen": {rank, 7}} for rank in range(3)]
+        send = group.send_object(mine, (me + 1) % 3, type=wanted, async_op=True)
+        assert group.recv_object((me - 1) % 3, type=wanted) == {"seen": {(me - 1) % 3, 7}}
+        send.wait()
+        with pytest.raises(ConfigError, match="must be True or False"):
+            group.recv_object(0, allow_pickle=[Report])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="must be True or False"):
+            group.broadcast_object(mine, allow_pickle=[Report])  # type: ignore[arg-type]
+        assert group.all_reduce(1) == 3
 
     run_threads(3, body)
 

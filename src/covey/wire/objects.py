@@ -2,6 +2,9 @@
 
 The first byte says what follows: a plain value (msgpack), a pickle, or the reason why the sender could not encode.
 Arrays and numpy scalars are msgpack extensions: dtype code u8, ndim u8, ndim x u64, then the elements.
+
+The receiver chooses the classes of what it gets, with `type=`; nothing in the bytes can name one. A pickle is a program
+that can do anything the process can, whatever it may name: it is either refused, or run as it is.
 """
 
 from __future__ import annotations
@@ -10,20 +13,15 @@ import dataclasses
 import pickle
 import re
 import struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.base.errors import MismatchError, RemoteProtocolError
-from covey.wire import unpickling
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire.message_header import MAX_NDIM, array_bytes
-from covey.wire.unpickling import check_allowed
-
-if TYPE_CHECKING:
-    from covey.wire.unpickling import AllowPickle
 
 _PLAIN: Final = b"\x01"
 _PICKLED: Final = b"\x02"
@@ -39,33 +37,45 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, 
 _BOOL_CODE: Final = dtype_code(np.dtype(bool))
 
 
-def encode(value: Any, *, allow_pickle: AllowPickle = False) -> bytes:
+def encode(value: Any, *, type: Any = None, allow_pickle: bool = False) -> bytes:
     """Return bytes that `decode` turns into an equal value.
 
     Takes None, bools, numbers, strings, bytes, lists, tuples, dicts, dataclasses, numpy arrays and numpy scalars,
     nested in any way. Tuples arrive as lists, dataclasses as dicts (or as the type the receiver asks for), and
-    bytearrays as bytes.
+    bytearrays as bytes. With `type`, which the receiver passes, too, also what else msgspec encodes: sets, dates,
+    decimals, UUIDs, enums, structs.
 
     Raises:
         TypeError: there is something else in it, and `allow_pickle` is not set (or pickle cannot take it either).
-        ConfigError: `allow_pickle` lists something that is no class and no full name.
+        ConfigError: `allow_pickle` is neither True nor False.
     """
     check_allowed(allow_pickle)
     try:
         try:
-            _check(value)
+            if type is None:
+                _check(value)
             return _PLAIN + msgspec.msgpack.encode(value, enc_hook=_to_extension)
         except (OverflowError, ValueError) as error:  # big ints, lone surrogates, arrays beyond 4 GiB
             raise _refusal(str(error)) from error
         except RecursionError as error:
             raise _refusal("a value that contains itself, or is nested too deeply") from error
     except TypeError:
-        if allow_pickle is False:
+        if not allow_pickle:
             raise
     try:
         return _PICKLED + pickle.dumps(value, protocol=5)
     except Exception as error:  # pickling runs the value's own code, which may raise anything
-        raise TypeError(f"a {_name(type(value))} can be sent neither as plain data nor as a pickle: {error}") from error
+        kind = _name(value.__class__)
+        raise TypeError(f"a {kind} can be sent neither as plain data nor as a pickle: {error}") from error
+
+
+def check_allowed(allow_pickle: bool) -> None:
+    """Raise ConfigError if `allow_pickle=` is neither True nor False."""
+    if not isinstance(allow_pickle, bool):
+        raise ConfigError(
+            f"allow_pickle={allow_pickle!r} must be True or False: a pickle that may name some classes only can still "
+            "run any code. Leave it out, and pass type= with the class of the value, here and where it is sent"
+        )
 
 
 def encode_failure(text: str) -> bytes:
@@ -73,16 +83,15 @@ def encode_failure(text: str) -> bytes:
     return _FAILED + text.encode("utf-8", "replace")
 
 
-def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pickle: AllowPickle = False) -> Any:
+def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pickle: bool = False) -> Any:
     """Return the value that was encoded, as `type` if one is given; nothing in `data` can name a class.
 
-    Arrays are fresh and writable. With `allow_pickle=True` the sender can run any code in this process; with a list of
-    classes and full names ("package.module.Name") only what these do when they are called.
+    Arrays are fresh and writable. With `allow_pickle=True` the sender can run any code in this process.
 
     Raises:
         TypeError: the sender could not encode its value; or it was pickled and `allow_pickle` is not set.
-        ConfigError: `allow_pickle` lists something that is no class and no full name.
-        MismatchError: the value does not fit `type`; or its pickle names something that `allow_pickle` does not list.
+        ConfigError: `allow_pickle` is neither True nor False.
+        MismatchError: the value does not fit `type`.
         RemoteProtocolError: `encode` never made these bytes.
     """
     check_allowed(allow_pickle)
@@ -93,15 +102,13 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
         raise TypeError(str(body, "utf-8", "replace"))
     if form != _PICKLED:
         raise RemoteProtocolError(f"not an encoded object: it starts with {form!r}")
-    if allow_pickle is False:
+    if not allow_pickle:
         raise TypeError(
-            "the sender pickled its value; pass allow_pickle=[its classes] here as well, or allow_pickle=True if the "
-            "sender may run any code here"
+            "the sender pickled its value; let it pass type= instead, and pass it here as well, or allow_pickle=True "
+            "if the sender may run any code here"
         )
     try:
-        return unpickling.load(body, allow_pickle)
-    except MismatchError:
-        raise
+        return pickle.loads(body)
     except Exception as error:  # unpickling runs code of classes, which may raise anything
         raise RemoteProtocolError(f"the pickle cannot be loaded: {error!r}") from error
 
@@ -179,8 +186,8 @@ def _from_extension(extension: int, data: memoryview) -> Any:
 def _refusal(what: str) -> TypeError:
     return TypeError(
         f"cannot send {what}: objects may hold JSON-like values, bytes, dataclasses and numpy arrays. "
-        "Anything else can be sent as a pickle: pass allow_pickle=[its classes], here and where it is received, or "
-        "allow_pickle=True among ranks that may run any code on each other."
+        "Sets, dates, decimals, enums and msgspec's structs need type=, here and where they are received. Anything "
+        "else can be sent as a pickle: pass allow_pickle=True among ranks that may run any code on each other."
     )
 
 

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import decimal
+import enum
 import pickle
 import struct
+import uuid
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.base.dtypes import BFLOAT16, DTYPES
-from covey.base.errors import MismatchError, RemoteProtocolError
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire import objects
 
 unhurried = settings(max_examples=len(seeds(80)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,6 +127,70 @@ def test_a_dataclass_arrives_as_a_dict_unless_the_receiver_asks_for_its_type() -
 def test_a_value_that_does_not_fit_the_wanted_type_is_a_mismatch() -> None:
     with pytest.raises(MismatchError, match="step"):
         objects.decode(objects.encode({"step": "three", "layers": []}), type=Model)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Circle(msgspec.Struct, tag=True):
+    radius: float
+
+
+class Square(msgspec.Struct, tag=True):
+    side: int
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({2, 3}, set[int]),
+        ({"a": frozenset(["x"])}, dict[str, frozenset[str]]),
+        ((1, "a"), tuple[int, str]),
+        (datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC), datetime.datetime),
+        ([datetime.date(2026, 1, 2)], list[datetime.date]),
+        (decimal.Decimal("1.50"), decimal.Decimal),
+        (uuid.UUID(int=7), uuid.UUID),
+        (Colour.RED, Colour),
+        ([Circle(1.5), Square(2)], list[Circle | Square]),
+    ],
+    ids=str,
+)
+def test_a_receiver_chooses_the_types_of_what_it_gets(value: Any, kind: Any) -> None:
+    data = objects.encode(value, type=kind)
+    back = objects.decode(data, type=kind)
+    assert back == value
+    assert type(back) is type(value)
+    with pytest.raises(MismatchError):
+        objects.decode(data, type=Model)
+
+
+PWNED: list[str] = []
+
+
+def run() -> None:
+    PWNED.append("run")
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return run, ()
+
+
+def test_a_list_of_classes_is_an_error_and_no_pickle_is_opened() -> None:
+    data = b"\x02" + pickle.dumps(Trap())
+    allowed: Any
+    for allowed in ([Model], ["collections.deque"], (), [], {Model}, 1, None, "True"):
+        with pytest.raises(ConfigError, match=r"must be True or False.*type="):
+            objects.decode(data, allow_pickle=allowed)
+        with pytest.raises(ConfigError, match=r"must be True or False.*type="):
+            objects.encode(1, allow_pickle=allowed)
+    for kind in (None, Model, list[Model]):
+        with pytest.raises(TypeError, match="allow_pickle=True"):
+            objects.decode(data, type=kind)
+    assert not PWNED
+    objects.decode(data, allow_pickle=True)
+    assert PWNED == ["run"]
 
 
 class Custom:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from covey.proto.message import MessageInfo
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
-    from covey.wire.unpickling import AllowPickle
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -132,14 +131,18 @@ class Messages(Issuer):
         dst: int,
         tag: int = 0,
         *,
-        allow_pickle: AllowPickle = False,
+        type: Any = None,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send a value to rank `dst`; see `broadcast_object` for what values may be."""
+        """Send a value to rank `dst`; see `broadcast_object` for what values may be.
+
+        With `type`, `recv_object` must be called with it as well.
+        """
         from covey.wire import objects  # slow to load, and many programs send no objects
 
-        data = np.frombuffer(objects.encode(value, allow_pickle=allow_pickle), np.uint8)
+        data = np.frombuffer(objects.encode(value, type=type, allow_pickle=allow_pickle), np.uint8)
         return self._send(data, dst, tag, BYTES, data.shape, True, timeout, async_op)
 
     def recv_object(
@@ -148,12 +151,14 @@ class Messages(Issuer):
         tag: int = ANY,
         *,
         type: Any = None,
-        allow_pickle: AllowPickle = False,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return the next value from rank `src` with `tag`; see `broadcast_object` for the arguments."""
         from covey.wire import objects  # slow to load, and many programs send no objects
+
+        objects.check_allowed(allow_pickle)
 
         def finish(message: Any) -> Any:
             if not message.is_object or array_list.is_packed(message.data):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
-    from covey.wire.unpickling import AllowPickle
 
 
 class ObjectMoves(Issuer):
@@ -28,16 +27,16 @@ class ObjectMoves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: AllowPickle = False,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return `value` of `root` on every rank.
 
         Values are JSON-like values, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type`
-        names its class. `allow_pickle=[Class, "package.module.Name"]` also accepts pickles that name nothing else;
-        a sender can call these classes with any arguments. `allow_pickle=True` accepts any pickle, which can run any
-        code in this process: use it only among ranks that you trust with your account.
+        names its class. With `type`, on all ranks, values may also be sets, dates, decimals, UUIDs, enums and msgspec's
+        structs. `allow_pickle=True` accepts any pickle, which can run any code in this process: use it only among ranks
+        that you trust with your account.
         """
         root = self._check_rank(root, "root")
         codec = _ObjectCodec(type, allow_pickle)
@@ -57,7 +56,7 @@ class ObjectMoves(Issuer):
         value: Any,
         *,
         type: Any = None,
-        allow_pickle: AllowPickle = False,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -68,7 +67,7 @@ class ObjectMoves(Issuer):
         self,
         value: Any,
         type: Any,
-        allow_pickle: AllowPickle,
+        allow_pickle: bool,
         timeout: float | None,
         async_op: bool,
         most_bytes: int | None = None,
@@ -92,7 +91,7 @@ class ObjectMoves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: AllowPickle = False,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -116,7 +115,7 @@ class ObjectMoves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: AllowPickle = False,
+        allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -162,9 +161,10 @@ class ObjectMoves(Issuer):
 class _ObjectCodec:
     """Encodes and decodes the values of one call, by the arguments of that call."""
 
-    def __init__(self, type: Any, allow_pickle: AllowPickle) -> None:
+    def __init__(self, type: Any, allow_pickle: bool) -> None:
         from covey.wire import objects  # slow to load, and many programs send no objects
 
+        objects.check_allowed(allow_pickle)
         self._type, self._allow_pickle, self._objects = type, allow_pickle, objects
         self.failure: TypeError | None = None
         """Why a value of this rank could not be encoded; the first one."""
@@ -172,7 +172,7 @@ class _ObjectCodec:
     def encode(self, value: Any) -> bytes:
         """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
         try:
-            return self._objects.encode(value, allow_pickle=self._allow_pickle)
+            return self._objects.encode(value, type=self._type, allow_pickle=self._allow_pickle)
         except TypeError as error:
             self.failure = self.failure or error
             return self._objects.encode_failure(str(error))

@@ -6,8 +6,10 @@ whose docstring says what it raises "for anything else". The others are listed b
 
 from __future__ import annotations
 
-import collections
+import dataclasses
+import datetime
 import decimal
+import enum
 import hmac
 import importlib
 import pickle
@@ -350,80 +352,37 @@ def _object_seeds() -> list[bytes]:
     ]
 
 
+class Colour(enum.Enum):
+    """One of few values."""
+
+    RED = "red"
+
+
 @dataclass
 class Point:
-    """What the receiver of a pickle has listed."""
+    """What the receiver of a value asks for."""
 
     x: int = 0
+    weights: np.ndarray[Any, Any] | None = None
+    tags: set[str] = dataclasses.field(default_factory=set)
+    when: datetime.datetime | None = None
+    colour: Colour = Colour.RED
+    inner: dict[str, Point] = dataclasses.field(default_factory=dict)
+    price: decimal.Decimal | None = None
 
 
-def _read_pickle(data: bytes) -> Any:
-    return objects.decode(data, allow_pickle=[Point, "collections.namedtuple"])
+def _read_typed(data: bytes) -> Any:
+    return objects.decode(data, type=list[Point])
 
 
-def _pickle_seeds() -> list[bytes]:
-    array, times = np.arange(6, dtype=np.float32).reshape(2, 3), np.array(["2020-01-01"], "datetime64[D]")
-    made: list[Any] = [
-        Point(1),
-        [array, times, array.dtype, np.float64(1.5)],
-        collections.defaultdict(list, {"a": [1]}),
-    ]
-    made += [
-        bytearray(b"b"),
-        np.array([None, "a"]),
-        collections.deque([1]),
-        decimal.Decimal("1.5"),
-        {1, 2},
-        complex(1, 2),
-        slice(1),
-        Point,
-        array.T,
-    ]
-    pickled = [pickle.dumps(value, protocol) for value in made for protocol in (0, 2, 4, 5)]
-    record = np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8")])
-    foreign: list[Any] = [print, Target, record, collections.ChainMap()]
-    unlisted = [pickle.dumps(value) for value in foreign]
-    start_of_array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
-
-    def objects_of(shape: bytes, dtype: bytes = b"U\x02O8", items: bytes = b"]K\x01a") -> bytes:
-        return start_of_array + b"(K\x01" + shape + b"tcnumpy\ndtype\n(" + dtype + b"tR\x89" + items + b"tb."
-
-    by_hand = [
-        b"(ibuiltins\nlist\n.",
-        b"(cbuiltins\ncomplex\nK\x01o.",
-        b"cbuiltins\nlist\nK\x01\x85R.",
-        b"K\x01K\x01\x85R.",
-        b"cbuiltins\ncomplex\n}(U\x01aK\x01ub.",
-        b"ccollections\nnamedtuple\n}b.",
-        b"cbuiltins\ncomplex\n)}\x92.",
-        b"cbuiltins\nlist\n)}\x92.",
-        b"cbuiltins\nlist\n)\x81.",
-        b"cbuiltins\ncomplex\n)\x81.",
-        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tRK\x01b.",
-        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x07K\x04K\x00tb.",
-        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x07K\x00tb.",
-        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x04K\x3ftb.",
-        b"cnumpy\nndarray\n(J\xff\xff\xff\x7ftR.",
-        b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(J\xff\xff\xff\x7ftU\x01btR.",
-        b"cnumpy._core.multiarray\n_reconstruct\n]cnumpy\nndarray\naR.",
-        b"cnumpy._core.multiarray\nscalar\n(cnumpy\ndtype\n(U\x0bV2000000000tRtR.",
-        b"cnumpy._core.multiarray\nscalar\n]R.",
-        pickle.BYTEARRAY8 + (1 << 36).to_bytes(8, "little") + b".",
-        objects_of(b"(K\x01"),
-        objects_of(b"(J\xff\xff\xff\x7f"),
-        objects_of(b"(]"),
-        objects_of(b"(K\x01", b"U\x02O8", b"U\x01x"),
-        objects_of(b"(K\x01", b"U\x05(2,)O"),
-        objects_of(b"(K\x00", b"U\x02f8", b"U\x00"),
-        start_of_array + b"K\x01b.",
-        start_of_array + b"(K\x01K\x01cnumpy\ndtype\n(U\x02O8tR\x89]tb.",
-        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03tb.",
-        start_of_array + b"(K\x01(K\x01tNNNtb.",
-        b"ccollections\ndeque\nq\x00]q\x01(" + b"K\x01" * 500 + b"e" + b"h\x00h\x01\x85R" * 5000 + b".",
-        b"R.",
-        b".",
-    ]
-    return [b"\x02" + each for each in (*pickled, *unlisted, *by_hand)]
+def _typed_seeds() -> list[bytes]:
+    """Return points, values that are none, and pickles, which are never opened."""
+    inner = Point(2, np.ones((2, 2)), {"a", "b"}, datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC))
+    outer = Point(1, inner={"in": inner}, price=decimal.Decimal("1.5"))
+    values: list[Any] = [[], [inner], [outer, Point()], {"x": 1}, [{"x": "one"}], [{"inner": {"a": 1}}]]
+    typed = [objects.encode(value, type=list[Point]) for value in values]
+    pickles = [b"\x02" + pickle.dumps(value, protocol) for value in ([outer], print) for protocol in (0, 2, 5)]
+    return [*typed, *pickles, objects.encode_failure("no value"), b"\x01", b""]
 
 
 _BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
@@ -728,11 +687,12 @@ BY_HAND: Final = (
         seeds=_array_seeds,
     ),
     Target(
-        name="pickles",
-        read=_read_pickle,
+        name="typed_objects",
+        read=_read_typed,
         promised=(TypeError, MismatchError, RemoteProtocolError),
         write=None,
-        seeds=_pickle_seeds,
+        seeds=_typed_seeds,
+        prefix=1,
     ),
     Target(
         name="manifest",
