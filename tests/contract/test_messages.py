@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import struct
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.compiled import EXECUTORS, use_executors
 from tests.support.sets import pairs
 from tests.support.values import LANES, same, values
 from tests.support.waiting import DEADLINE
@@ -197,6 +199,121 @@ def test_a_receive_and_a_probe_can_be_cancelled_and_the_message_goes_to_the_next
         else:
             group.barrier()
             group.send(np.arange(float(LARGE)), 0, 1)
+
+    run_threads(2, body, lanes="unix")
+
+
+@pytest.mark.parametrize("executors", EXECUTORS)
+def test_a_cancelled_await_swallows_no_message(executors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that comes later, nor one that came at the moment of cancelling."""
+    use_executors(monkeypatch, executors)
+
+    async def receive(group: Group) -> None:
+        for count in (10, LARGE):
+            with pytest.raises(TimeoutError):  # nothing was sent yet
+                await asyncio.wait_for(group.recv(1, count, async_op=True), 0.01)
+            group.barrier()
+            same(group.recv(1, count), np.arange(float(count)))
+            for out in (None, np.zeros(count)):
+                await asyncio.sleep(0)
+                work = group.recv(1, count, out=out, async_op=True)
+                task = asyncio.ensure_future(asyncio.wait_for(work, None))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                group.barrier()
+                assert work.wait_until_done(DEADLINE), "the loop stands still while the message comes"
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                with pytest.raises(covey.CancelledError):
+                    work.wait()
+                same(group.recv(1, count), np.arange(float(count)) + 1)
+                same(group.recv(1, count), np.arange(float(count)) + 2)
+
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            asyncio.run(receive(group))
+            return
+        for count in (10, LARGE):
+            group.barrier()
+            group.send(np.arange(float(count)), 0, count)
+            for _ in range(2):
+                group.barrier()
+                works = [group.send(np.arange(float(count)) + more, 0, count, async_op=True) for more in (1, 2)]
+                for work in works:
+                    work.wait()
+
+    run_threads(2, body, lanes="unix")
+
+
+@pytest.mark.parametrize("executors", EXECUTORS)
+def test_messages_arrive_once_and_in_order_though_awaits_are_cancelled_at_random(
+    executors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_executors(monkeypatch, executors)
+    count = 60
+
+    def size_of(number: int) -> int:
+        return LARGE if number % 7 == 3 else 1 + number
+
+    async def receive(group: Group, seed: int) -> tuple[int, int]:
+        rng, cancelled = random.Random(seed), 0
+        for number in range(count):
+            while True:
+                work = group.recv(1, async_op=True)
+                task = asyncio.ensure_future(asyncio.wait_for(work, None))
+                if cancelled < 20 * count:
+                    for _ in range(rng.randrange(1, 12)):  # the first turn lets the await begin
+                        await asyncio.sleep(0)
+                    task.cancel()
+                try:
+                    got = await task
+                except asyncio.CancelledError:
+                    cancelled += 1
+                    continue
+                assert got.size == size_of(number), f"seed {seed}: message {number}"
+                assert (got == number).all(), f"seed {seed}: message {number}"
+                break
+        return count, cancelled
+
+    def body(group: Group) -> None:
+        for seed in range(3):
+            if group.rank == 0:
+                asyncio.run(receive(group, seed))
+            else:
+                for number in range(count):
+                    group.send(np.full(size_of(number), float(number)), 0)
+            group.barrier()
+        assert group.rank or group.iprobe() is None
+
+    run_threads(2, body, lanes="unix")
+
+
+def test_a_message_that_an_interrupted_call_has_received_goes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            group.send(np.arange(5), 0, 3)
+            group.send(np.arange(6), 0, 4)
+            group.barrier()
+            group.barrier()
+            return
+        group.barrier()
+        messenger = group._engine.routing.messenger()
+        drive = messenger._drive
+
+        def interrupted(work: Any, deadline: float | None) -> None:
+            drive(work, deadline)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(messenger, "_drive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group.recv(1, 3)
+        monkeypatch.undo()
+        same(group.recv(1, 3), np.arange(5))
+        with pytest.raises(covey.DeadlineError):  # rank 1 does not receive
+            group.sendrecv(np.zeros(LARGE), 1, 1, 9, recv_tag=4, timeout=0.2)
+        same(group.recv(1, 4), np.arange(6))
+        group.barrier()
 
     run_threads(2, body, lanes="unix")
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, combined, same, values
 
+import covey
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.plan import choose
 from covey.testing.threads import run_threads
@@ -91,6 +92,35 @@ def test_integers_wrap_around_as_numpy_s_do() -> None:
             same(group.all_reduce(most.copy(), "prod"), combined("prod", [most] * 3))
 
     run_threads(3, body)
+
+
+def test_whole_numbers_do_not_wrap_around() -> None:
+    """Each is one of up to 64 bits; what comes out may be longer, and is the same on all ranks."""
+    most, least = 2**63 - 1, -(2**63)
+
+    def body(group: Group) -> None:
+        me, size = group.rank, group.size
+        for algorithm in (None, "doubling", "direct", "ring"):
+            assert group.all_reduce(most, algorithm=algorithm) == size * most
+            assert group.all_reduce(least, algorithm=algorithm) == size * least
+        assert group.all_reduce(most if me % 2 else least, async_op=True).wait() == sum(
+            most if rank % 2 else least for rank in range(size)
+        )
+        assert group.all_reduce(most - me, "prod") == math.prod(most - rank for rank in range(size))
+        assert group.all_reduce(np.int64(least), "prod", async_op=True).wait() == least**size
+        assert group.all_reduce(-3 - me) == sum(-3 - rank for rank in range(size))
+        assert group.all_reduce(True) == size
+        assert group.all_reduce(np.uint8(200)) == 200 * size
+        assert type(group.all_reduce(np.uint8(200))) is int
+        assert group.all_reduce(most - me, "max") == most
+        assert group.all_reduce(most, "mean") == pytest.approx(most)
+        with pytest.raises(TypeError, match="does not fit into 64 bits"):
+            group.all_reduce(2**63)
+        with pytest.raises(covey.ConfigError, match="algorithm="):
+            group.all_reduce(1, algorithm="none such")
+
+    for size in (1, 2, 3, 5):
+        run_threads(size, body)
 
 
 @functools.lru_cache(maxsize=256)  # all ranks and algorithms look at the same numbers

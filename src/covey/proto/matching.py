@@ -17,6 +17,8 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
+import numpy as np
+
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.proto.message import ANY, Arrival, MessageInfo, Operation, Probe, Receive, Received, Send
 from covey.proto.message_failures import PeerFailures
@@ -169,6 +171,27 @@ class Matcher:
                 arrival.allocate()
             self.arrived(arrival)
         return True
+
+    def put_back(self, receive: Receive) -> None:
+        """Let the next receive that fits have the message of a receive that is over: nobody took its result.
+
+        The message keeps its place in the order of arrivals. Nothing happens after `fail_all`.
+        """
+        message, arrival = receive.result, receive.arrival
+        if message is None or self._failures.end_of_all is not None:
+            return
+        if arrival is None:  # it came while the streams were lent
+            data = message.data if receive.out is None else np.frombuffer(receive.out, np.uint8)
+            assert data is not None
+            header = Header(
+                wire.EAGER, 0, data.nbytes, message.tag, message.is_object, message.dtype_code, message.shape
+            )
+            arrival = Arrival(message.source, header, receive.order)
+            arrival.target, arrival.filled, arrival.is_landed, arrival.is_matched = data.data, data.nbytes, True, True
+        arrival.receive = receive.arrival = receive.result = None
+        if arrival.store is None:
+            arrival.allocate()
+        self.arrived(arrival)
 
     # Bytes
 

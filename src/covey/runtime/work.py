@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from covey.base.errors import DeadlineError
+from covey.base.errors import CancelledError, DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -20,8 +20,10 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """An operation that was started with `async_op=True`.
 
-    It runs whether or not a thread waits for it. A wait that times out, or a cancelled `await`, does not cancel the
-    operation; its own `timeout=` ends it, and `cancel` while nothing of it was sent.
+    It runs whether or not a thread waits for it. A wait that times out does not cancel the operation; its own
+    `timeout=` ends it, and `cancel` while nothing of it was sent. A cancelled `await` withdraws a `recv` or a `probe`,
+    as `asyncio.wait_for` needs: a message that came meanwhile goes to the next `recv`. It changes nothing else;
+    `asyncio.shield(work)` keeps the receive, too.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class Work(Generic[T]):
         drive: Callable[[Work[Any], float | None], None] | None = None,
         cancel: Callable[[Work[Any]], bool] | None = None,
         then: Callable[[Any], T] | None = None,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
         """Waiting threads call `drive(work, deadline)` to make progress until the work is done.
 
         `cancel(work)` ends the work if nothing of it was sent, and tells whether it did; without it, that is too late.
-        `then` turns the value of the operation into the result.
+        `then` turns the value of the operation into the result. `give_back()` undoes an operation that is done, so that
+        another one gets what it took; without it, that is impossible or of no use.
         """
         self.description = description
         self.contributors: tuple[int, ...] = ()
@@ -44,7 +48,10 @@ class Work(Generic[T]):
         """Once a compressed collective is done: `codec`, `reason` (why "auto" chose it), `sent_bytes` and
         `plain_bytes`, which this rank would have sent without compression."""
         self._then = then
-        self._drive, self._cancel = drive, cancel
+        self._drive, self._cancel, self._give_back = drive, cancel, give_back
+        self._awaits = 0
+        self._is_taken = False
+        """Whether a caller has the result of a work that could give it back."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work[T]], None]] = []
@@ -73,6 +80,9 @@ class Work(Generic[T]):
                 raise DeadlineError(
                     f"{self.description} is not done after the timeout of {timeout} s; it goes on in the background"
                 )
+        if self._give_back is not None:
+            with self._lock:
+                self._is_taken = self._error is None
         if self._error is not None:
             raise self._error
         return self._result
@@ -99,6 +109,25 @@ class Work(Generic[T]):
         count on it. The work then raises CancelledError; otherwise it goes on as if this was not called.
         """
         return self._cancel is not None and not self._done.is_set() and self._cancel(self)
+
+    def release(self, *, is_taken: bool = False) -> None:
+        """Withdraw a receive, or give back what it took, because nobody will use the result; nothing for other works.
+
+        A caller that has the result and drops it passes `is_taken`.
+        """
+        if self._give_back is not None and not self.cancel():
+            with self._lock:
+                self._is_taken = self._is_taken and not is_taken
+            self.add_done_callback(Work._return)
+
+    def _return(self) -> None:
+        with self._lock:
+            if self._error is not None or self._is_taken:
+                return
+            self._error = CancelledError(f"{self.description} was cancelled")
+            give_back = self._give_back
+        assert give_back is not None
+        give_back()
 
     def add_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
         """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended.
@@ -170,7 +199,16 @@ class Work(Generic[T]):
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(tell)
-        yield from ended
+        self._awaits += 1
+        try:
+            yield from ended
+        except BaseException:  # the await was cancelled
+            self.remove_done_callback(tell)
+            if self._awaits == 1:
+                self.release()
+            raise
+        finally:
+            self._awaits -= 1
         return self.wait(0)
 
     def __repr__(self) -> str:

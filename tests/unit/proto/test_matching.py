@@ -108,9 +108,9 @@ def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int
     sizes = [0, 1, 100, 5000, EAGER_BYTES - 1, EAGER_BYTES, LARGE, 150_000, PIECE_BYTES + 77]
     sent: list[tuple[int, int, int, bytes, Send]] = []
     receives: list[list[Receive]] = [[] for _ in range(size)]
-    interrupts = seed % 3 == 0  # receives are withdrawn even while their message is landing
+    interrupts = seed % 3 == 0  # receives are withdrawn while their message is landing, and when it is there
     for _ in range(150):
-        match rng.choice(["send", "receive", "push", "pull", "push", "pull", "withdraw"]):
+        match rng.choice(["send", "receive", "push", "pull", "push", "pull", "withdraw", "put back"]):
             case "send":
                 source, peer, tag = rng.randrange(size), rng.randrange(size), rng.randrange(tags)
                 data = content(len(sent), rng.choice(sizes))
@@ -130,6 +130,14 @@ def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int
                 if pending:
                     receive = rng.choice(pending)
                     assert world.matchers[rank].withdraw(receive)
+                    receives[rank].remove(receive)
+            case "put back" if interrupts:
+                rank = rng.randrange(size)
+                world.collect()
+                done = [receive for receive in receives[rank] if receive in world.over]
+                if done:
+                    receive = rng.choice(done)
+                    world.matchers[rank].put_back(receive)
                     receives[rank].remove(receive)
 
     world.settle()
@@ -304,6 +312,37 @@ def test_a_receive_withdrawn_while_its_message_lands_leaves_it_to_the_next_in_or
     assert [payload(each) for each in again] == messages
     assert bytes(out) == before
     assert receive not in world.over
+
+
+@pytest.mark.parametrize("length", [0, 100, LARGE])
+def test_a_message_that_is_put_back_keeps_its_place_and_wakes_a_receive_that_waits(length: int) -> None:
+    world = World(2)
+    matcher = world.matchers[1]
+    messages = [content(seed, length) for seed in range(3)]
+    out = bytearray(length)
+    first = matcher.receive(0, 1, memoryview(out))
+    for data in messages:
+        world.send(data, 0, 1, 1)
+    world.settle()
+    assert payload(first) == messages[0]
+    matcher.put_back(first)
+    out[:] = bytes(length)  # the program uses its memory for something else
+    again = [matcher.receive(0, 1) for _ in range(3)]
+    world.settle()
+    assert [payload(each) for each in again] == messages
+    waiting = matcher.receive(0, ANY)
+    matcher.put_back(again[2])
+    world.settle()
+    assert payload(waiting) == messages[2]
+    matcher.put_back(again[1])
+    assert matcher.waiting(0, 1) is not None
+    matcher.fail(0, PeerLostError("gone", rank=0))
+    last = matcher.receive(0, 1)  # complete messages of a lost rank can be received
+    world.collect()
+    assert payload(last) == messages[1]
+    matcher.fail_all(PeerLostError("over", rank=0))
+    matcher.put_back(last)
+    assert matcher.waiting(0, 1) is None
 
 
 def test_a_send_can_be_withdrawn_only_before_it_is_announced() -> None:

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.base.errors import DeadlineError, MismatchError
+from covey.base.errors import CancelledError, DeadlineError, MismatchError
 from covey.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_a_work_ends_with_its_result() -> None:
@@ -122,4 +125,85 @@ def test_a_work_that_ends_after_its_await_was_cancelled_or_its_loop_was_closed_r
 
     asyncio.run(main(linger=False))
     asyncio.run(main(linger=True))
+    assert work.wait(0) == 1
+
+
+class Given:
+    """A work whose result can be given back, and how often it was."""
+
+    def __init__(self, *, can_cancel: bool) -> None:
+        self.returned = 0
+        self.work: Work[int] = Work("receive", cancel=self._cancel, give_back=self._give_back)
+        self._can_cancel = can_cancel
+
+    def _cancel(self, work: Work[Any]) -> bool:
+        if self._can_cancel:
+            work.fail(CancelledError("receive was cancelled"))
+        return self._can_cancel
+
+    def _give_back(self) -> None:
+        self.returned += 1
+
+
+async def cancelled(work: Work[Any], before: Callable[[], None] = lambda: None) -> None:
+    """Cancel an await of a work; `before` runs while the loop cannot."""
+    task = asyncio.ensure_future(asyncio.wait_for(work, None))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    before()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_cancelled_await_withdraws_the_receive() -> None:
+    given = Given(can_cancel=True)
+    asyncio.run(cancelled(given.work))
+    assert given.returned == 0
+    with pytest.raises(CancelledError):
+        given.work.wait(0)
+
+
+def test_a_result_that_came_as_the_await_was_cancelled_is_given_back() -> None:
+    given = Given(can_cancel=False)
+    asyncio.run(cancelled(given.work, before=lambda: given.work.finish(7)))
+    assert given.returned == 1
+    with pytest.raises(CancelledError):
+        given.work.wait(0)
+    late = Given(can_cancel=False)  # its message is here, but another thread has not told of it yet
+    asyncio.run(cancelled(late.work))
+    assert not late.work.done()
+    late.work.finish(7)
+    assert late.returned == 1
+
+
+def test_a_result_that_somebody_has_is_not_given_back() -> None:
+    given = Given(can_cancel=False)
+    given.work.finish(7)
+    assert given.work.wait(0) == 7
+    given.work.release()
+    assert given.returned == 0
+    given.work.release(is_taken=True)  # the caller drops it
+    assert given.returned == 1
+
+    async def two() -> int:
+        shared = Given(can_cancel=True)
+        keeper = asyncio.ensure_future(asyncio.wait_for(shared.work, None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await cancelled(shared.work)
+        shared.work.finish(8)
+        return await keeper
+
+    assert asyncio.run(two()) == 8
+
+
+def test_a_failed_work_gives_nothing_back_and_a_collective_goes_on() -> None:
+    given = Given(can_cancel=False)
+    given.work.fail(MismatchError("differs"))
+    given.work.release()
+    assert given.returned == 0
+    work: Work[int] = Work("sum")
+    asyncio.run(cancelled(work))
+    work.finish(1)
     assert work.wait(0) == 1

@@ -84,7 +84,8 @@ class Messages(Issuer):
         """Send `x` to rank `dst` and return what comes from rank `src`, both at once; see `send` and `recv`.
 
         Ranks that exchange in a ring, or in pairs, cannot wait for each other in vain. The message that is received has
-        the tag `recv_tag`; default: `tag`. `x` and `out` must not share memory.
+        the tag `recv_tag`; default: `tag`. `x` and `out` must not share memory. If the send fails, the message that was
+        received goes to the next `recv`.
         """
         data, code, shape, is_object = _payload(x)
         target = writable(out) if out is not None else None
@@ -106,7 +107,11 @@ class Messages(Issuer):
         except BaseException as error:
             messenger.abandon(send, error)  # or else `x` would be read after this
             raise
-        messenger.wait(send, deadline)
+        try:
+            messenger.wait(send, deadline)
+        except BaseException:
+            receive.release(is_taken=True)
+            raise
         return received
 
     def probe(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None, async_op: bool = False) -> Any:

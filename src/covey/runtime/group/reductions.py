@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import numbers
 import operator
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from covey.plan.choose import PLANNED_BYTES
 from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
+from covey.runtime.group import movements
 from covey.runtime.group.issuer import CACHED_CALLS, Issuer
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
@@ -56,6 +58,7 @@ class Reductions(Issuer):
 
         The result is bit-identical on all ranks. `op` is sum, mean, min, max, prod, and, or, or xor. With `weight`,
         a mean counts this rank's `x` that many times, as unequal batches need; then every rank passes a weight.
+        Sums and products of Python ints of up to 64 bits are exact, however large; arrays wrap around as numpy's do.
 
         The result is exact, whatever the group compresses, unless the call names a codec: `compress="int8"` sends fewer
         bytes of a sum or mean of floats. With `feedback`, what this call loses is added to the next one of the same
@@ -78,6 +81,9 @@ class Reductions(Issuer):
             raise ConfigError(
                 "feedback= keeps what a codec loses; name the codec with compress=, or use sync_gradients"
             )
+        is_array = type(x) is np.ndarray  # the common case, kept short: this call is paid per step
+        if not is_array and isinstance(x, int | np.integer | np.bool_) and op in ("sum", "prod") and weight is None:
+            return self._reduce_whole_number(x, op, timeout, algorithm, async_op)
         shortcut, begun_in = self._engine.all_reduce_shortcut, None
         if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:
@@ -95,7 +101,7 @@ class Reductions(Issuer):
                     return self._resume(x, outcome, timeout)
                 begun_in.handed_over(x)
         is_number = False
-        if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
+        if is_array and x.flags.carray:
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
         elif is_number := isinstance(x, numbers.Number | np.bool_):
             x = flat = _number_array(x, op)
@@ -146,6 +152,33 @@ class Reductions(Issuer):
         if shortcut is not None and is_plain and operand is None and algorithm is None:
             self._add_shortcut(flat, key, call)
         return result
+
+    def _reduce_whole_number(
+        self, x: Any, op: str, timeout: float | None, algorithm: str | None, async_op: bool
+    ) -> Any:
+        """Return the exact sum or product of a whole number of every rank."""
+        own = readable(_number_array(x, op))  # raises if it is too large
+        number = int(own.flat[0])
+        if op == "sum":
+            choose.all_reduce(
+                self.rank, self.size, 2, 8, self._engine.attempt.lane_family, algorithm, self._engine.sizes
+            )  # raises if there is no such algorithm
+            call = self._call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
+
+            def add(attempt: Attempt) -> int:
+                # The sums of both halves over all ranks fit into 64 bits.
+                halves = np.array([number >> 32, number & 0xFFFFFFFF], np.int64)
+                attempt.all_reduce(halves, "sum", algorithm)
+                return (int(halves[0]) << 32) + int(halves[1])
+
+            return self._engine.run(call, add, timeout=timeout, async_op=async_op)
+        call = self._call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
+
+        def multiply(attempt: Attempt) -> int:
+            rows = movements.gather_all(attempt, own, wanted=movements.Wanted(shape=own.shape))
+            return math.prod(int(row[0]) for row in rows)
+
+        return self._engine.run(call, multiply, timeout=timeout, async_op=async_op)
 
     def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
         """Let sums of arrays like `flat` take the shortcut of the present attempt."""

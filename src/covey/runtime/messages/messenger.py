@@ -9,6 +9,7 @@ Meanwhile the messages with that peer wait, each until its own deadline.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -139,7 +140,7 @@ class Messenger:
         self._opening.open_for(self, src, tag, deadline)
         with self._lock:
             operation = self._matcher.receive(src, tag, out, expect)
-            work = self._start(operation, f"receive from {describe_source(src, tag)}", then)
+            work = self._start(operation, f"receive from {describe_source(src, tag)}", then, self._put_back)
         return self._started(work)
 
     def start_probe(self, src: int, tag: int, deadline: float | None = None) -> Work[Any]:
@@ -148,7 +149,7 @@ class Messenger:
         self._opening.open_for(self, src, tag, deadline)
         with self._lock:
             operation = self._matcher.probe(src, tag)
-            work = self._start(operation, f"probe for {describe_source(src, tag)}")
+            work = self._start(operation, f"probe for {describe_source(src, tag)}", None, lambda _: None)
         return self._started(work)
 
     def look(self, src: int, tag: int) -> Any:
@@ -198,6 +199,7 @@ class Messenger:
             self._drive(work, deadline)
         except BaseException as error:  # such as Ctrl-C: the caller's memory must not be touched after this
             self.abandon(work, error)
+            work.release()  # a message that has come goes to the next receive
             raise
         if not work.done():
             self.abandon(work, None)
@@ -304,11 +306,28 @@ class Messenger:
         if self._driving.is_stopping:
             raise ClosedError(f"{self._name}: the group is closed")
 
-    def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
-        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, cancel=self.cancel, then=then)
+    def _start(
+        self,
+        operation: Operation,
+        description: str,
+        then: Callable[[Any], Any] | None = None,
+        give_back: Callable[[Any], None] | None = None,
+    ) -> Work[Any]:
+        """Return the work of an operation; `give_back(operation)` undoes one that is done."""
+        back = None if give_back is None else functools.partial(give_back, operation)
+        work: Work[Any] = Work(
+            f"{self._name}: {description}", drive=self._drive, cancel=self.cancel, then=then, give_back=back
+        )
         self._pending.add(operation, work)
         self._lanes.flush_ready()
         return work
+
+    def _put_back(self, receive: Receive) -> None:
+        """Let another receive have a message that nobody took. On any thread, without the lock."""
+        with self._lock:
+            self._matcher.put_back(receive)
+            self._lanes.flush_ready()
+        self._settle()
 
     def _started(self, work: Work[Any]) -> Work[Any]:
         self._settle()
