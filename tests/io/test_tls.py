@@ -197,7 +197,7 @@ def strange_context(side: ssl._SSLMethod, private: Any = None, *, alpn: str = PR
         key = private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        with tls._readable_once(key + self_signed(private).public_bytes(serialization.Encoding.PEM)) as path:
+        with tls.readable_once(key + self_signed(private).public_bytes(serialization.Encoding.PEM)) as path:
             context.load_cert_chain(path)
     return context
 

@@ -134,7 +134,7 @@ def load(context: ssl.SSLContext, private: Ed25519PrivateKey, chain: bytes) -> N
     key = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with tls._readable_once(key + chain) as path:
+    with tls.readable_once(key + chain) as path:
         context.load_cert_chain(path)
 
 

@@ -22,7 +22,7 @@ class StoppedHost(Play):
     """The keeper gives up what `keeping.lost_ranks` says, as a keeper of real processes does."""
 
     faults = ("crash", "stop", "stop", "stop", "leave")
-    surprising = ("crash", "stop", "stop")
+    surprising = ("crash", "stop", "stop", "crash", "stop")
     sizes = (2, 5)
     giving_up = 0.0
 
