@@ -116,7 +116,7 @@ def call_meanwhile() -> dict[str, Any]:
 
         group.barrier()
         node.call(1 - group.rank, "double", 1)  # opens the connection
-        work = group.all_reduce(np.full(1_500_000, group.rank + 1.0, np.float32), async_op=True)  # at least 2 s
+        work = group.all_reduce(np.full(3_000_000, group.rank + 1.0, np.float32), async_op=True)  # at least 4 s
         answers = [node.call(1 - group.rank, "double", x) for x in range(20)]
         is_over = work.done()
         total = work.wait()

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,8 @@ class Run:
     def __init__(self, folder: Path, then: str, *options: str) -> None:
         self.folder = folder
         script = folder / "job.py"
+        for made in (folder / "home", folder / "home" / "traces"):
+            made.mkdir(mode=0o700, exist_ok=True)
         script.write_text(STEPS.format(then=then))
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
         self.env |= {"COVEY_HOME": str(folder / "home")}
@@ -111,9 +112,15 @@ def test_a_wrong_port_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_shows_them(started: Any) -> None:
-    run = started("sys.stdin.close(); __import__('time').sleep(600) if group.rank == 1 else group.barrier()")
+    run = started(
+        "sys.stdin.close()\n"
+        "    if group.rank != 1: group.barrier()\n"
+        "    while [late.rank for late in group.who_is_late()] != [1]: pass\n"
+        "    print('they wait', flush=True)\n"
+        "    __import__('time').sleep(600)"
+    )
     run.await_ready()
-    time.sleep(0.1)
+    assert run.process.stdout.readline().endswith("they wait\n")
     run.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(run.files()) == 3)
     here = json.loads(run.command("status", "--json").stdout)
@@ -139,7 +146,9 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
 def test_a_signal_to_a_rank_writes_its_operations_and_the_rank_goes_on(started: Any) -> None:
     run = started(
         "import os, signal, time\n"
-        "    if group.rank == 2: os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.5)\n"
+        "    if group.rank == 2: os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    while group.rank == 2 and not os.listdir(os.environ['COVEY_HOME'] + '/traces'): time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
         "    print(group.all_reduce(1), flush=True)"
     )
     out, err = run.process.communicate(timeout=DEADLINE)
@@ -155,6 +164,7 @@ def test_a_program_that_handles_the_signal_keeps_it(started: Any) -> None:
     run = started(
         "import faulthandler, os, signal, time\n"
         "    if group.rank == 2: os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    while group.rank == 2 and not os.listdir(os.environ['COVEY_HOME'] + '/traces'): time.sleep(0.01)\n"
         "    group.barrier()"
     )
     run.process.communicate(timeout=DEADLINE)

@@ -20,6 +20,7 @@ def serve() -> str:
     def slow(seconds: float) -> str:
         begun.set()
         time.sleep(seconds)
+        order.append("call")
         return "finished"
 
     order: list[str] = []
@@ -43,7 +44,6 @@ def serve() -> str:
     group.barrier()
     if group.rank == 0:
         call = group.node.call_async(1, "slow", 1.0)
-        call.add_done_callback(lambda _: say("answered"))
         say("calling")
         result = str(call.wait())
         try:  # it refuses new calls, and is gone soon
@@ -64,10 +64,9 @@ def test_a_process_that_is_told_to_end_closes_in_order_and_finishes_its_calls() 
         ranks.hear("serving", [1])
         ranks.signal(1, signal.SIGTERM)
         (closed,) = ranks.hear("closed", [1])
-        assert closed["order"] == ["again", "fail", "hang"]
+        assert [each for each in closed["order"] if each != "call"] == ["again", "fail", "hang"]
+        assert "call" in closed["order"], "it has ended before the last closer ran"
         assert closed["size"] == 2
-        (answered,) = ranks.hear("answered", [0])
-        assert answered["at"] < closed["at"]
         assert ranks.results([0])[0].startswith("finished, then ")
         ranks.await_exit([1], code=143)
         errors = ranks.errors(1)

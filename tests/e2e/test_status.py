@@ -30,9 +30,9 @@ def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) ->
     for node in run["nodes"]:
         assert (node["version"], node["interface"], node["state"]) == (__version__, "lo", "running")
         assert node["name"] == f"{node['host'].partition('.')[0]}-{node['short_id'][:4]}"
-        assert abs(node["clock_offset"]) < 1
+        assert abs(node["clock_offset"]) < 60
         assert {peer["rank"] for peer in node["peers"]} == {0, 1, 2} - {node["rank"]}
-        assert all(peer["lane"] in ("shm", "unix") and 0 < peer["round_trip"] < 1 for peer in node["peers"])
+        assert all(peer["lane"] in ("shm", "unix") and 0 < peer["round_trip"] < 60 for peer in node["peers"])
     shown = machine.covey("status").stdout.splitlines()
     assert shown[0].startswith("run mine in lab: running for ")
     assert shown[0].endswith(", 3 nodes")
