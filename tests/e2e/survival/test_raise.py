@@ -91,6 +91,7 @@ def wait_until_revoked() -> Any:
         }
 
 
+@pytest.mark.alone
 def test_revoke_ends_everything_pending_on_all_ranks_and_nothing_else() -> None:
     with Members(4, wait_until_revoked) as ranks:
         for rank, report in enumerate(ranks.results()):
