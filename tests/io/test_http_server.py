@@ -7,8 +7,11 @@ import socket
 import threading
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
@@ -148,6 +151,15 @@ def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
         assert ask(server, "GET", "/stacks", Host=host)[:2] == (403, "stacks are shown on this machine only\n")
     assert not http_server._is_loopback("192.168.1.5")
     assert http_server._is_loopback("::ffff:127.0.0.1")
+
+
+@given(st.text(alphabet="019:[]%.abcflost", max_size=20))
+@example("9100")
+@example(":9100")
+def test_a_host_is_this_machine_only_if_it_names_it(host: str) -> None:
+    if http_server._is_here(host):
+        name = urlsplit(f"//{host}").hostname
+        assert not host or name == "localhost" or http_server._is_loopback(name or "")
 
 
 def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:

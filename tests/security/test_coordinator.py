@@ -52,6 +52,30 @@ except grpc.RpcError as error:
     print(json.dumps(error.code().name), flush=True)
 """
 """Calls gRPC at a socket, without TLS, and prints the status of the answer."""
+EVERYTHING = """
+import json, sys
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from covey.coordinator import coordinator_pb2 as pb
+from covey.coordinator.coordinator_pb2_grpc import CoordinatorStub
+from covey.coordinator.security import SecretSecurity
+from covey.runtime.environment import ClusterOptions
+security = SecretSecurity(ClusterOptions("lab"))
+papers = security.papers("worker")
+credentials = grpc.ssl_channel_credentials(papers.authorities, papers.key, papers.chain)
+stub = CoordinatorStub(
+    grpc.secure_channel(sys.argv[1], credentials, [("grpc.ssl_target_name_override", security.server_name)])
+)
+found = {}
+for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods:
+    try:
+        answer = getattr(stub, method.name)(GetMessageClass(method.input_type)(), timeout=500)
+        found[method.name] = "answered" if not method.server_streaming else repr(next(answer))
+    except grpc.RpcError as error:
+        found[method.name] = error.code().name
+print(json.dumps(found), flush=True)
+"""
+"""Makes every call that there is, and prints what came of each."""
 
 
 def options(files: dict[str, str]) -> list[str]:
@@ -368,6 +392,7 @@ def test_a_denied_machine_neither_reads_nor_registers_and_is_no_coordinator(lab:
     assert "--undo` there lets it in" in refused.stderr
     error = ended(work(two, address, "w1", size=1, cluster="lab", timeout=DEADLINE))
     assert error.startswith("covey.AuthError: ")
+    assert set(heard(two.start("-c", EVERYTHING, address)).values()) == {"PERMISSION_DENIED"}
     assert [each["worker_id"] for each in status(one, address, "--cluster", "lab")[0]["workers"]] == ["w0"]
     _, theirs = coordinate(two, "--cluster", "lab")  # a coordinator of the denied machine
     refused = one.covey("coordinator", "status", theirs, "--cluster", "lab")
