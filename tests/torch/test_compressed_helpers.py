@@ -229,6 +229,15 @@ def drifting(rank: int, size: int, store: str) -> dict[str, str]:
         if step == 2:
             spoil(model.a)
     model = Terms()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, rescale_hook())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with ddp.join():  # ranks that ran out of batches hold old parameters, which is no drift
+        for step in range(2 + 3 * rank):
+            ddp(wanted(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model = Terms()
     local, check = LocalSGD(model, every=1), DriftCheck()
     for _ in range(5):
         local.step()  # averages, so that nothing differs

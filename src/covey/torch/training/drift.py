@@ -89,10 +89,13 @@ class DriftCheck:
         self._pending: dict[str, tuple[Any, torch.Tensor, str]] = {}
         """By name of the tensors: the exchange of digests that has begun, its rows, and what they are of."""
 
-    def look(self, name: str, tensors: Sequence[torch.Tensor], group: Any) -> None:
+    def look(
+        self, name: str, tensors: Sequence[torch.Tensor], group: Any, gradients: torch.Tensor | None = None
+    ) -> None:
         """Note that all ranks hold these tensors after the same step; now and then compare what they hold.
 
-        Every rank calls it equally often for each name. A difference is found in the next comparison.
+        Every rank calls it equally often for each name. A difference is found in the next comparison. Tensors whose
+        `gradients` are only zeros on this rank do not count.
 
         Raises:
             MismatchError: the tensors differed at the last comparison; names the ranks.
@@ -105,7 +108,9 @@ class DriftCheck:
         if call % every:
             return
         self.finish(name)
-        row = torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8).to(tensors[0].device)
+        counts = gradients is None or bool(gradients.any())
+        own = bytearray(digest(tensors) if counts else DIGEST_BYTES)
+        row = torch.frombuffer(own, dtype=torch.uint8).to(tensors[0].device)
         rows, work = gather_rows(row, group)
         self._pending[name] = work, rows, f"{name} of step {call}"
 

@@ -58,7 +58,8 @@ class _Hook:
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         group = dist.group.WORLD if state is None else state
-        self._drift.look(f"parameters of bucket {bucket.index()}", bucket.parameters(), group)
+        # A rank that has joined, under `DDP.join`, sends zeros and does not step: its parameters are old.
+        self._drift.look(f"parameters of bucket {bucket.index()}", bucket.parameters(), group, bucket.buffer())
         return self._combine(group, bucket)
 
     def _combine(self, group: Any, bucket: Any) -> Any:
