@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from covey.coordinator.security import Security
 
-HANDSHAKE_SECONDS: Final = 5.0
-"""How long each step of the handshake may take that finds out why a connection ended."""
 CALL_SECONDS: Final = 10.0
 """How long a call may take that the coordinator answers at once."""
 OPTIONS: Final = (
@@ -143,7 +141,7 @@ def _shake(address: str, security: Security, context: ssl.SSLContext) -> bytes:
     """
     parsed = seeds.parse(address)
     with (
-        socket.create_connection((parsed.host, parsed.port), HANDSHAKE_SECONDS) as sock,
+        socket.create_connection((parsed.host, parsed.port), CALL_SECONDS) as sock,
         context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,
     ):
         connection.recv(1)
