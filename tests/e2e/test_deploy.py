@@ -105,12 +105,12 @@ def test_the_parts_of_the_manifests_name_each_other() -> None:
 
 def test_the_containers_of_compose_run_as_the_user_who_made_the_secret() -> None:
     [composed] = documents("docker/compose.yaml")
-    node, user = composed["services"]["node"], "${COVEY_UID:-1000}"
+    node, user = composed["services"]["node"], "${NODE_UID:-1000}"
     assert node["user"] == user
     assert f"/home/covey:uid={user},mode=0700" in node["tmpfs"]
     commands = [line.removeprefix("#     ") for line in (DEPLOY / "docker/compose.yaml").read_text().splitlines()]
     assert "(umask 077; openssl rand -hex 32 > deploy/docker/secret)" in commands
-    assert "COVEY_UID=$(id -u) docker compose -f deploy/docker/compose.yaml up --build" in commands
+    assert "NODE_UID=$(id -u) docker compose -f deploy/docker/compose.yaml up --build" in commands
     assert "HEALTHCHECK --" not in (DEPLOY / "docker/Dockerfile").read_text()  # an image does not know its command
 
 
