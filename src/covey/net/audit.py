@@ -48,6 +48,8 @@ EVENTS: Final = {
     "denied": "a person denied a node on this machine",
     "allowed": "a person allowed a node again on this machine",
     "list-changed": "a person changed the list of machines that may be in a cluster, on this machine",
+    "trusted": "a person let this machine send files and programs to a machine",
+    "distrusted": "a person withdrew that",
     "charter": "a node of this machine obeys a new charter of the owner",
     "secret-created": "a cluster was made on this machine",
     "secret-enrolled": "this machine was put into a cluster",

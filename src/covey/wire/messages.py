@@ -577,6 +577,10 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
     """The only nodes that may be in the cluster. None: all nodes that have the secret and are not denied."""
     signature: Bytes = b""
     """The owner's signature of `owner.charter_words`."""
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] = ()
+    """The names of the allowed machines, in their order, as the owner approved them; "" for one without a name."""
+    names_signature: Bytes = b""
+    """The owner's signature of `owner.names_words`, which earlier releases do not know."""
 
 
 class Failing(Worded, frozen=True, array_like=True, tag=31):

@@ -23,6 +23,7 @@ OWNER_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 _ROTATION: Final = b"covey/1/owner/rotation"
 _CHARTER: Final = b"covey/1/owner/charter"
+_NAMES: Final = b"covey/1/owner/names"
 _FILES: Final = b"covey/1/owner/files"
 
 
@@ -42,6 +43,13 @@ def charter_words(cluster: str, charter: Charter) -> bytes:
     return _begin(_CHARTER, cluster) + struct.pack(">Q", charter.serial) + _measured(charter.machine.encode()) + packed
 
 
+def names_words(cluster: str, charter: Charter) -> bytes:
+    """Return the bytes that the owner signs to bind the names of the allowed machines of a charter to their keys."""
+    pairs = zip(charter.allowed or (), charter.names, strict=False)
+    packed = b"".join(_measured(machine) + _measured(name.encode()) for machine, name in pairs)
+    return _begin(_NAMES, cluster) + struct.pack(">Q", charter.serial) + _measured(packed)
+
+
 def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:
     """Tell whether these words were signed with the private half of `owner`."""
     if len(owner) != OWNER_BYTES or len(signature) != SIGNATURE_BYTES:
@@ -51,6 +59,12 @@ def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def has_signed_names(cluster: str, owner: bytes, charter: Charter) -> bool:
+    """Tell whether the owner has bound the names of a charter: one to each allowed machine."""
+    is_complete = charter.allowed is not None and len(charter.names) == len(charter.allowed)
+    return is_complete and is_signed(owner, names_words(cluster, charter), charter.names_signature)
 
 
 def public_half(private: Ed25519PrivateKey) -> bytes:

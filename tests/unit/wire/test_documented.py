@@ -339,3 +339,7 @@ def test_the_owner_signs_the_documented_words() -> None:
     assert owner.charter_words("home", messages.Charter(8, "otter", denied, None)) == charter
     allowed = measured(measured(receiver))
     assert owner.charter_words("home", messages.Charter(8, "otter", denied, (receiver,))) == charter + allowed
+    named = messages.Charter(8, "otter", denied, (receiver, old), names=("north-aaaa", ""))
+    pairs = measured(receiver) + measured(b"north-aaaa") + measured(old) + measured(b"")
+    names = measured(b"covey/1/owner/names") + measured(b"home") + (8).to_bytes(8, "big") + measured(pairs)
+    assert owner.names_words("home", named) == names

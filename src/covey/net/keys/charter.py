@@ -17,10 +17,10 @@ from covey.net.keys import clusters
 from covey.net.keys.identity import node_name, own_machine, short_id
 from covey.wire.machine import machine_of
 from covey.wire.messages import CHARTER_LIMIT, Charter
-from covey.wire.owner import charter_words, is_signed
+from covey.wire.owner import charter_words, has_signed_names, is_signed, names_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -70,16 +70,31 @@ def is_waiting(cluster: Cluster, card: Card) -> bool:
 
 
 def is_news(cluster: Cluster, charter: Charter) -> bool:
-    """Tell whether a charter is later than the cluster's, and signed by its owner.
+    """Tell whether a charter is later than the cluster's, or has names that it lacks, and is signed by its owner.
+
+    A node of an earlier release passes a charter on without the names.
 
     Raises:
         AuthError: it is later, and the owner has not signed it.
     """
-    if not cluster.owner or (cluster.charter is not None and charter.serial <= cluster.charter.serial):
+    known = cluster.charter
+    if not cluster.owner or (known is not None and charter.serial < known.serial):
+        return False
+    if known is not None and charter.serial == known.serial and not (charter.names and not known.names):
         return False
     if not is_signed(cluster.owner, charter_words(cluster.name, charter), charter.signature):
         raise AuthError("the owner of this cluster has not signed this charter")
+    if charter.names and not has_signed_names(cluster.name, cluster.owner, charter):
+        raise AuthError("the owner of this cluster has not signed the names of this charter")
     return True
+
+
+def bound_names(cluster: Cluster) -> dict[bytes, str]:
+    """Return the machines that the owner has approved, with the names that the owner bound to their keys, or ""."""
+    charter = cluster.charter
+    if charter is None or charter.allowed is None:
+        return {}
+    return dict.fromkeys(charter.allowed, "") | dict(zip(charter.allowed, charter.names, strict=False))
 
 
 def keep(cluster: Cluster, charter: Charter) -> None:
@@ -93,8 +108,15 @@ def keep(cluster: Cluster, charter: Charter) -> None:
         clusters.update(cluster.name, change)
 
 
-def amend(cluster: Cluster, private: Ed25519PrivateKey, change: Callable[[Lists], Lists]) -> Cluster:
+def amend(
+    cluster: Cluster,
+    private: Ed25519PrivateKey,
+    change: Callable[[Lists], Lists],
+    names: Mapping[bytes, str] | None = None,
+) -> Cluster:
     """Sign a charter with other lists, store it on this machine, and return the changed cluster.
+
+    `names` are those of machines that the owner approves now. A machine that was on the list keeps its name.
 
     Raises:
         ConfigError: a list is too long.
@@ -108,14 +130,22 @@ def amend(cluster: Cluster, private: Ed25519PrivateKey, change: Callable[[Lists]
                 f"a list of nodes has at most {CHARTER_LIMIT} of them; take some off, or change the secret"
             )
         last = saved.charter.serial if saved.charter is not None else 0
+        listed = None if allowed is None else tuple(sorted(allowed))
+        before = {each: name for each, name in bound_names(saved).items() if name}
+        bound = {own_machine(): machine, **(names or {}), **before}
         unsigned = Charter(
             clusters.next_serial(last),
             machine,
             tuple(sorted(denied)),
-            None if allowed is None else tuple(sorted(allowed)),
+            listed,
+            names=tuple(bound.get(each, "") for each in listed or ()),
         )
-        signature = private.sign(charter_words(saved.name, unsigned))
-        return replace(saved, charter=msgspec.structs.replace(unsigned, signature=signature))
+        signed = msgspec.structs.replace(
+            unsigned,
+            signature=private.sign(charter_words(saved.name, unsigned)),
+            names_signature=private.sign(names_words(saved.name, unsigned)) if unsigned.names else b"",
+        )
+        return replace(saved, charter=signed)
 
     return clusters.update(cluster.name, sign)
 
@@ -129,6 +159,6 @@ def lists(cluster: Cluster) -> Lists:
 
 
 def latest(one: Charter | None, other: Charter | None) -> Charter | None:
-    """Return the later of two charters."""
+    """Return the later of two charters; of two that differ only in that one has no names, the other."""
     found: Iterable[Charter] = (each for each in (one, other) if each is not None)
-    return max(found, key=lambda charter: charter.serial, default=None)
+    return max(found, key=lambda charter: (charter.serial, bool(charter.names)), default=None)

@@ -15,7 +15,7 @@ from covey.net.home import existing, home, private_folder, read_private, write_p
 from covey.net.keys.identity import ID_BYTES
 from covey.net.locks import only_one
 from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
-from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, is_signed
+from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, has_signed_names, is_signed
 from covey.wire.secret import CLUSTER_NAME, ClusterSecret, check_cluster_name
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
         charter = decode_control(bytes.fromhex(self.charter))
         words = charter_words(self.name, charter) if isinstance(charter, Charter) else b""
         if not isinstance(charter, Charter) or not is_signed(bytes.fromhex(self.owner), words, charter.signature):
+            raise ValueError
+        if charter.names and not has_signed_names(self.name, bytes.fromhex(self.owner), charter):
             raise ValueError
         return charter
 

@@ -131,6 +131,30 @@ def node_name(host_name: str, node_id: bytes) -> str:
     return f"{host or 'node'}-{id_text(node_id)[:4]}"
 
 
+def machine_name(claimed: str, machine: bytes) -> str:
+    """Return a name for a machine from what one of its nodes calls itself, which ends in letters of the node's id."""
+    return node_name(claimed.rpartition("-")[0] or claimed, machine)
+
+
+def meant_ids(text: str, nodes: Mapping[bytes, str]) -> list[bytes]:
+    """Return which of `nodes` a text can mean: a whole id, a name, a name without the letters of the id, or the
+    beginning of an id.
+    """
+    text = text.strip().lower()
+    if (whole := _whole_id(text)) is not None:
+        return [whole] if whole in nodes else []
+    host = re.sub(r"[^a-z0-9-]+", "-", text.partition(".")[0])
+    exact = [each for each, name in nodes.items() if name and text == name.lower()]
+    hosts = [each for each, name in nodes.items() if name and host == name.lower().rpartition("-")[0]]
+    begun = [each for each in nodes if each.hex().startswith(text) or id_text(each).startswith(text)]
+    return exact or hosts or (begun if len(text) >= PREFIX_LETTERS else [])
+
+
+def is_whole_id(text: str) -> bool:
+    """Tell whether a text is a whole id: no node of another key can be meant by it."""
+    return _whole_id(text.strip().lower()) is not None
+
+
 def resolve_id(text: str, nodes: Mapping[bytes, str]) -> bytes:
     """Return the id for `text`: a whole id, or the beginning of the id or the name of one of `nodes`.
 
@@ -205,6 +229,13 @@ def sign_as_machine(words: bytes) -> tuple[bytes, bytes]:
     """Return the first key of this machine, made if there is none, and its signature over `words`."""
     private = _slot_key(private_folder(home() / "identities"), 0)
     return private.public_key().public_bytes_raw(), private.sign(words)
+
+
+def stored_machine() -> bytes:
+    """Return the first key of this machine; empty if there is none yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return _read_key(existing("identities") / "0.key").public_key().public_bytes_raw()
+    return b""
 
 
 def machine_secret(purpose: str) -> bytes:
