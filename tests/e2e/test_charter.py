@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from tests.support import pipes
 from tests.support.machines import Lab, Machine, end, heard, wait_until_joined
 from tests.support.members import check_same_end, together
 from tests.support.waiting import DEADLINE
+
+from covey.net.keys.identity import id_text, node_name
 
 if TYPE_CHECKING:
     import subprocess
@@ -180,8 +183,14 @@ def test_an_unapproved_machine_is_told_where_to_ask(lab: Lab) -> None:
     assert heard(one.node("mine", size=2, timeout=DEADLINE)) == "joining"
     err = told_while_waiting(late.node("mine", size=2, timeout=DEADLINE), "is waiting for approval: on")
     assert "run `covey allow" in err
-    out = ok(one, "allow", node_id(late))
+    asked = one.covey("allow", node_id(late)[:12])
+    assert f"has the id {id_text(late.identity())}" in asked.stderr
+    assert "there is no terminal to ask on; add --yes" in asked.stderr
+    out = ok(one, "allow", node_id(late)[:12], "--yes")
     assert "may be in 'lab'" in out
+    bound = {row["id"]: row for row in json.loads(ok(one, "trust", "--json"))}[node_id(late)]
+    assert bound["by_owner"]
+    assert bound["name"] == node_name(socket.gethostname(), late.identity())
     ok(one, "allow", node_id(late), "--undo")
     assert [row["id"] for row in json.loads(ok(one, "allow", "--list", "--json"))] == [node_id(one)]
     assert "this machine itself stays" in one.covey("allow", node_id(one), "--undo").stderr

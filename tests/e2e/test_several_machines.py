@@ -10,11 +10,15 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from tests.support import pipes
 from tests.support.machines import Lab, Machine, end, new_lab
 from tests.support.waiting import DEADLINE
+
+from covey.net.keys import clusters
+from covey.net.keys.identity import id_text
 
 if TYPE_CHECKING:
     import subprocess
@@ -78,6 +82,8 @@ def town() -> Iterator[Town]:
         (desk.folder / "train.py").write_text(TRAIN)
         (desk.folder / "large.bin").write_bytes(b"not sent")
         (desk.folder / ".coveyignore").write_text("*.bin\n")
+        for machine in (north, south, desk):
+            machine.trust("home", north, south)
         agents = {machine: machine.start("-m", "covey", "up", "--allow", "all") for machine in (north, south)}
         names = {machine.home.name: ready(agent) for machine, agent in agents.items()}
         yield Town(lab, north, south, desk, names)
@@ -180,7 +186,11 @@ def test_only_an_allowed_machine_may_start_programs_and_every_start_is_in_the_au
     west = town.lab.machine("west", "home", KEY)
     agent = west.start("-m", "covey", "up")
     name = ready(agent)
-    refused = town.desk.covey("run", "--on", name, "train.py")
+    unknown = town.desk.covey("run", "--on", name, "train.py")
+    assert unknown.returncode == 2, unknown.stderr
+    assert f"this machine has never sent files to {name} (" in unknown.stderr
+    assert "there is no terminal to ask on; add --yes" in unknown.stderr
+    refused = town.desk.covey("run", "--on", name, "--yes", "train.py")
     assert refused.returncode == 1, refused.stderr
     asked = re.search(rf"may not use {name}: there, add --allow (\w{{52}}) to `covey up`", refused.stderr)
     assert asked is not None, refused.stderr
@@ -203,6 +213,50 @@ def test_only_an_allowed_machine_may_start_programs_and_every_start_is_in_the_au
     ]
     assert programs[3][1] == "train: 1 processes: train.py by desk"
     assert programs[4][1].startswith("train: exit code 0 after")
+
+
+def test_a_home_folder_is_refused_and_files_that_may_hold_secrets_are_named_and_stay_here(town: Town) -> None:
+    desk = town.lab.machine("desk", "home", KEY)
+    desk.folder = town.lab.folder / "person"
+    (desk.folder / "work" / ".ssh").mkdir(parents=True)
+    (desk.folder / "work" / "show.py").write_text("import os; print('files', sorted(os.listdir('.')), flush=True)\n")
+    (desk.folder / "work" / ".env").write_text("TOKEN=1\n")
+    (desk.folder / "work" / ".ssh" / "id_ed25519").write_text("key\n")
+    refused = desk.covey("run", "--on", "all", "work/show.py", HOME=str(desk.folder))
+    assert refused.returncode == 2
+    assert "is your home folder, and is not sent to other machines; put the program into a folder" in refused.stderr
+    desk.folder /= "work"
+    sent = desk.covey("run", "--on", town.names["north"], "--include", ".env", "show.py", HOME=str(desk.folder.parent))
+    assert sent.returncode == 0, sent.stderr
+    assert "files ['.env', 'show.py']" in sent.stdout
+    assert "covey: left out: .ssh/ may hold secrets and is not sent; --include sends it" in sent.stderr
+
+
+def test_trust_is_listed_withdrawn_and_given_by_a_whole_id(town: Town) -> None:
+    guest = town.lab.machine("guest", "home", KEY)
+    north, name = id_text(town.north.identity()), town.names["north"]
+    assert "run `covey trust nowhere` first" in guest.covey("up", "--allow", "nowhere").stderr
+    assert "is no machine known here" in guest.covey("trust", "nowhere").stderr
+    given = guest.covey("trust", north)
+    assert given.returncode == 0, given.stderr
+    (row,) = [each for each in json.loads(guest.covey("trust", "--json").stdout) if not each["has_had_files"]]
+    assert row["id"] == town.north.identity().hex()
+    assert not row["by_owner"]
+    assert north in guest.covey("trust").stdout
+    unit = guest.covey("up", "--unit", "--allow", row["name"])
+    assert f"--allow={north}\n" in unit.stdout, "a unit has ids: names are looked up once"
+    assert guest.covey("trust", name[-4:], "--undo").returncode == 0
+    assert guest.covey("trust", north, "--undo").returncode == 2
+    with patch.dict(os.environ, COVEY_HOME=str(guest.home)):
+        clusters.remember("home", town.north.identity(), name)
+    asked = guest.covey("trust", name)
+    assert asked.returncode == 2
+    assert f"has the id {north}" in asked.stderr
+    assert "there is no terminal to ask on; add --yes" in asked.stderr
+    assert guest.covey("trust", name, "--yes").returncode == 0
+    events = [json.loads(line)["event"] for line in guest.covey("audit", "--json").stdout.splitlines()]
+    assert events.count("trusted") == 2
+    assert events.count("distrusted") == 1
 
 
 def test_a_unit_for_systemd_has_the_command_with_its_options(town: Town) -> None:

@@ -20,6 +20,7 @@ from covey.agent.shares import Ended, Printed, Said
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
 from covey.net.home import home
+from covey.net.keys import trust
 from covey.net.keys.identity import id_text, own_machine
 from covey.runtime.mesh.visit import visiting
 
@@ -104,24 +105,29 @@ def test_files_of_many_chunks_and_pages_arrive_as_they_are(tmp_path: Path) -> No
         (folder / f"file-{number}").write_text(str(number))
     notes: list[str] = []
     with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
-        assert deliver(caller, "train", take_snapshot(folder), notes.append) == 601
+        with take_snapshot(folder) as snapshot:
+            assert deliver(caller, "train", snapshot, notes.append) == 601
         (work,) = (agent.service._folder / "runs").glob("train-*/work")
         assert {path.name: path.read_bytes() for path in work.iterdir()} == {
             path.name: path.read_bytes() for path in folder.iterdir()
         }
         (folder / "file-7").write_text("seven")
-        assert deliver(caller, "train", take_snapshot(folder), notes.append) == 1
+        with take_snapshot(folder) as snapshot:
+            assert deliver(caller, "train", snapshot, notes.append) == 1
     assert notes == [f"{caller.name}: 601 of 601 files sent (2001 KiB)", f"{caller.name}: 1 of 601 files sent (1 KiB)"]
 
 
 def test_agents_are_found_by_name_host_and_id_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "NAMED_SECONDS", 0.3)
     with an_agent() as (cluster, agent), a_caller(cluster) as (terminal, caller):
-        card = agent.mesh.card
+        card, book = agent.mesh.card, trust.trusted(cluster)
         for name in (card.name, card.name.upper(), card.host_name, card.id.hex(), id_text(card.id)[:6]):
-            assert [each.name for each in terminal.find([name])] == [caller.name]
-        with pytest.raises(ConfigError, match=rf"no agent 'nowhere' was found \(there: {card.name}\)"):
-            terminal.find([card.name, "nowhere"])
+            assert [each.name for each in terminal.find([name], book).trusted] == [caller.name]
+            assert [each.name for each in terminal.find([name], {}).new] == [caller.name]
+        with pytest.raises(
+            ConfigError, match=rf"no agent 'nowhere' was found \(there: {card.name} \({id_text(card.id)}\)\)"
+        ):
+            terminal.find([card.name, "nowhere"], book)
 
 
 def test_a_node_that_finds_only_an_agent_at_its_seed_does_not_dial_it_again_and_again() -> None:

@@ -41,5 +41,5 @@ def an_agent(*, is_allowed: bool = True, is_denied: bool = False) -> Iterator[tu
 @contextlib.contextmanager
 def a_caller(cluster: Cluster) -> Iterator[tuple[Terminal, AgentCaller]]:
     with calling(cluster, CONFIG) as terminal:
-        wait_until(lambda: bool(terminal.agents()))
-        yield terminal, terminal.agents()[0]
+        wait_until(lambda: bool(terminal.agents({})))
+        yield terminal, terminal.agents({})[0]

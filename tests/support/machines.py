@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,10 @@ from tests.support import forked, pipes
 from tests.support.jobs import LAUNCHERS, SOURCE, finish
 from tests.support.waiting import DEADLINE
 
-from covey.net.keys import clusters
+from covey.net.keys import clusters, trust
 from covey.net.keys import owner as owner_key
 from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import node_name, own_machine
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -67,6 +69,18 @@ class Machine:
         """Put this machine into a cluster, as `covey enroll` does."""
         with patch.dict(os.environ, COVEY_HOME=str(self.home)):
             clusters.save(Cluster(ClusterSecret(cluster, key), owner=owner))
+
+    def trust(self, cluster: str, *machines: Machine) -> None:
+        """Let this machine send files to others without a question, as after a first send."""
+        found = [machine.identity() for machine in machines]
+        with patch.dict(os.environ, COVEY_HOME=str(self.home)):
+            names = {each: node_name(socket.gethostname(), each) for each in found}
+            trust.remember(clusters.load(cluster), names, has_had_files=True)
+
+    def identity(self) -> bytes:
+        """Return the id of this machine."""
+        with patch.dict(os.environ, COVEY_HOME=str(self.home)):
+            return own_machine()
 
     def own(self, cluster: str) -> bytes:
         """Make an owner key for a cluster on this machine, as `covey init` does; return its public half."""

@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.agent.agent import CALL_SECONDS, call_config
 from covey.agent.link_transport import LinkTransport
+from covey.agent.selection import is_complete, select
 from covey.agent.service import AgentService
 from covey.base.errors import AuthError, CallRefusedError, ConfigError, ConnectError, RemoteCallError
-from covey.net.keys.identity import ensure_identity, id_text
+from covey.net.keys.identity import ensure_identity, id_text, machine_name
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
+from covey.wire.machine import machine_of
 from covey.wire.signatures import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
+    from covey.net.keys.trust import TrustedMachine
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.calls.work import CallWork
     from covey.runtime.mesh.remote_node import RemoteNode
@@ -65,43 +69,58 @@ class Terminal(MeshListener):
                 if remote.purpose == "agent" and remote.unanswered_seconds() > SILENT_SECONDS:
                     self.visit.mesh.part(remote)
 
-    def agents(self) -> list[AgentCaller]:
-        """Return the agents that are linked now, sorted by name."""
+    def agents(self, book: Mapping[bytes, TrustedMachine]) -> list[AgentCaller]:
+        """Return the agents that are linked now, one of each machine, sorted by name; `book` has the trusted ones."""
 
-        async def look() -> list[AgentCaller]:
-            found = (each.card for each in self.visit.mesh.met.values() if each.purpose == "agent")
-            return [AgentCaller(self, card) for card in sorted(found, key=lambda card: (card.name, card.id))]
+        async def look() -> list[messages.Card]:
+            return [each.card for each in self.visit.mesh.met.values() if each.purpose == "agent"]
 
-        return control.run(look(), LOOP_SECONDS)
+        cards = sorted(control.run(look(), LOOP_SECONDS), key=lambda card: (card.name, card.id))
+        found = {machine_of(card): card for card in cards}  # a card whose machine has not signed it is not linked
+        named = {machine: _name(machine, card, book) for machine, card in found.items()}
+        often = Counter(named.values())
+        longer = {machine: name if often[name] == 1 else _longer(name, machine) for machine, name in named.items()}
+        return [AgentCaller(self, card, machine, longer[machine]) for machine, card in found.items()]
 
-    def find(self, names: Sequence[str] | None) -> list[AgentCaller]:
-        """Return the agents with these names, in this order, or all of them.
+    def find(self, names: Sequence[str] | None, book: Mapping[bytes, TrustedMachine]) -> FoundAgents:
+        """Return the agents that were named, or all of machines that this one trusts (`book`).
 
-        A name is that of a node, of a host if only one agent has it, or the beginning of an id.
+        A name is that of a trusted machine; of any other machine only if no trusted one has it. An id is that of a
+        machine, or its beginning.
 
         Raises:
-            ConfigError: there is no such agent, or there are several.
+            ConfigError: there is no such agent, there are several, or one has another key than the trusted machine of
+                that name.
         """
         deadline = time.monotonic() + (SEARCH_SECONDS if names is None else NAMED_SECONDS)
         while time.monotonic() < deadline:
-            found = self.agents()
-            if names is not None and all(_named(name, found) for name in names):
+            if names is not None and is_complete(names, _claims(self.agents(book)), book):
                 break
             time.sleep(_POLL_SECONDS)
-        found = self.agents()
+        found = self.agents(book)
         if names is None:
-            if not found:
-                raise ConfigError("no agent was found: run `covey up` on the machines that should start programs")
-            return found
-        return [_only(name, found) for name in dict.fromkeys(names)]
+            return _all_trusted(found, book)
+        chosen = select(names, _claims(found), book)
+        by_machine = {each.machine: each for each in found}
+        return FoundAgents([by_machine[each] for each in chosen.trusted], [by_machine[each] for each in chosen.new], [])
+
+
+class FoundAgents(NamedTuple):
+    """The agents that were asked for."""
+
+    trusted: list[AgentCaller]
+    new: list[AgentCaller]
+    """Of machines that were named and that this one does not trust yet."""
+    left_out: list[AgentCaller]
+    """Of machines that this one does not trust, where all were asked for."""
 
 
 class AgentCaller:
     """One agent, called by a terminal."""
 
-    def __init__(self, terminal: Terminal, card: messages.Card) -> None:
-        self._terminal, self.card = terminal, card
-        self.name = card.name
+    def __init__(self, terminal: Terminal, card: messages.Card, machine: bytes, name: str) -> None:
+        """`name` is what the terminal calls the machine, whose first key is `machine`."""
+        self._terminal, self.card, self.machine, self.name = terminal, card, machine, name
         self._seat: Seat | None = None
 
     def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
@@ -177,23 +196,34 @@ def calling(cluster: Cluster, config: GroupConfig) -> Iterator[Terminal]:
             terminal.calls.close()
 
 
-def _named(name: str, agents: list[AgentCaller]) -> list[AgentCaller]:
-    """Return the agents that a name can mean."""
-    text = name.strip().lower()
-    exact = [each for each in agents if text in (each.card.name.lower(), id_text(each.card.id), each.card.id.hex())]
-    hosts = [each for each in agents if text == each.card.host_name.lower()]
-    begun = [each for each in agents if len(text) >= 4 and id_text(each.card.id).startswith(text)]
-    return exact or hosts or begun
+def _name(machine: bytes, card: messages.Card, book: Mapping[bytes, TrustedMachine]) -> str:
+    """Return what a machine is called here: what a person agreed to, or what it claims, with letters of its own id."""
+    known = book[machine].name if machine in book else ""
+    return known or machine_name(card.name, machine)
 
 
-def _only(name: str, agents: list[AgentCaller]) -> AgentCaller:
-    found = _named(name, agents)
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(each.name for each in found or agents) or "none"
-    if found:
-        raise ConfigError(f"{name!r} means several agents: {listed}; write the name of one of them")
-    raise ConfigError(f"no agent {name!r} was found (there: {listed}); does `covey up` run on that machine?")
+def _longer(name: str, machine: bytes) -> str:
+    """Return a name with more letters of the id, for machines of one name."""
+    return f"{name.rpartition('-')[0] or name}-{id_text(machine)[:12]}"
+
+
+def _claims(agents: list[AgentCaller]) -> dict[bytes, str]:
+    """Return, by machine, the names that agents claim."""
+    return {each.machine: machine_name(each.card.name, each.machine) for each in agents}
+
+
+def _all_trusted(found: list[AgentCaller], book: Mapping[bytes, TrustedMachine]) -> FoundAgents:
+    trusted = [each for each in found if each.machine in book]
+    left_out = [each for each in found if each.machine not in book]
+    if not found:
+        raise ConfigError("no agent was found: run `covey up` on the machines that should start programs")
+    if not trusted:
+        there = ", ".join(f"{each.name} ({id_text(each.machine)})" for each in left_out[:10])
+        raise ConfigError(
+            f"--on all means all machines that this one trusts, and none of them was found. There are: {there}. "
+            f"Name those that you mean, as in --on {left_out[0].name}: the first time, you are asked"
+        )
+    return FoundAgents(trusted, [], left_out)
 
 
 def _result(function: str) -> Any:

@@ -47,15 +47,25 @@ def _rule(line: str) -> tuple[bool, bool, re.Pattern[str]] | None:
     is_left_out = not text.startswith("!")
     text = text.removeprefix("!")
     folders_only = text.endswith("/")
-    text = text.rstrip("/")
-    is_anchored = "/" in text
-    text = text.removeprefix("/")
-    if not text:
+    read = read_pattern(text, FILE_NAME)
+    return None if read is None else (is_left_out, folders_only, read[1])
+
+
+def read_pattern(text: str, where: str) -> tuple[bool, re.Pattern[str]] | None:
+    """Return whether a pattern is a path from the working folder on, and what it matches; None if it is empty.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    pattern = text.rstrip("/")
+    is_anchored = "/" in pattern
+    pattern = pattern.removeprefix("/")
+    if not pattern:
         return None
     try:
-        return is_left_out, folders_only, re.compile(("" if is_anchored else "(?:.*/)?") + _regex(text), re.DOTALL)
+        return is_anchored, re.compile(("" if is_anchored else "(?:.*/)?") + _regex(pattern), re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"{FILE_NAME}: the pattern {line.strip()!r} cannot be read: {error}") from None
+        raise ConfigError(f"{where}: the pattern {text.strip()!r} cannot be read: {error}") from None
 
 
 def _regex(pattern: str) -> str:

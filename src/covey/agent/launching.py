@@ -13,9 +13,10 @@ from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRe
 from covey.agent.shares import Ended, Printed, Said
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.wire import messages
+from covey.wire.machine import machine_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from covey.agent.callers import AgentCaller
     from covey.agent.shares import Report
@@ -114,20 +115,20 @@ def launch(
 
     request = StartRequest(wanted.run, wanted.processes, wanted.options, wanted.words, wanted.interpreter, wanted.lease)
     for_all(agents, prepare)
-    numbers: dict[str, int] = {}
+    numbers: dict[bytes, int] = {}
 
     def start(agent: AgentCaller) -> None:
-        numbers[agent.name] = agent.call("start_program", request)
+        numbers[agent.card.id] = agent.call("start_program", request)
 
     try:
         for_all(agents, start)
     except BaseException:
         for agent in agents:
-            if agent.name in numbers:
+            if agent.card.id in numbers:
                 with contextlib.suppress(CoveyError):
-                    agent.call("send_signal", numbers[agent.name], int(signal.SIGKILL), 0)
+                    agent.call("send_signal", numbers[agent.card.id], int(signal.SIGKILL), 0)
         raise
-    return [AgentShare(agent, numbers[agent.name]) for agent in agents]
+    return [AgentShare(agent, numbers[agent.card.id]) for agent in agents]
 
 
 def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[str], None]) -> int:
@@ -142,18 +143,14 @@ def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[st
     sent = 0
     for index in wanted:
         entry = snapshot.entries[index]
-        try:
-            with open(snapshot.folder / entry.path, "rb") as file:
-                for offset in range(0, max(1, entry.size), CHUNK_BYTES):
-                    data = file.read(min(CHUNK_BYTES, entry.size - offset))
-                    while len(on_the_way) >= PUTS_AT_ONCE:
-                        with agent.errors():
-                            on_the_way.pop(0).wait_or_cancel()
-                    with agent.errors():
-                        on_the_way.append(agent.begin("put_bytes", number, index, offset, data))
-                    sent += len(data)
-        except OSError as error:
-            raise ConfigError(f"{entry.path} cannot be read: {error.strerror}") from error
+        for offset in range(0, max(1, entry.size), CHUNK_BYTES):
+            data = snapshot.read(index, offset, min(CHUNK_BYTES, entry.size - offset))
+            while len(on_the_way) >= PUTS_AT_ONCE:
+                with agent.errors():
+                    on_the_way.pop(0).wait_or_cancel()
+            with agent.errors():
+                on_the_way.append(agent.begin("put_bytes", number, index, offset, data))
+            sent += len(data)
     for work in on_the_way:
         with agent.errors():
             work.wait_or_cancel()
@@ -163,22 +160,27 @@ def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[st
     return len(wanted)
 
 
-def goes_on(visit: Visit, run: str) -> bool:
-    """Tell whether a node says that it is in this run: then the run decides what a failure means for the others."""
+def goes_on(visit: Visit, run: str, machines: Container[bytes] | None = None) -> bool:
+    """Tell whether a node says that it is in this run: then the run decides what a failure means for the others.
+
+    With `machines`, only nodes of these machines are asked: any member could say so.
+    """
     cards = [member.card for member in visit.members()]
+    if machines is not None:
+        cards = [card for card in cards if machine_of(card) in machines]
     answers = visit.ask_all(cards, messages.Ask(), ASK_SECONDS)
     return any(isinstance(each, messages.Tell) and each.run == run and each.state == "running" for each in answers)
 
 
 def for_all(agents: Sequence[AgentCaller], function: Callable[[AgentCaller], None]) -> None:
     """Call `function` with all agents at the same time; raise what went wrong, for all of them in one error."""
-    errors: dict[str, BaseException] = {}
+    errors: dict[tuple[str, bytes], BaseException] = {}
 
     def work(agent: AgentCaller) -> None:
         try:
             function(agent)
         except BaseException as error:
-            errors[agent.name] = error
+            errors[agent.name, agent.card.id] = error
 
     threads = [threading.Thread(target=work, args=(agent,), daemon=True) for agent in agents]
     for thread in threads:
@@ -190,7 +192,7 @@ def for_all(agents: Sequence[AgentCaller], function: Callable[[AgentCaller], Non
             (error for error in errors.values() if not isinstance(error, CoveyError)), next(iter(errors.values()))
         )
     if errors:
-        raise ConfigError("\n".join(str(errors[name]) for name in sorted(errors)))
+        raise ConfigError("\n".join(str(errors[each]) for each in sorted(errors)))
 
 
 def _make_environment(agent: AgentCaller, interpreter: Interpreter, note: Callable[[str], None]) -> None:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from covey.base.errors import ConfigError
-from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, spread, tell_result
+from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, named, spread, tell_result
 from covey.cli.layout import Column, room, table
-from covey.cli.terminal import say
+from covey.cli.terminal import confirm, say
 from covey.net import audit
 from covey.net.keys import charter, clusters, owner
-from covey.net.keys.identity import own_machine, resolve_id, short_id
+from covey.net.keys.identity import id_text, is_whole_id, machine_name, meant_ids, own_machine, resolve_id, short_id
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.owner import OwnerKey
 
@@ -43,13 +45,19 @@ def allow(
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the node off the list again.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the machines that are approved.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the list is switched on.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Do not ask before the list is switched on, or whether the id of NODE is right."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Approve machines that wait to be in a cluster. Without NODE: show the waiting machines, and ask about each.
 
     `covey allow --ask on` makes the list; it begins with the machines that are known here. From then on, a machine with
     the secret that is not on the list is refused until it is approved here, on the machine with the owner key.
+
+    Approval binds the name that is shown to the key of the machine, for all members: `covey run --on` and `covey up
+    --allow` mean this key by that name.
     """
     if (node is not None) + (ask is not None) + listed > 1 or (undo and node is None):
         raise ConfigError(
@@ -66,24 +74,40 @@ def allow(
         return _say_that_the_list_is_off(found, node, as_json=as_json)
     if node is None:
         return _show_waiting(found, private, as_json=as_json)
-    names = clusters.known(found.name)
+    names = _names(found)
     if undo:
-        machine = machine_of(found, resolve_id(node, {each: names.get(each, "") for each in allowed} | names))
+        machine = machine_of(found, named(found, node, {each: names.get(each, "") for each in allowed} | names))
         if machine not in allowed:
             raise ConfigError(f"{label(machine, names)} is not on the list; `covey allow --list` shows it")
         if machine == own_machine():
             raise ConfigError("this machine itself stays on the list; `covey allow --ask off` ends the list")
-        return _amend(found, private, allowed - {machine}, f"{label(machine, names)} is off the list.", as_json=as_json)
+        return _amend(
+            found, private, allowed - {machine}, f"{label(machine, names)} is off the list.", {}, as_json=as_json
+        )
     names |= clusters.waiting(found.name)
     try:
-        named = resolve_id(node, {})  # a whole id means one machine
+        meant = resolve_id(node, {})  # a whole id means one machine
     except ConfigError:  # a name or the start of an id may mean several nodes, which running nodes know
         names |= {each.id: each.name for each in _waiting(found, quiet=as_json)}
-        named = resolve_id(node, names)
-    machine = machine_of(found, named)
+        meant = resolve_id(node, names)
+    machine = machine_of(found, meant)
+    name = names.get(machine) or names.get(meant, "")
+    if not is_whole_id(node):
+        say(f"The machine that calls itself {name or '(unknown)'} has the id {id_text(machine)}.", err=True)
+        refusal = f"the id of {label(machine, names)} is to be compared with what `covey up` prints there"
+        confirm("Is that the machine to approve?", yes=yes, refusal=refusal)
+    _tell_same_name(found, machine, name)
     clusters.forget_waiting(found.name, [machine])
     headline = f"{label(machine, names)} may be in {found.name!r}."
-    _amend(found, private, allowed | {machine}, headline, as_json=as_json)
+    _amend(found, private, allowed | {machine}, headline, {machine: name}, as_json=as_json)
+
+
+def _tell_same_name(found: Cluster, machine: bytes, name: str) -> None:
+    """Say that an approved machine has the same name as another one: they are told apart by their ids."""
+    host = machine_name(name, machine).rpartition("-")[0] if name else ""
+    others = {each: other for each, other in charter.bound_names(found).items() if each != machine}
+    for other in meant_ids(host, others) if host else []:
+        say(f"{others[other]} ({id_text(other)}) has the same name; `covey run --on` needs the id for both.", err=True)
 
 
 _OFF: Final = "Every machine with the secret of {!r} may join, unless it is denied."
@@ -100,24 +124,35 @@ def _say_that_the_list_is_off(found: Cluster, node: str | None, *, as_json: bool
 
 
 def _switch(found: Cluster, private: OwnerKey, *, is_on: bool, yes: bool, as_json: bool) -> None:
-    names, allowed = clusters.known(found.name), charter.lists(found)[1]
+    names, allowed = _names(found), charter.lists(found)[1]
     if not is_on:
         headline = f"Every machine with the secret of {found.name!r} may join again, unless it is denied."
-        return _amend(found, private, None, headline, as_json=as_json)
+        return _amend(found, private, None, headline, {}, as_json=as_json)
+    bound: dict[bytes, str] = {}
     if allowed is None:
+        bound = {machine_of(found, each): name for each, name in names.items()} | names
         allowed = frozenset({own_machine(), *(machine_of(found, each) for each in names)}) - found.denied
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise ConfigError("there is no terminal to ask on; add --yes if you mean to switch the list on")
         typer.echo(f"Only these machines will be in {found.name!r}:\n\n{_table(allowed, names)}\n")
         typer.confirm("Switch the list on?", abort=True)
-    _amend(found, private, allowed, f"Only approved machines may be in {found.name!r} now.", as_json=as_json)
+    headline = f"Only approved machines may be in {found.name!r} now."
+    _amend(found, private, allowed, headline, bound, as_json=as_json)
 
 
 def _amend(
-    found: Cluster, private: OwnerKey, allowed: frozenset[bytes] | None, headline: str, *, as_json: bool
+    found: Cluster,
+    private: OwnerKey,
+    allowed: frozenset[bytes] | None,
+    headline: str,
+    names: Mapping[bytes, str],
+    *,
+    as_json: bool,
 ) -> None:
-    changed = charter.amend(found, private, lambda now: (now[0], allowed))
+    """Change the list; `names` are what the machines that are approved now call themselves."""
+    bound = {machine: machine_name(name, machine) for machine, name in names.items() if name}
+    changed = charter.amend(found, private, lambda now: (now[0], allowed), bound)
     audit.note(found.name, "list-changed", reason=headline)
     if not as_json:
         say(headline)
@@ -153,11 +188,11 @@ def _show_waiting(found: Cluster, private: OwnerKey, *, as_json: bool) -> None:
     typer.echo(table(_waiting_columns(waiting), room()))
     if not sys.stdin.isatty():
         return typer.echo("`covey allow ID` approves one of them.")
-    approved = {w.id for w in waiting if typer.confirm(f"May {w.name} ({short_id(w.id)}) be in {found.name!r}?")}
+    approved = {w.id: w.name for w in waiting if typer.confirm(f"May {w.name} ({id_text(w.id)}) be in {found.name!r}?")}
     clusters.forget_waiting(found.name, [w.id for w in waiting])
     if approved:
         allowed = charter.lists(found)[1] or frozenset()
-        _amend(found, private, allowed | approved, f"{len(approved)} approved.", as_json=False)
+        _amend(found, private, allowed | set(approved), f"{len(approved)} approved.", approved, as_json=False)
 
 
 def _waiting_columns(waiting: list[messages.Waiting]) -> list[Column]:
@@ -171,12 +206,18 @@ def _waiting_columns(waiting: list[messages.Waiting]) -> list[Column]:
 
 def _list(found: Cluster, *, as_json: bool) -> None:
     _, allowed = charter.lists(found)
-    names = clusters.known(found.name)
+    names = _names(found)
     if as_json:
         return typer.echo(json.dumps(None if allowed is None else as_rows(allowed, names)))
     if allowed is None:
         return say(_OFF.format(found.name))
     typer.echo(_table(allowed, names))
+
+
+def _names(found: Cluster) -> dict[bytes, str]:
+    """Return names of nodes by id: those that the owner bound to keys, and what other nodes call themselves."""
+    bound = {each: name for each, name in charter.bound_names(found).items() if name}
+    return clusters.known(found.name) | bound
 
 
 def _table(nodes: frozenset[bytes], names: dict[bytes, str]) -> str:

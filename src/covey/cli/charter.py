@@ -10,14 +10,14 @@ from covey.base.config import group_config
 from covey.base.errors import CoveyError
 from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
-from covey.net.keys import clusters
-from covey.net.keys.identity import short_id
+from covey.net.keys import clusters, trust
+from covey.net.keys.identity import meant_ids, resolve_id, short_id
 from covey.net.settings_files import effective_environment
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.visit import Visit
@@ -88,6 +88,19 @@ def as_rows(nodes: Iterable[bytes], names: dict[bytes, str]) -> list[dict[str, s
 def label(node: bytes, names: dict[bytes, str]) -> str:
     """Return a node's name and id, as commands show them."""
     return f"{names[node]} ({short_id(node)})" if node in names else short_id(node)
+
+
+def named(cluster: Cluster, word: str, names: Mapping[bytes, str]) -> bytes:
+    """Return the id that a word means: of a machine whose name is bound to its key, or else of one of `names`.
+
+    `names` are what nodes call themselves: no node gets another one meant by claiming a bound name.
+
+    Raises:
+        ConfigError: it means none of them, or several.
+    """
+    bound = {each: known.name for each, known in trust.trusted(cluster).items()}
+    meant = meant_ids(word, bound)
+    return meant[0] if len(meant) == 1 else resolve_id(word, {**names, **bound} if meant else names)
 
 
 def machine_of(cluster: Cluster, node: bytes) -> bytes:

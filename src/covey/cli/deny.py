@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covey.base.errors import ConfigError
-from covey.cli.charter import as_rows, label, machine_of, spread, tell_result
+from covey.cli.charter import as_rows, label, machine_of, named, spread, tell_result
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
 from covey.net import audit
@@ -50,7 +50,7 @@ def deny(
     if node is None:
         return _list(found, denied, as_json=as_json)
     private = owner.held(found)
-    node_id = resolve_id(node, denied if undo else names)
+    node_id = resolve_id(node, denied) if undo else named(found, node, names)
     if undo:
         return _undo(found, node_id, names, private, as_json=as_json)
     node_id = machine_of(found, node_id)

@@ -8,7 +8,7 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
-from covey.cli.ps import reports
+from covey.cli.ps import trusted_reports
 from covey.cli.terminal import working
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
@@ -22,7 +22,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show new output until the run ends.")] = False,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
 ) -> None:
-    """Show the output of a run on all machines: of the latest one with this name.
+    """Show the output of a run on all trusted machines: of the latest one with this name.
 
     Each machine has the last 32 MiB of each program.
 
@@ -33,10 +33,12 @@ def logs(
     from covey.agent.screen import Screen
 
     env = effective_environment()
-    with calling(ClusterOptions(cluster).find(env), group_config(env)) as terminal:
+    chosen = ClusterOptions(cluster).find(env)
+    with calling(chosen, group_config(env)) as terminal:
         with working("looking for agents ..."):
-            found = {agent: [each for each in listed if each.run == run] for agent, listed in reports(terminal)}
+            known = trusted_reports(terminal, chosen)
+        found = {agent: [each for each in listed if each.run == run] for agent, listed in known}
         latest = {agent: listed[-1] for agent, listed in found.items() if listed}
         if not latest:
-            raise ConfigError(f"no agent knows a run {run!r}; `covey ps --all` lists the runs")
+            raise ConfigError(f"no agent of a trusted machine knows a run {run!r}; `covey ps --all` lists the runs")
         read_output({agent: report.number for agent, report in latest.items()}, Screen(), to_end=follow)

@@ -47,6 +47,7 @@ COMMANDS: Final = {
     "clusters": "List the clusters that this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",
+    "trust": "List and choose the machines to which files and programs may go.",
     "audit": "Show the audit log: joins, refusals, denials, changes of secrets.",
     "allow": "Approve machines that wait to be in a cluster.",
     "demo": "Watch four ranks train a small model together.",

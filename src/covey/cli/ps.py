@@ -11,12 +11,18 @@ from covey.base.config import group_config
 from covey.base.errors import CoveyError
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say, working
+from covey.net.keys import trust
+from covey.net.keys.identity import id_text
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from covey.agent.callers import AgentCaller, Terminal
     from covey.agent.requests import JobReport
+    from covey.net.keys.clusters import Cluster
+    from covey.net.keys.trust import TrustedMachine
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,11 +37,12 @@ def ps(
     from covey.agent.callers import calling
 
     env = effective_environment()
+    chosen = ClusterOptions(cluster).find(env)
     with (
-        calling(ClusterOptions(cluster).find(env), group_config(env)) as terminal,
+        calling(chosen, group_config(env)) as terminal,
         working("looking for agents ...", quiet=as_json),
     ):
-        found = reports(terminal, quiet=as_json)
+        found = reports(terminal, trust.trusted(chosen), quiet=as_json)
     shown = [(agent, each) for agent, listed in found for each in listed if everything or each.code is None]
     if as_json:
         return typer.echo(json.dumps([_as_row(agent.name, each) for agent, each in shown]))
@@ -55,13 +62,29 @@ def ps(
 _NO_AGENT = "No agent was found: run `covey up` on the machines that should start programs."
 
 
-def reports(terminal: Terminal, *, quiet: bool = False) -> list[tuple[AgentCaller, list[JobReport]]]:
+def trusted_reports(terminal: Terminal, cluster: Cluster) -> list[tuple[AgentCaller, list[JobReport]]]:
+    """Return the agents of trusted machines that this machine may use, and their programs; name the others."""
+    book = trust.trusted(cluster)
+    found = reports(terminal, book)
+    for agent, listed in found:
+        if agent.machine not in book and listed:
+            say(
+                f"{agent.name} is not a machine that this one trusts, and is left out; "
+                f"`covey trust {id_text(agent.machine)}` here changes that",
+                err=True,
+            )
+    return [(agent, listed) for agent, listed in found if agent.machine in book]
+
+
+def reports(
+    terminal: Terminal, book: Mapping[bytes, TrustedMachine], *, quiet: bool = False
+) -> list[tuple[AgentCaller, list[JobReport]]]:
     """Return all agents that this machine may use, and their programs, the oldest first."""
     from covey.agent.callers import SEARCH_SECONDS
 
     terminal.visit.look(SEARCH_SECONDS)
     found = []
-    for agent in terminal.agents():
+    for agent in terminal.agents(book):
         try:
             found.append((agent, [each for page in agent.stream("programs") for each in page]))
         except CoveyError as error:

@@ -193,7 +193,10 @@ def run(
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(metavar="all|A,B", help="Start on these machines, where `covey up` runs, or on all; -n on each."),
+        typer.Option(
+            metavar="all|A,B",
+            help="Start on these machines, where `covey up` runs, or on all that are trusted; -n on each.",
+        ),
     ] = None,
     hosts: Annotated[
         str | None,
@@ -203,6 +206,16 @@ def run(
         str | None,
         typer.Option(metavar="FILE", help="With --on: make an environment with these packages on each machine."),
     ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="With --on: also send these files, which may hold secrets; may be given repeatedly."
+        ),
+    ] = None,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="With --on: do not ask before files are sent to a machine for the first time."),
+    ] = False,
     python: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
@@ -243,7 +256,8 @@ def run(
 
     In a cluster, type the same command on each machine: covey run train.py
 
-    Or start it on several machines from here: with --on where `covey up` runs, else with --hosts and ssh.
+    Or start it on several machines from here: with --on where `covey up` runs, else with --hosts and ssh. --on sends
+    this folder; the first time that a machine gets files, it shows which machine and how many files, and asks.
 
     The nodes find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
@@ -280,10 +294,12 @@ def run(
         )
         name = run_name or default_run_name(script, module=module)
         wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
-        terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach)
+        terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach, tuple(include or ()), yes)
         raise typer.Exit(several_machines.start(wanted, terms, on=on, hosts=hosts))
-    if requirements is not None or detach:
-        raise ConfigError("--requirements and --detach go with --on: they are about programs that agents start")
+    if requirements is not None or detach or include or yes:
+        raise ConfigError(
+            "--requirements, --include, --yes and --detach go with --on: they are about programs that agents start"
+        )
     command = command_line(script, arguments or [], module=module, run_name=run_name, python=python)
     page = None
     if http is not None:

@@ -52,6 +52,10 @@ class FanOut(NamedTuple):
     """Its other options."""
     log_dir: str | None
     detach: bool
+    includes: tuple[str, ...] = ()
+    """Patterns of files that are sent although they may hold secrets."""
+    yes: bool = False
+    """Whether the person agrees to send files to machines that never had any."""
 
 
 def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None) -> int:
@@ -65,6 +69,8 @@ def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None)
     if on is not None:
         return _on_agents(program, terms, split_list(on))
     assert hosts is not None
+    if terms.includes or terms.yes:
+        raise ConfigError("--include and --yes are about files that are sent to agents, and --hosts sends none")
     if terms.detach or program.requirements is not None:
         raise ConfigError("--detach and --requirements need an agent on each machine: use --on, and `covey up` there")
     return _with_ssh(program, terms, hosts)
@@ -114,6 +120,8 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     from covey.agent.screen import Screen
     from covey.agent.shares import SharedRun
     from covey.agent.snapshot import take_snapshot
+    from covey.cli import consent
+    from covey.net.keys import trust
     from covey.runtime.keeper.rank_logs import RankLogs
 
     check_run_name(program.run)
@@ -125,12 +133,15 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     env, chosen = environment_with(terms.options), terms.options.get("--cluster")
     cluster = ClusterOptions(chosen if isinstance(chosen, str) else None).find(env)
     of_all = passed_on({**terms.options, "--cluster": None})  # agents are of one cluster
-    snapshot = take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir))
+    folder = take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir), terms.includes)
     processes = terms.processes or 1
     screen = Screen(logs)
-    with calling(cluster, group_config(env)) as terminal:
+    with folder as snapshot, calling(cluster, group_config(env)) as terminal:
+        book = trust.trusted(cluster)
         with working(f"looking for agents of {cluster.name} ..."):
-            agents = terminal.find(None if names == ("all",) else names)
+            found = terminal.find(None if names == ("all",) else names, book)
+        consent.tell_left_out(snapshot, found.left_out)
+        agents = consent.ask_to_send(cluster, found, book, snapshot, yes=terms.yes)
         total = processes * len(agents)
         wanted = Launch(
             program.run,
@@ -140,13 +151,14 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
             interpreter,
             0.0 if terms.detach else LEASE_SECONDS,
         )
+        machines = {agent.machine for agent in agents}
         shares = launch(agents, wanted, snapshot, screen.note)
         if terms.detach:
             where = ", ".join(agent.name for agent in agents)
             typer.echo(f"run {program.run!r} has been started on {where}")
             typer.echo(f"`covey logs {program.run} -f` shows its output, `covey stop {program.run}` ends it")
             return 0
-        return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run)).attend()
+        return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run, machines)).attend()
 
 
 def _with_ssh(program: Program, terms: FanOut, text: str) -> int:

@@ -10,7 +10,7 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError, DeadlineError
-from covey.cli.ps import reports
+from covey.cli.ps import trusted_reports
 from covey.cli.terminal import say, working
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
@@ -31,20 +31,25 @@ def stop(
     kill: Annotated[bool, typer.Option("--kill", help="Kill the processes at once, without SIGTERM.")] = False,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
 ) -> None:
-    """End a run on all machines where agents have started it, and wait for its end.
+    """End a run on all trusted machines where agents have started it, and wait for its end.
 
     Its processes get SIGTERM, and SIGKILL 30 seconds later.
     """
     from covey.agent.callers import calling
 
     env = effective_environment()
-    with calling(ClusterOptions(cluster).find(env), group_config(env)) as terminal:
+    chosen = ClusterOptions(cluster).find(env)
+    with calling(chosen, group_config(env)) as terminal:
         with working("looking for agents ..."):
-            running = [(a, each.number) for a, listed in reports(terminal) for each in listed if _is_meant(each, run)]
+            known = trusted_reports(terminal, chosen)
+        running = [(agent, each.number) for agent, listed in known for each in listed if _is_meant(each, run)]
         if not running:
-            raise ConfigError(f"no agent runs {run!r}; `covey ps` lists the runs")
+            raise ConfigError(f"no agent of a trusted machine runs {run!r}; `covey ps` lists the runs")
         for agent, number in running:
-            agent.call("send_signal", number, int(signal.SIGKILL if kill else signal.SIGTERM), 0)
+            try:
+                agent.call("send_signal", number, int(signal.SIGKILL if kill else signal.SIGTERM), 0)
+            except CoveyError as error:  # the others are told all the same
+                say(str(error), err=True)
         with working(f"waiting for the end of {run} ..."):
             _await_end(running)
     say(f"{run!r} has ended on {', '.join(agent.name for agent, _ in running)}.")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING
 
 import typer
 
+from covey.base.errors import ConfigError
 from covey.cli.layout import Column, lay_out, room, wrap
 
 if TYPE_CHECKING:
@@ -69,6 +71,19 @@ def say(text: str, *, err: bool = False) -> None:
     for line in text.split("\n"):
         for part in wrap(line, width) if width is not None else [line]:
             typer.echo(part, err=err)
+
+
+def confirm(question: str, *, yes: bool, refusal: str) -> None:
+    """Ask on the terminal, unless `yes`; end the command if the answer is no.
+
+    Raises:
+        ConfigError: there is no terminal; the text is `refusal`, and that --yes means yes.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{refusal}, and there is no terminal to ask on; add --yes if you mean it")
+    typer.confirm(question, abort=True, err=True)
 
 
 def plural(count: int, thing: str, several: str = "") -> str:

@@ -16,8 +16,16 @@ from covey.base.errors import ConfigError
 from covey.cli.charter import machine_of
 from covey.cli.relay import parse_relay_limit
 from covey.cli.terminal import say
-from covey.net.keys import clusters
-from covey.net.keys.identity import ensure_identity, id_text, node_name, own_machine, resolve_id
+from covey.net.keys import clusters, trust
+from covey.net.keys.identity import (
+    ensure_identity,
+    id_text,
+    is_whole_id,
+    meant_ids,
+    node_name,
+    own_machine,
+    resolve_id,
+)
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
@@ -34,7 +42,8 @@ def up(
         list[str] | None,
         typer.Option(
             metavar="NODE|all",
-            help="Let this machine (its name, or its id) start programs here; all: every member of the cluster.",
+            help="Let this machine start programs here: its id, or its name if it is trusted (see `covey trust`); "
+            "all: every member of the cluster.",
             show_default="only this machine itself",
         ),
     ] = None,
@@ -90,7 +99,8 @@ def up(
     permission = permission_for(found, allow or [])
     rate = parse_relay_limit(relay_limit)
     if unit:
-        options = [f"--cluster={found.name}", *(f"--allow={each}" for each in allow or [])]
+        machines = ["all"] if permission.is_for_all else sorted(map(id_text, permission.machines))
+        options = [f"--cluster={found.name}", *(f"--allow={each}" for each in machines)]
         given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay), ("relay-limit", relay_limit))
         options += [f"--{name}={value}" for name, value in given if value]
         options += ["--map-port"] if map_port else []
@@ -108,7 +118,7 @@ def up(
             ending.set()
 
         agent.stop = stop
-        say(f"{agent.mesh.card.name} is up in the cluster {found.name!r}; its id is {id_text(own_machine())}.")
+        say(f"{permission.here} is up in the cluster {found.name!r}; its id is {id_text(own_machine())}.")
         if permission.is_for_all:
             say("Every member of the cluster can run anything as your user.")
         elif permission.machines:
@@ -126,27 +136,32 @@ def up(
 def permission_for(cluster: Cluster, allow: list[str]) -> Permission:
     """Return which machines may start programs here, by the ids of those that were named.
 
+    A name means the trusted machine of that name (`net.keys.trust`): any member could claim it.
+
     Raises:
-        ConfigError: a name is not known here, or means several machines.
+        ConfigError: no trusted machine has a name, or several have.
     """
     from covey.agent.permission import Permission
 
     here = node_name(os.uname().nodename, own_machine())
     if "all" in allow:
         return Permission(own_machine(), is_for_all=True, here=here)
-    names = clusters.known(cluster.name) if allow else {}
+    names = {each: known.name for each, known in trust.trusted(cluster).items()} if allow else {}
     machines = set()
     for word in allow:
-        try:
-            found = resolve_id(word, names)
-        except ConfigError as error:
-            hosts = {each for each, name in names.items() if name.lower().rpartition("-")[0] == word.lower()}
-            owners = {machine_of(cluster, each) for each in hosts}
-            if len(owners) != 1:
-                raise ConfigError(f"--allow {word}: {error}. `covey up` on a machine prints its id") from None
-            machines |= owners
-        else:
-            machines.add(machine_of(cluster, found))
+        if is_whole_id(word):
+            machines.add(machine_of(cluster, resolve_id(word, {})))
+            continue
+        meant = meant_ids(word, names)
+        if len(meant) > 1:
+            listed = ", ".join(f"{names[each]} ({id_text(each)})" for each in meant)
+            raise ConfigError(f"--allow {word} means several machines: {listed}; write the id of one of them")
+        if not meant:
+            raise ConfigError(
+                f"--allow {word}: this machine was not told which key {word} has, and any member could call itself so; "
+                f"write the id that `covey up` prints there, or run `covey trust {word}` first"
+            )
+        machines.add(meant[0])
     return Permission(own_machine(), frozenset(machines), here=here)
 
 

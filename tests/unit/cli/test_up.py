@@ -9,7 +9,7 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.cli.up import permission_for
-from covey.net.keys import clusters
+from covey.net.keys import clusters, trust
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity, id_text, own_machine
 from covey.wire.secret import ClusterSecret
@@ -32,17 +32,21 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def test_names_become_the_keys_of_machines_that_were_met(cluster: Cluster) -> None:
+def test_names_are_those_of_trusted_machines_and_ids_are_those_of_any(cluster: Cluster) -> None:
+    trust.remember(cluster, {NORTH: "north-aaaa", SOUTH: "south-cccc"})
     for word, machine in (
         ("north-aaaa", NORTH),
-        ("north-bbbb", NORTH),
         ("north", NORTH),
+        ("North.example.org", NORTH),
         (id_text(SOUTH), SOUTH),
         (SOUTH.hex()[:12], SOUTH),
+        (id_text(NORTH_NODE), NORTH),
         (id_text(STRANGER), STRANGER),
     ):
         assert permission_for(cluster, [word]).machines == {machine}, word
     assert permission_for(cluster, ["north", "south"]).machines == {NORTH, SOUTH}
+    clusters.remember("home", STRANGER, "north-aaaa")
+    assert permission_for(cluster, ["north"]).machines == {NORTH}, "a claimed name neither takes nor blocks one"
 
 
 def test_without_names_only_this_machine_is_allowed_and_all_means_all(cluster: Cluster) -> None:
@@ -51,9 +55,12 @@ def test_without_names_only_this_machine_is_allowed_and_all_means_all(cluster: C
     assert permission_for(cluster, ["all"]).is_for_all
 
 
-def test_a_name_that_is_not_known_or_means_several_machines_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(ConfigError, match=r"--allow west: .*`covey up` on a machine prints its id"):
-        permission_for(cluster, ["west"])
-    clusters.remember("home", STRANGER, "south-dddd")
-    with pytest.raises(ConfigError, match="--allow south"):
+def test_a_name_that_was_only_claimed_or_means_several_machines_is_refused(cluster: Cluster) -> None:
+    for word in ("west", "north", "south-cccc", id_text(SOUTH)[:8]):
+        with pytest.raises(ConfigError, match=rf"--allow {word}: .*run `covey trust {word}` first"):
+            permission_for(cluster, [word])
+    trust.remember(cluster, {SOUTH: "south-cccc", STRANGER: "south-dddd"})
+    with pytest.raises(ConfigError, match="--allow south means several machines") as raised:
         permission_for(cluster, ["south"])
+    assert id_text(SOUTH) in str(raised.value)
+    assert id_text(STRANGER) in str(raised.value)

@@ -1,0 +1,108 @@
+"""Asks a person before files go to a machine for the first time, and shows what would go there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from covey.agent.snapshot import LEADS_OUT, OWN, SECRET
+from covey.base.text import printable
+from covey.cli.terminal import confirm, plural, say
+from covey.net import audit
+from covey.net.keys import trust
+from covey.net.keys.identity import id_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from covey.agent.callers import AgentCaller, FoundAgents
+    from covey.agent.snapshot import Snapshot
+    from covey.net.keys.clusters import Cluster
+    from covey.net.keys.trust import TrustedMachine
+
+SHOWN: Final = 5
+"""The largest entries of a folder that are shown."""
+NAMED: Final = 12
+"""Left out files that are named in one line."""
+
+
+def tell_left_out(snapshot: Snapshot, machines: Sequence[AgentCaller]) -> None:
+    """Print which files of a folder are not sent, and to which machines nothing goes."""
+    for why, sentence in (
+        (SECRET, "may hold secrets and is not sent; --include sends it"),
+        (LEADS_OUT, "leads out of the folder and is not followed"),
+        (OWN, "is covey's own and is never sent"),
+    ):
+        paths = [printable(each.path, 200) for each in snapshot.left_out if each.why == why]
+        for path in paths[:NAMED]:
+            say(f"covey: left out: {path} {sentence}", err=True)
+        if len(paths) > NAMED:
+            say(f"covey: left out: {len(paths) - NAMED} more, for the same reason", err=True)
+    for agent in machines:
+        say(
+            f"covey: left out: {agent.name} is not a machine that this one trusts; name it with --on, and you are "
+            f"asked (its id is {id_text(agent.machine)})",
+            err=True,
+        )
+
+
+def ask_to_send(
+    cluster: Cluster,
+    found: FoundAgents,
+    book: Mapping[bytes, TrustedMachine],
+    snapshot: Snapshot,
+    *,
+    yes: bool,
+) -> list[AgentCaller]:
+    """Return the agents to which the files go: all that were asked for, once a person has agreed.
+
+    Machines that have had files before need no question. The answer is remembered.
+
+    Raises:
+        ConfigError: there is no terminal to ask on, and not `yes`.
+    """
+    first = [*(each for each in found.trusted if not book[each.machine].has_had_files), *found.new]
+    if first:
+        _show(first, book, snapshot)
+        ids = ", ".join(f"{each.name} ({id_text(each.machine)})" for each in first)
+        confirm(
+            "Send them there, and trust these machines from now on?",
+            yes=yes,
+            refusal=f"this machine has never sent files to {ids}; compare the id with what `covey up` printed there",
+        )
+        trust.remember(cluster, {each.machine: each.name for each in first}, has_had_files=True)
+        for each in found.new:
+            audit.note(cluster.name, "trusted", node=each.machine, name=each.name, reason="for files and programs")
+    return [*found.trusted, *found.new]
+
+
+def _show(machines: Sequence[AgentCaller], book: Mapping[bytes, TrustedMachine], snapshot: Snapshot) -> None:
+    """Print the machines that get files for the first time, and what they get."""
+    say("These machines have not had files of this machine yet:", err=True)
+    for each in machines:
+        known = book.get(each.machine)
+        how = "approved by the owner" if known is not None and known.by_owner else "trusted" if known else "new here"
+        typer.echo(f"  {each.name}  {id_text(each.machine)}  ({how})", err=True)
+    count = plural(len(snapshot.entries), "file")
+    say(f"They get {count} ({size_text(snapshot.size)}) of {snapshot.folder}. The largest:", err=True)
+    for path, size in largest(snapshot):
+        typer.echo(f"  {printable(path, 200)}  {size_text(size)}", err=True)
+
+
+def largest(snapshot: Snapshot) -> list[tuple[str, int]]:
+    """Return the largest entries of the folder itself with their sizes: files, and folders with all that they hold."""
+    sizes: dict[str, int] = defaultdict(int)
+    for entry in snapshot.entries:
+        head, slash, _ = entry.path.partition("/")
+        sizes[head + slash] += entry.size
+    return sorted(sizes.items(), key=lambda each: (-each[1], each[0]))[:SHOWN]
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes, to read."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):.1f} {unit}"
+    return f"{size} B"
