@@ -124,7 +124,7 @@ def main() -> None:
 def run(freezer: Freezer, seed: int, workers: int, words: list[str]) -> list[str]:
     """Run tests under a freezer; return those that failed."""
     chance = random.Random(seed)
-    command = [sys.executable, "-m", "pytest", "-q", "--workers", str(workers), "-m", "not alone"]
+    command = [sys.executable, "-m", "pytest", "-q", "--workers", str(workers), "-m", "not alone and not thorough"]
     command += ["-p", "no:cacheprovider", *words]
     tests = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     said: list[str] = []
