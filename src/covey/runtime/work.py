@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from covey.base.errors import CancelledError, DeadlineError
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
 logger = logging.getLogger("covey")
+
+ENDING_SECONDS: Final = 5.0
+"""How long a work that cannot be cancelled any more may take to end, until what it took is given back later."""
 
 T = TypeVar("T")
 
@@ -115,9 +118,14 @@ class Work(Generic[T]):
 
         A caller that has the result and drops it passes `is_taken`.
         """
-        if self._give_back is not None and not self.cancel():
-            with self._lock:
-                self._is_taken = self._is_taken and not is_taken
+        if self._give_back is None or self.cancel():
+            return
+        with self._lock:
+            self._is_taken = self._is_taken and not is_taken
+        # Its message is here, and another thread ends the work now. The next receive must not overtake the message.
+        if self._done.wait(ENDING_SECONDS):
+            self._return()
+        else:
             self.add_done_callback(Work._return)
 
     def _return(self) -> None:

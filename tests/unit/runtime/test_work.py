@@ -170,11 +170,20 @@ def test_a_result_that_came_as_the_await_was_cancelled_is_given_back() -> None:
     assert given.returned == 1
     with pytest.raises(CancelledError):
         given.work.wait(0)
-    late = Given(can_cancel=False)  # its message is here, but another thread has not told of it yet
-    asyncio.run(cancelled(late.work))
-    assert not late.work.done()
-    late.work.finish(7)
-    assert late.returned == 1
+    late = Given(can_cancel=False)  # its message is here, and another thread is about to tell of it
+    teller = threading.Timer(0.05, late.work.finish, [7])
+    asyncio.run(cancelled(late.work, before=teller.start))
+    assert late.returned == 1, "before the await ended: the next receive must not overtake the message"
+    teller.join()
+
+
+def test_a_result_that_comes_much_later_is_given_back_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.runtime.work.ENDING_SECONDS", 0.01)
+    given = Given(can_cancel=False)
+    asyncio.run(cancelled(given.work))
+    assert not given.work.done()
+    given.work.finish(7)
+    assert given.returned == 1
 
 
 def test_a_result_that_somebody_has_is_not_given_back() -> None:
