@@ -62,7 +62,7 @@ def cost_of_a_run(job: Job, code: str, size: int, *, is_enough: Callable[[float,
     """Start `covey run` up to three times until it costs little enough; return its processor and wall-clock time."""
     for _ in range(3):
         before, start = processor_seconds_of_children(), time.perf_counter()
-        process = job.start(code, [sys.executable, "-m", "covey", "run", "-n", str(size)])
+        process = job.start(code, [sys.executable, "-m", "covey", "run", "--solo", "-n", str(size)])
         assert finish(process).code == 0
         took = processor_seconds_of_children() - before, time.perf_counter() - start
         if is_enough(*took):

@@ -112,7 +112,7 @@ def _is_joined() -> str | None:
     if is_shutting_down():
         return "this process is shutting down"
     nodes = [node for node in list(process.nodes) if not node.is_closing]
-    if not nodes and not process.groups():
+    if not process.groups() and all(node.generation is None for node in nodes):  # it may be about to join
         return "this process is in no run"
     for node in nodes:
         generation = node.generation

@@ -127,6 +127,8 @@ class _Supervisor:
         """The rank and exit code because of which the others are about to be stopped."""
         self._succeeded = 0
         """How many ranks succeeded."""
+        self._has_finished = False
+        """Whether the run has finished its work, here or elsewhere."""
         self._lost_code = 0
         """The exit code of the last lost rank that the run survived."""
         self._steps: list[tuple[float, signal.Signals]] = []
@@ -164,7 +166,7 @@ class _Supervisor:
         if is_whole and not self._command.is_solo and not self._run.has_joined():
             self.note(NEVER_JOINED.format(count=self._succeeded))
             return NEVER_JOINED_CODE
-        if self._code is not None or self._succeeded:
+        if self._code is not None or self._has_finished:
             return self._code or 0
         return 128 + self._told if self._told is not None else self._lost_code
 
@@ -286,6 +288,7 @@ class _Supervisor:
     def _on_end(self, rank: int, code: int) -> None:
         if code == 0:
             self._succeeded += 1
+            self._has_finished = True
         elif self._told is not None:
             self._code = self._code or 128 + self._told
         elif self._code is None:
@@ -341,8 +344,9 @@ class _Supervisor:
         In a run of a cluster, a process that succeeds may only have left: the members on other hosts know.
         """
         service = self._run.service
-        is_done = service.is_over if service.is_elsewhere else self._succeeded
-        return bool(is_done) and not self._alive and self._waiting.keys() <= {rank}
+        self._has_finished = self._has_finished or service.is_over
+        is_done = service.is_over if service.is_elsewhere else self._has_finished
+        return is_done and not self._alive and self._waiting.keys() <= {rank}
 
     def _stop_at(self, at: float) -> None:
         self._waiting.clear()
