@@ -75,6 +75,7 @@ def machine(lab: Lab) -> Machine:
     return lab.machine()
 
 
+@pytest.mark.thorough
 def test_the_generated_code_is_what_the_proto_says() -> None:
     assert generate_proto.differing() == [], "run `python -m tools.generate_proto`"
 

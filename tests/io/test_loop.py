@@ -126,3 +126,26 @@ def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_
             time.sleep(0.01)
 
     run_threads(2, work, lanes="unix", timeout=DEADLINE)
+
+
+def test_a_signal_that_another_thread_gets_ends_a_wait_of_the_main_thread() -> None:
+    class CameError(Exception): ...
+
+    def handle(*_: object) -> None:
+        raise CameError
+
+    def signal_this_thread() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    async def never() -> None:
+        threading.Thread(target=signal_this_thread).start()
+        await asyncio.Event().wait()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(CameError):
+            control.run(never(), DEADLINE)
+        with pytest.raises(CameError):
+            control.make(never(), discard=lambda _: None, otherwise=lambda: None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

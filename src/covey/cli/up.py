@@ -28,6 +28,7 @@ from covey.net.keys.identity import (
 )
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
+from covey.runtime.loop import LOOK_UP_EVERY
 
 if TYPE_CHECKING:
     from covey.agent.permission import Permission
@@ -128,7 +129,8 @@ def up(
         if agent.relay_port:
             say(f"It is a relay for nodes of the cluster, at port {agent.relay_port}.")
         sys.stdout.flush()
-        ending.wait()
+        while not ending.wait(LOOK_UP_EVERY):  # a signal that another thread gets does not end the wait
+            pass
     if problem:
         raise problem[0]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ T = TypeVar("T")
 
 MAKE_SECONDS: Final = 5.0
 """How long a cancelled coroutine may take to clean up."""
+LOOK_UP_EVERY: Final = 0.5
+"""Seconds after which a waiting thread executes Python code, so that handlers of signals run."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -52,11 +56,29 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
+def result_of(future: Future[T], within: float = math.inf) -> T:
+    """Return the result of a future; TimeoutError if it is not done within so many seconds.
+
+    Python runs the handlers of signals on the main thread, when that executes Python code. A signal that the kernel
+    gives to another thread does not end a wait of the main thread, so it looks up now and then: else Ctrl-C would be
+    noticed at the end of the wait.
+    """
+    until = time.monotonic() + within
+    while True:
+        try:
+            return future.result(max(0.0, min(LOOK_UP_EVERY, until - time.monotonic())))
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            if time.monotonic() >= until:
+                raise
+
+
 def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
     """Run a coroutine on the loop and return its result; TimeoutError, and it is cancelled, if it takes longer."""
     future = start(coroutine)
     try:
-        return future.result(within)
+        return result_of(future, within)
     finally:
         future.cancel()
 
@@ -94,7 +116,7 @@ def make(coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object], o
 
     try:
         loop.call_soon_threadsafe(begin)
-        return outcome.result()
+        return result_of(outcome)
     except BaseException:
         loop.call_soon_threadsafe(give_up)
         try:

@@ -75,7 +75,7 @@ class Lanes:
         """
         future = self._request(LaneKey(group, peer, purpose, attempt))
         try:
-            return future.result(timeout)
+            return control.result_of(future, timeout)
         except TimeoutError:
             name = self._node.generation_table.name_of(peer)
             raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None

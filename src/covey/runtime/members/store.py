@@ -159,7 +159,7 @@ class StoreClient:
             number = next(self._numbers)
             control.soon(self._stores.ask, self.store_id, number, question, outcome)
             try:
-                return outcome.result(max(0.0, until - time.monotonic()))
+                return control.result_of(outcome, until - time.monotonic())
             except TimeoutError:
                 if outcome.done():  # with a TimeoutError as its outcome
                     raise
