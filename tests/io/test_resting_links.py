@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
     from covey.runtime.mesh.remote_node import RemoteNode
 
-SIZE = 5
+SIZE = 6
 
 
 @pytest.fixture(autouse=True)
