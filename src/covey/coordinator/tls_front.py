@@ -1,7 +1,7 @@
 """The TLS of a coordinator: proves the identity of each caller with TLS, and passes its bytes on to gRPC.
 
-gRPC's own TLS frees certificates that were replaced while other threads begin handshakes with them, which ends the
-process, and it does not tell which callers it refused, or why. So the gRPC server listens at a unix socket that only
+With certificates that may change, gRPC's own TLS ends the process under bursts of handshakes, and it does not tell
+which callers it refused, or why. So the gRPC server listens at a unix socket that only
 this process reaches, without TLS, and one connection there stands for one caller here. gRPC names the caller of a call
 by the name of its socket, and `TlsFront.certificate` returns the certificate for that name. Names are never used again.
 """
