@@ -34,13 +34,13 @@ test: $(VENV)/.built
 # Everything, and the contract of groups once more with the Python executor alone.
 test-all: $(VENV)/.all
 	$(call with-types,$(PYTEST))
-	COVEY_TEST_EXECUTORS=python $(PYTEST) tests/contract
+	TEST_EXECUTORS=python $(PYTEST) tests/contract
 
 # What CI adds to `make test`: a fifth of what only `make test-all` has, chosen by the commit's hash.
 COMMIT ?= $(shell git rev-parse HEAD)
 test-fifth: $(VENV)/.all
 	$(PYTEST) --fifth $(COMMIT)
-	COVEY_TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
+	TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
 
 # The inner loop: what needs no second process and no network.
 check: $(VENV)/.built

@@ -110,7 +110,7 @@ def run(name: str, seeds: int, pytest_arguments: list[str]) -> int:
             "PYTHONMALLOC": "malloc",
             "LD_PRELOAD": found,
             "COVEY_FUZZ_SEEDS": str(seeds),
-            "COVEY_TEST_EXECUTORS": "native",
+            "TEST_EXECUTORS": "native",
         }
         # A sanitizer keeps fixed addresses for its own tables, which a random layout may take.
         fixed = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []

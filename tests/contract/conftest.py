@@ -1,7 +1,7 @@
 """Every test of the contract runs on one of three kinds of group: Python's executor, the compiled one, or both mixed.
 
 Which one follows from the parameters of the test, so that every operation meets all three on every kind of lane without
-running three times. `COVEY_TEST_EXECUTORS=python`, `native` or `mixed` forces one on all tests.
+running three times. `TEST_EXECUTORS=python`, `native` or `mixed` forces one on all tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.values import LANES
 @pytest.fixture(autouse=True)
 def executors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return what runs the plans of this test's groups, and make it so."""
-    chosen = os.environ.get("COVEY_TEST_EXECUTORS") or EXECUTORS[_number(request.node) % len(EXECUTORS)]
+    chosen = os.environ.get("TEST_EXECUTORS") or EXECUTORS[_number(request.node) % len(EXECUTORS)]
     print(f"executors: {chosen}")  # shown if the test fails
     use_executors(monkeypatch, chosen)
     return chosen

@@ -92,8 +92,8 @@ def town() -> Iterator[Town]:
         assert [agent.wait(DEADLINE) for agent in agents.values()] == [0, 0]
 
 
-def work_of(machine: Machine) -> Path:
-    (folder,) = (machine.home / "agent" / "runs").glob("train-*")
+def work_of(machine: Machine, program: str = "train") -> Path:
+    (folder,) = (machine.home / "agent" / "runs").glob(f"{program}-*")
     return folder / "work"
 
 
@@ -109,17 +109,26 @@ def started(town: Town, *words: str) -> subprocess.Popen[str]:
     return terminal
 
 
-def test_one_command_starts_a_run_on_all_machines_with_the_files_of_the_folder(town: Town) -> None:
-    ended = town.desk.covey("run", "--on", "all", "-n", "2", "--log-dir", "../logs", "train.py", "--lr", "0.1")
+def test_one_command_starts_a_run_on_all_machines_with_the_files_of_the_folder(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = town.lab.folder / "first"  # which no other test changes
+    (project / "parts").mkdir(parents=True)
+    (project / "parts" / "numbers.py").write_text("START = 1\n")
+    (project / "first.py").write_text(TRAIN)
+    (project / "large.bin").write_bytes(b"not sent")
+    (project / ".coveyignore").write_text("*.bin\n")
+    monkeypatch.setattr(town.desk, "folder", project)
+    ended = town.desk.covey("run", "--on", "all", "-n", "2", "--log-dir", "../logs", "first.py", "--lr", "0.1")
     assert ended.returncode == 0, ended.stderr
     host = re.escape(os.uname().nodename.partition(".")[0])
     said = sorted(re.findall(rf"^\[{host} (\d)\] rank \1 of 4 sum 1111 \['--lr', '0.1'\]$", ended.stdout, re.MULTILINE))
     assert said == ["0", "1", "2", "3"], ended.stdout
     homes = re.findall(rf"^\[{host} \d\] home (\w+)$", ended.stderr, re.MULTILINE)
     assert sorted(homes) == ["north", "north", "south", "south"], ended.stderr
-    assert ended.stderr.count("3 of 3 files sent") == 2
+    assert ended.stderr.count("3 of 3 files sent") == 2, ended.stderr
     for machine in (town.north, town.south):
-        work = work_of(machine)
+        work = work_of(machine, "first")
         assert (work / "parts" / "numbers.py").read_text() == "START = 1\n"
         assert not (work / "large.bin").exists()
     logs = {path.name: path.read_text() for path in (town.lab.folder / "logs").iterdir()}
@@ -128,13 +137,14 @@ def test_one_command_starts_a_run_on_all_machines_with_the_files_of_the_folder(t
     ]
     assert all("of 4 sum 1111" in text for name, text in logs.items() if "-rank-" in name)
 
-    (town.desk.folder / "parts" / "numbers.py").write_text("START = 2\n")
-    again = town.desk.covey("run", "--on", ",".join(town.names.values()), "train.py")
-    (town.desk.folder / "parts" / "numbers.py").write_text("START = 1\n")
+    (project / "parts" / "numbers.py").write_text("START = 2\n")
+    again = town.desk.covey("run", "--on", ",".join(town.names.values()), "first.py")
     assert again.returncode == 0, again.stderr
     assert len(lines_with(again.stdout, "of 2 sum 22")) == 2
     assert again.stderr.count("1 of 3 files sent") == 2, "only what has changed is sent"
-    assert (work_of(town.north) / "checkpoint-0").exists() or (work_of(town.south) / "checkpoint-0").exists()
+    assert (work_of(town.north, "first") / "checkpoint-0").exists() or (
+        work_of(town.south, "first") / "checkpoint-0"
+    ).exists()
 
 
 def test_a_machine_that_fails_before_it_joins_stops_the_others_and_gives_the_exit_code(town: Town) -> None:
