@@ -131,7 +131,7 @@ request = reflection_pb2.ServerReflectionRequest(list_services="")
 (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=500)
 assert "covey.coordinator.Coordinator" in {each.name for each in answer.list_services_response.service}
 
-# Whoever has not proved to be this user can ask nothing, and change nothing.
+# A caller that has not proved to be this user can ask nothing, and change nothing.
 everything = {
     "RegisterWorker": asking(),
     "UnregisterWorker": pb.UnregisterWorkerRequest(run="train", worker_id="w0", life=bytes(16)),

@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from tests.support.machines import Lab, Machine
 
 NOBODY = 65534
+
+
+def become_another_user() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
 BEHIND = """
 import json, sys
 import grpc
@@ -237,9 +245,7 @@ def other_user(context: ssl.SSLContext | None) -> Iterator[tuple[str, Callable[[
         child = os.fork()
         if not child:
             try:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
+                become_another_user()
                 while True:
                     record(listener.accept()[0], context, file)
             finally:
@@ -296,9 +302,7 @@ def test_no_other_program_reaches_grpc_behind_its_tls(lab: Lab) -> None:
     child = os.fork()
     if not child:
         try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become_another_user()
             socket.socket(socket.AF_UNIX).connect(str(inner))
         except PermissionError:
             os._exit(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.plays import performed
 from tests.support.seeds import batches
 
 from covey.base.errors import CoveyError
@@ -21,18 +22,9 @@ from covey.testing.lineages import Story
 from covey.wire.membership import View
 
 
-def perform(seed: int) -> Story:
-    story = Story(seed)
-    try:
-        story.perform()
-    except BrokenError as broken:
-        pytest.fail(f"Story({seed}): {broken}\n{story.story()[-20_000:]}")
-    return story
-
-
 @pytest.mark.parametrize("batch", batches(4))
 def test_fifty_runs_among_cuts_crashes_and_newcomers_never_become_two(batch: int) -> None:
-    stories = [perform(seed) for seed in range(50 * batch, 50 * batch + 50)]
+    stories = [performed(Story(seed)) for seed in range(50 * batch, 50 * batch + 50)]
     assert sum(len(story.foundings) for story in stories) > 50
     assert any(story.ended[lineage] is False for story in stories for lineage in story.foundings & story.ended.keys())
 

@@ -7,11 +7,12 @@ A failing seed prints its story; `python -m covey.testing.churn --seed N` tells 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 from tests.support.hash_seeds import printed_with_another_hash_seed
+from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
 from covey.proto import views
@@ -22,20 +23,9 @@ from covey.testing.invariants import BrokenError
 from covey.testing.workers import Age, Bytes, Job, Token, Worker
 from covey.wire.membership import Fate, Record, State, Verdict, View, decode_membership, encode_membership
 
-PlayT = TypeVar("PlayT", bound=Play)
-
 
 def perform(seed: int) -> Play:
     return performed(play_of(seed))
-
-
-def performed(play: PlayT) -> PlayT:
-    """Perform a play; fail with its story if it breaks an invariant."""
-    try:
-        play.perform()
-    except BrokenError as broken:
-        pytest.fail(f"seed {play.seed}: {broken}\n{play.story()[-20_000:]}")
-    return play
 
 
 @pytest.mark.parametrize("batch", batches(3))

@@ -10,7 +10,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.sim.test_membership import MUTANTS, Patches, performed, without_the_freeze
+from tests.sim.test_membership import MUTANTS, Patches, without_the_freeze
+from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
 from covey.proto.membership import answerer

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.support.plays import performed
 from tests.support.seeds import seeds
 
 from covey.proto import keeping
@@ -75,17 +76,8 @@ class StoppedHost(Play):
             self.members = message.view.ranks
 
 
-def play(seed: int) -> StoppedHost:
-    scene = StoppedHost(seed)
-    try:
-        scene.perform()
-    except BrokenError as broken:
-        pytest.fail(f"seed {seed}: {broken}\n{scene.story()[-15_000:]}")
-    return scene
-
-
 def test_a_run_does_not_end_while_a_process_that_stays_exists() -> None:
-    scenes = [play(seed) for seed in seeds(60)]
+    scenes = [performed(StoppedHost(seed)) for seed in seeds(60)]
     assert any(len(scene.members) == 1 for scene in scenes), "no run was left with one member"
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from tests.support.plays import performed
 from tests.support.seeds import seeds
 
 from covey.proto.changes import Excluded
@@ -70,18 +71,11 @@ class LoadedHost(Play):
             raise BrokenError(f"{worker.name} is well and was excluded: {effect}")
 
 
-def perform(play: Play) -> None:
-    try:
-        play.perform()
-    except BrokenError as broken:
-        pytest.fail(f"seed {play.seed}: {broken}\n{play.story()[-15_000:]}")
-
-
 def test_no_member_that_its_keeper_vouches_for_is_excluded_because_a_link_is_late() -> None:
     views = 0
     for seed in seeds(80):
         play = LoadedHost(seed)
-        perform(play)
+        performed(play)
         views += play.count()["views"]
     assert views > len(seeds(80))
 
@@ -94,7 +88,7 @@ def test_members_that_never_hear_each_other_again_are_not_waited_for_for_ever(mo
     excluded = 0
     for seed in seeds(30):
         play = LoadedHost(seed)
-        perform(play)
+        performed(play)
         excluded += play.count()["members excluded"]
     assert excluded > 20
 

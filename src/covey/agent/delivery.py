@@ -11,13 +11,13 @@ import contextlib
 import hashlib
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from covey.agent.paths import PathSet
 from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES
-from covey.agent.snapshot import FILES_LIMIT, FOLDER_BYTES
+from covey.agent.snapshot import FILES_LIMIT, FOLDER_BYTES, FOLDER_FLAGS, folder_below
 from covey.base.errors import ConfigError
 from covey.net.home import private_folder, read_private, write_private
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.agent.requests import FileEntry
-
-_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def run_folder(folder: Path, run: str) -> Path:
@@ -117,7 +115,7 @@ class Delivery:
             digest = hashlib.file_digest(file, "sha256").digest()
         self._require(digest == entry.digest, f"{entry.path} has changed while it was sent")
         os.chmod(part, 0o700 if entry.is_executable else 0o600)
-        with self._root() as root, _folder_of(root, parts) as folder:
+        with self._root() as root, folder_below(root, parts[:-1], _make_folder) as folder:
             os.rename(part, parts[-1], dst_dir_fd=folder)
 
     def finish(self) -> None:
@@ -133,7 +131,7 @@ class Delivery:
 
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
-        descriptor = os.open(self.work, _FOLDER_FLAGS)
+        descriptor = os.open(self.work, FOLDER_FLAGS)
         try:
             yield descriptor
         finally:
@@ -143,22 +141,6 @@ class Delivery:
     def _require(is_so: bool, problem: str) -> None:
         if not is_so:
             raise ConfigError(f"{problem}; start again")
-
-
-@contextlib.contextmanager
-def _folder_of(root: int, parts: tuple[str, ...], *, make: bool = True) -> Iterator[int]:
-    """Yield a descriptor of the folder that holds a file. With `make`, it is made, instead of a link or file there."""
-    descriptor = os.dup(root)
-    try:
-        for part in parts[:-1]:
-            if make:
-                _make_folder(descriptor, part)
-            inner = os.open(part, _FOLDER_FLAGS, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _make_folder(descriptor: int, name: str) -> None:
@@ -172,7 +154,7 @@ def _make_folder(descriptor: int, name: str) -> None:
 def _is_same(root: int, parts: tuple[str, ...], entry: FileEntry) -> bool:
     """Tell whether the file here is the one of an entry."""
     try:
-        with _folder_of(root, parts, make=False) as folder:
+        with folder_below(root, parts[:-1]) as folder:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(parts[-1], flags, dir_fd=folder), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -190,5 +172,5 @@ def _is_same(root: int, parts: tuple[str, ...], entry: FileEntry) -> bool:
 def _remove(root: int, path: str) -> None:
     """Remove a file that was sent before and is not any more."""
     parts = tuple(path.split("/"))
-    with contextlib.suppress(OSError), _folder_of(root, parts, make=False) as folder:
+    with contextlib.suppress(OSError), folder_below(root, parts[:-1]) as folder:
         os.unlink(parts[-1], dir_fd=folder)

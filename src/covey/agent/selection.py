@@ -34,7 +34,7 @@ def select(words: Sequence[str], claimed: Mapping[bytes, str], book: Mapping[byt
     """Return the machines that words mean: names, ids, or the beginnings of ids.
 
     `claimed` are the machines that are there, with the names that they claim. `book` are the trusted ones. A word that
-    means a trusted machine means no other, whoever else is there under that name.
+    means a trusted machine means no other one, even if that one claims the same name.
 
     Raises:
         ConfigError: a word means no machine that is there, or several; or only one that has another key than the

@@ -26,7 +26,7 @@ from covey.base.errors import ConfigError
 from covey.net.home import home_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
 FILES_LIMIT: Final = 20_000
@@ -39,7 +39,7 @@ OWN: Final = "is covey's own"
 _ADVICE: Final = f"leave it out with a line in {FILE_NAME}"
 _COPY_BYTES: Final = 1 << 20
 _NODE_KEY: Final = re.compile(r"\d+\.key")
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -174,7 +174,7 @@ class _Reader:
         self._end = 0
 
     def read(self) -> Snapshot:
-        root = os.open(self._folder, _FOLDER)
+        root = os.open(self._folder, FOLDER_FLAGS)
         try:
             self._walk(root, "", ())
         except UnicodeEncodeError:
@@ -193,7 +193,7 @@ class _Reader:
     def _walk(self, root: int, below: str, sensitive: tuple[int, ...]) -> None:
         """Take what is below a part of the folder; `sensitive` are the positions of sensitive parts of its path."""
         try:
-            with _folders(root, below.split("/") if below else ()) as folder, os.scandir(folder) as entries:
+            with folder_below(root, below.split("/") if below else ()) as folder, os.scandir(folder) as entries:
                 found = sorted((each.name, each.is_dir(follow_symlinks=False), each.is_symlink()) for each in entries)
         except FileNotFoundError:
             if not below:
@@ -258,7 +258,7 @@ class _Reader:
         return (last,) if last in self._sensitive.at(path) else ()
 
     def _take_file(self, root: int, path: str, inner: str, at: tuple[int, ...]) -> None:
-        """Copy a file, which is at `inner` if `path` is a link, unless it may hold a secret that nobody named."""
+        """Copy a file, which is at `inner` if `path` is a link, unless it may be a secret that was not named."""
         if at and not self._sensitive.covers(path, at):
             self._left_out.append(LeftOut(path, SECRET))
             return
@@ -351,16 +351,23 @@ def _is_profile(folder: Path) -> bool:
 
 def _open_below(root: int, path: str) -> int:
     """Open a file below an open folder, without following a link anywhere on the way."""
-    with _folders(root, path.split("/")[:-1]) as folder:
+    with folder_below(root, path.split("/")[:-1]) as folder:
         return os.open(path.rpartition("/")[2], _FILE, dir_fd=folder)
 
 
 @contextlib.contextmanager
-def _folders(root: int, parts: Sequence[str]) -> Iterator[int]:
+def folder_below(
+    root: int, parts: Sequence[str], make: Callable[[int, str], None] = lambda _descriptor, _name: None
+) -> Iterator[int]:
+    """Yield a descriptor of a folder below an open one, without following a link on the way.
+
+    `make` is called for each part first, with the folder above it.
+    """
     descriptor = os.dup(root)
     try:
         for part in parts:
-            inner = os.open(part, _FOLDER, dir_fd=descriptor)
+            make(descriptor, part)
+            inner = os.open(part, FOLDER_FLAGS, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
         yield descriptor

@@ -118,7 +118,7 @@ class SecretSecurity:
         self._is_saved = _saved(self._cluster.name) == self._cluster.secret
 
     def find(self) -> Cluster:
-        """Return the cluster as its file has it: its secret, or who is denied, may have changed. On any thread."""
+        """Return the cluster as its file has it: its secret or its denied machines may have changed. On any thread."""
         if time.monotonic() > self._read_at + READ_SECONDS:
             self._read_at = time.monotonic()
             with contextlib.suppress(ConfigError):  # this machine has left the cluster, or the file is damaged
@@ -176,7 +176,7 @@ class PemSecurity:
         return b""
 
     def hear(self, charter: bytes) -> None:
-        """Do nothing: the authority decides who has a certificate."""
+        """Do nothing: the authority decides which machines have a certificate."""
 
 
 def _saved(name: str) -> ClusterSecret | None:

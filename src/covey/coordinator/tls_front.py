@@ -96,7 +96,7 @@ class TlsFront:
         try:
             return self._certificates[peer]
         except KeyError:
-            raise RefusalError(Reason.UNPROVEN, "the caller has not proved who it is") from None
+            raise RefusalError(Reason.UNPROVEN, "the caller has not proved its identity") from None
 
     def stop_accepting(self) -> None:
         """Accept no more connections; those that are open stay."""
@@ -123,9 +123,7 @@ class TlsFront:
                 self._log.log(logging.WARNING, "a caller was turned away: there are %d connections", self._most)
                 sock.close()
                 continue
-            if len(self._unproven) >= min(
-                MAX_HANDSHAKES, self._most
-            ):  # whoever waits for the longest waits for nothing
+            if len(self._unproven) >= min(MAX_HANDSHAKES, self._most):
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
@@ -154,7 +152,7 @@ class TlsFront:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 return await caller.shake()
-        except ssl.SSLEOFError:  # it only looked whether someone listens
+        except ssl.SSLEOFError:  # it only tried whether the port is open
             raise
         except ssl.SSLError as error:
             self._log.log(logging.WARNING, "refused a connection from %s: %s", where, tls.in_words(error))

@@ -173,7 +173,7 @@ class Matcher:
         return True
 
     def put_back(self, receive: Receive) -> None:
-        """Let the next receive that fits have the message of a receive that is over: nobody took its result.
+        """Let the next receive that fits have the message of a receive that is over: no caller took its result.
 
         The message keeps its place in the order of arrivals. Nothing happens after `fail_all`.
         """

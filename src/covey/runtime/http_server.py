@@ -2,7 +2,7 @@
 
 Clients are strangers: the server handles a few connections at a time, reads one request of bounded size from each,
 gives each a few seconds in all, and then closes it. A further connection ends the oldest one that has not sent its
-request, so that idle connections keep nobody out; if all are being answered, it waits.
+request, so that idle connections keep no request out; if all are being answered, it waits.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Work(Generic[T]):
         return self._cancel is not None and not self._done.is_set() and self._cancel(self)
 
     def release(self, *, is_taken: bool = False) -> None:
-        """Withdraw a receive, or give back what it took, because nobody will use the result; nothing for other works.
+        """Withdraw a receive, or give back what it took, because no caller will use the result; other works ignore it.
 
         A caller that has the result and drops it passes `is_taken`.
         """

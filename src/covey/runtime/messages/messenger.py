@@ -323,7 +323,7 @@ class Messenger:
         return work
 
     def _put_back(self, receive: Receive) -> None:
-        """Let another receive have a message that nobody took. On any thread, without the lock."""
+        """Let another receive have a message that no caller took. On any thread, without the lock."""
         with self._lock:
             self._matcher.put_back(receive)
             self._lanes.flush_ready()
