@@ -17,7 +17,7 @@ demo: $(VENV)/.package
 	$(BIN)/covey demo
 
 # Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
-WORKERS ?= 6
+WORKERS ?= 8
 PYTEST := $(BIN)/python -m pytest -q --workers $(WORKERS) $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 define with-types
 $(BIN)/ruff format --check .

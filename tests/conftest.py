@@ -53,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not thorough" in config.option.markexpr:
+        os.environ["TEST_FEWER"] = "1"  # before test files are imported: `examples` of tests.support.seeds
     config.pluginmanager.register(Durations())
     config.pluginmanager.register(Guard())
     workers.pytest_configure(config)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ OPTIONS = {"survive.py": ("--restarts", "1")}
 
 def run(*command: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=DEADLINE, env=env, check=False
     )
     assert ended.returncode == 0, ended.stderr

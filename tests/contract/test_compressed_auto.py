@@ -187,7 +187,7 @@ def test_links_are_measured_again_after_many_calls(monkeypatch: pytest.MonkeyPat
 def test_where_no_codec_helps_calls_are_as_those_without_compression_until_links_are_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(automatic, "REVIEW", 8)
+    monkeypatch.setattr(automatic, "REVIEW", 10)
     asked: list[int] = []
 
     def none(*_: Any, **__: Any) -> tuple[None, str]:
@@ -198,10 +198,10 @@ def test_where_no_codec_helps_calls_are_as_those_without_compression_until_links
 
     def body(group: Group) -> tuple[list[str], list[bytes]]:
         said, bits = [], []
-        for number in range(30):
+        for number in range(40):
             x, exact = values(group.rank, number), group.all_reduce(values(group.rank, number))
             issued = group.sequence
-            if number == 13:  # in the middle of calls that are known to be plain
+            if number == 19:  # in the middle of calls that are known to be plain
                 group.all_reduce(x, compress="auto", async_op=True).wait()
             else:
                 group.all_reduce(x, compress="auto")
@@ -214,11 +214,11 @@ def test_where_no_codec_helps_calls_are_as_those_without_compression_until_links
     first, second = run_threads(2, body, lanes="unix")
     assert first == second
     measured, plain = "none: the time without a codec is measured first", "none: as the test says"
-    # The 9th call begins anew, and 16 calls count until the next review. The 14th, which is asynchronous, is the first
-    # of 32; the 11 calls of its shape that were to be as they are come first.
-    again = [measured] * 2 + [plain] * 2
-    assert first[0] == again + [plain] * 4 + again + [plain, measured] + [plain] * 11 + [measured] + [plain] * 4
-    assert len(asked) == 2 * 3  # for each rank
+    # The 11th call begins anew, and 20 calls count until the next review. The 20th, which is asynchronous, is the first
+    # of 40; the 11 calls of its shape that were to be as they are come first.
+    again = [measured] * 2 + [plain] * 6
+    assert first[0] == again + [plain] * 2 + again + [plain, measured] + [plain] * 11 + [measured] + [plain] * 8
+    assert len(asked) == 2 * (4 + 4 + 4)  # for each rank, at each review
 
 
 def test_arrays_that_are_too_small_are_sent_as_they_are() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.seeds import examples
 from tests.support.waiting import DEADLINE
 
 from covey.net.lanes import shm
@@ -259,7 +260,7 @@ def test_both_directions_move_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_any_sequence_of_transfers_arrives_whatever_the_pace(make: Callable[[], Pair], data: st.DataObject) -> None:
     size = st.one_of(st.integers(0, 300), st.integers(0, 400_000))
@@ -278,7 +279,7 @@ def test_any_sequence_of_transfers_arrives_whatever_the_pace(make: Callable[[], 
         far.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     dtype=st.sampled_from([None, *DTYPES]),
     elements=st.integers(0, 3000),

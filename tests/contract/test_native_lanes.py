@@ -211,8 +211,7 @@ def test_payloads_of_every_size_are_reduced_both_ways_at_once(
     exchange(ends, make(ends, is_native), LARGE, dtype)
 
 
-@every_pair
-@pytest.mark.parametrize("make", [*TINY, *RINGS, *WIDE, *NARROW], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "is_native"), pairs([*TINY, *RINGS, *WIDE, *NARROW], ENDS), ids=name_of)
 def test_elements_of_any_size_are_moved_through_next_to_no_room(
     ends: contextlib.ExitStack, make: Any, is_native: tuple[bool, bool]
 ) -> None:

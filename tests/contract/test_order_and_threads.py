@@ -183,7 +183,7 @@ def test_a_second_thread_in_the_same_group_is_an_error_and_not_a_race() -> None:
         thread = threading.Thread(target=lambda: results.append(group.all_reduce(1)))
         thread.start()
         deadline = time.monotonic() + DEADLINE
-        while not engine_of(group).is_issuing and time.monotonic() < deadline:
+        while not engine_of(group).has_pending and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(BusyError, match="another thread"):
             group.barrier()

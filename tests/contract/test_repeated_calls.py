@@ -13,12 +13,13 @@ import pytest
 from tests.support.compiled import needs_native, use_executors
 from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, same, total, values
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey import MismatchError
 from covey.base.dtypes import BFLOAT16
 from covey.net.native import native_crypto
+from covey.runtime.group.internals import engine_of
 from covey.runtime.group.moving import ALL_GATHER, ALL_TO_ALL
 from covey.testing.threads import run_threads
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey import Group
+    from covey.runtime.collectives.engine import Engine
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -289,3 +291,52 @@ def test_an_asynchronous_repetition_sends_before_any_thread_waits(monkeypatch: p
         return found
 
     assert run_threads(2, body)[1] == [True] * 3
+
+
+@needs_native
+def test_a_change_that_a_rank_learns_of_in_a_repetition_is_known_to_all_after_the_same_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_executors(monkeypatch, "native")
+    engines: dict[int, Engine] = {}
+    has_sent = threading.Event()
+
+    def body(group: Group) -> list[bool]:
+        engine = engines[group.rank] = engine_of(group)
+        node, atomic, pending = engine.node, engine.atomic, []
+        assert node is not None
+        assert atomic is not None
+        commit, stalled = atomic.attempt.commit, atomic.attempt.stalled
+
+        def stall(*args: Any) -> float:
+            has_sent.set()
+            return stalled(*args)
+
+        def commit_late() -> None:
+            other = engines[0].atomic
+            assert other is not None
+            wait_until(lambda: other.is_executing)  # the long way: its shortcut has begun the barrier
+            commit()
+
+        for _ in range(5):
+            group.all_reduce(np.zeros(1))
+        node.is_elastic = True  # too late for its group, whose operations take the shortcut
+        for _ in range(3):
+            node.is_draining = False
+            group.barrier()
+            atomic._commit.pending = False
+            group.barrier()
+            node.is_draining = group.rank == 0
+            if group.rank:
+                atomic.attempt.close_shortcut()
+                with mock.patch.multiple(atomic.attempt, commit=commit_late, stalled=stall):
+                    group.all_reduce(np.zeros(1))
+            else:
+                assert has_sent.wait(DEADLINE)
+                has_sent.clear()
+                group.all_reduce(np.zeros(1))
+            pending.append(group.change_pending)
+        return pending
+
+    first, second = run_threads(2, body, on_loss="continue")
+    assert first == second

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tests.contract.test_lanes import End, Reader, Transfer, carry, transfer, whole_elements
 from tests.io.test_messenger import MessengerGroup, content
 from tests.support.in_turn import in_turn
+from tests.support.seeds import examples
+from tests.support.sets import pairs
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
@@ -359,8 +361,7 @@ ENDED = [cut_in_a_record, cut_in_a_length, cut_between_records]
 SPLICED = [swap_streams, swap_whole_streams]
 
 
-@pytest.mark.parametrize("nbytes", [1600, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(("nbytes", "streams"), pairs([1600, LARGE], [1, 2]))
 @in_turn(dtype=DTYPES, alter=[*ALTERED, *ENDED, *SPLICED])
 def test_altering_the_stream_ends_the_lane_and_changes_no_number(
     streams: int, alter: Callable[[Records], None], nbytes: int, dtype: np.dtype[Any] | None
@@ -480,7 +481,7 @@ def test_a_lane_without_streams_is_refused() -> None:
         SealedLane([], SECRET, LANE, dialler=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(noise=st.lists(st.binary(max_size=300), min_size=1, max_size=5), streams=st.integers(1, 3))
 def test_noise_ends_a_lane_or_waits_and_nothing_else(noise: list[bytes], streams: int) -> None:
     with contextlib.ExitStack() as stack:
@@ -505,7 +506,7 @@ def sealed_pair(
     return made
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     sizes=st.lists(st.lists(st.one_of(st.integers(0, 100), st.integers(0, 500_000)), max_size=4), max_size=5),
     steps=st.lists(st.one_of(st.integers(1, 100), st.integers(1, 400_000)), min_size=1, max_size=6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from covey import Group
 
 SHARED = ["memory"] + [lanes for lanes in LANES if lanes == "shm"]
+SEEDS = max(6, int(os.environ.get("COVEY_FUZZ_SEEDS", "0")) // 20)
+"""Random orders of messages; `make sanitize` takes more."""
 SMALL = {"eager_bytes": "8KiB", "credit_bytes": "64KiB"}
 
 
@@ -50,7 +53,7 @@ def story(rng: random.Random, size: int, length: int) -> list[Message]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_messages_arrive_once_and_in_order(seed: int) -> None:
     """All ranks go through one list of messages; each sends and receives its own in one of several ways."""
     size = 2 + seed % 2

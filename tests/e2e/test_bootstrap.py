@@ -249,7 +249,22 @@ except covey.DeadlineError as error:
         assert text.startswith(f"rank {rank} of 4 waited in torchrun-127.0.0.1-29500 for rank ")
         assert "until the timeout of 0.6 s ended" in text
         assert "1, 2" in text
+        assert f"The ranks of this host meet in {job.temp}/covey-{os.getuid()}/torchrun" in text
+        assert "XDG_RUNTIME_DIR?" in text
     assert job.left_behind() == []
+
+
+def test_ranks_with_different_folders_for_temporary_files_meet_under_an_address(job: Job) -> None:
+    port = 10000 + os.getpid() % 50000  # the folder is that of this user: other tests must not meet there
+    ranks = []
+    for rank in (0, 1):
+        (job.folder / f"tmp{rank}").mkdir()
+        own = {"TMPDIR": str(job.folder / f"tmp{rank}"), "XDG_RUNTIME_DIR": ""}
+        words = f"covey.join(rank={rank}, size=2, address='127.0.0.1:{port}', timeout=60)"
+        ranks.append(job.start(JOB.replace("covey.join()", words), **own))
+    reports = reports_of(finish_all(ranks))
+    check(reports, 2)
+    assert [report["lanes"] for report in reports] == [["shm"], ["shm"]]
 
 
 def test_a_program_that_a_rank_starts_is_told_that_it_cannot_join_in_its_place(job: Job) -> None:

@@ -164,7 +164,7 @@ def test_ctrl_c_ends_the_job_and_still_reports(job: Job) -> None:
 def checked(job: Job, *words: str, **env: str) -> subprocess.Popen[str]:
     """Start checked runs, in folders of the test's own."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
-    clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(job.temp), "XDG_RUNTIME_DIR": ""} | env
+    clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(job.temp), "XDG_RUNTIME_DIR": str(job.temp)} | env
     process = forked.Popen(
         [sys.executable, "-m", "covey", "chaos", *words],
         env=clean,

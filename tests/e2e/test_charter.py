@@ -195,7 +195,7 @@ def test_an_unapproved_machine_is_told_where_to_ask(lab: Lab) -> None:
     assert [row["id"] for row in json.loads(ok(one, "allow", "--list", "--json"))] == [node_id(one)]
     assert "this machine itself stays" in one.covey("allow", node_id(one), "--undo").stderr
     ok(one, "allow", "--ask", "off")
-    assert json.loads(ok(one, "allow", "--list", "--json")) is None
+    assert json.loads(ok(one, "allow", "--list", "--json")) == []
     assert "`covey allow --ask on` makes a list" in ok(one, "allow")
     assert ok(one, "allow", "--json") == "[]\n"
     assert "no list of approved machines" in one.covey("allow", node_id(late)).stderr

@@ -52,7 +52,12 @@ def documents(name: str) -> list[Any]:
 
 def environment(job: Job, **more: object) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    clean |= {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(job.temp), "COVEY_HOME": str(job.home)}
+    clean |= {
+        "PYTHONPATH": str(ROOT / "src"),
+        "TMPDIR": str(job.temp),
+        "XDG_RUNTIME_DIR": str(job.temp),
+        "COVEY_HOME": str(job.home),
+    }
     return clean | {name: str(value) for name, value in more.items()}
 
 

@@ -214,7 +214,11 @@ def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns:
     front, back = pty.openpty()
     env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secrets.token_hex(32)}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_") and key != "NO_COLOR"}
-    env = clean | env | {"COLUMNS": str(columns), "TERM": "xterm-256color", "TMPDIR": str(job.temp)}
+    env = (
+        clean
+        | env
+        | {"COLUMNS": str(columns), "TERM": "xterm-256color", "TMPDIR": str(job.temp), "XDG_RUNTIME_DIR": str(job.temp)}
+    )
     try:
         with subprocess.Popen([sys.executable, str(script)], env=env, stdin=back, stdout=back, stderr=back) as process:
             text = _read(front, process).decode()

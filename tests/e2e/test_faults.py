@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tests.support.ranks import LANES, Lived, Ranks, attempt, await_go, run_ranks, say
 from tests.support.seeds import seeds
+from tests.support.sets import only
 from tests.support.waiting import DEADLINE
 
 import covey
@@ -32,9 +33,9 @@ NOTICE_SECONDS = 1.0
 """How soon every other rank must know that one is gone."""
 BY_ITS_END = {"COVEY_HOST_SILENCE": "1000", "COVEY_PROCESS_SILENCE": "1000"}
 """Settings of ranks that hear of another's end by what it leaves, or not at all: no test waits until silence tells."""
-each_lane = pytest.mark.parametrize(
-    "lanes", [lane if lane in ("shm", "secure") else pytest.param(lane, marks=pytest.mark.thorough) for lane in LANES]
-)
+over_shm = pytest.mark.parametrize("lanes", only(["shm"], LANES))
+over_secure = pytest.mark.parametrize("lanes", only(["secure"], LANES))
+"""Tests take turns with lanes: `make test` has each of these with deaths, stops, ends and what is left behind."""
 OPERATIONS = {
     "all_reduce": "all_reduce(float32[1048577]",
     "all_gather": "all_gather(float32)",
@@ -105,7 +106,7 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
         return {"idle": (attempt(group.barrier), attempt(group.barrier)), **reports}
 
 
-@each_lane
+@over_secure
 def test_every_rank_hears_of_a_killed_rank_in_every_operation(lanes: str) -> None:
     with Ranks(3, work_side_by_side, list(OPERATIONS), VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         ranks.hear("working")
@@ -135,7 +136,7 @@ def wait_in_a_barrier(victim: int) -> Any:
         return attempt(group.barrier), lived.moments
 
 
-@each_lane
+@over_shm
 def test_a_killed_rank_is_named_within_a_second(lanes: str) -> None:
     with Ranks(3, wait_in_a_barrier, VICTIM, lanes=lanes) as ranks:
         ranks.hear("working")
@@ -181,7 +182,7 @@ def leave_children_and_work(victim: int) -> Any:
         return attempt(loop)
 
 
-@each_lane
+@over_secure
 def test_living_children_of_a_killed_rank_do_not_hide_its_death(lanes: str) -> None:
     with Ranks(3, leave_children_and_work, VICTIM, lanes=lanes, env=BY_ITS_END) as ranks:
         children = ranks.hear("working")[VICTIM]["children"]
@@ -199,7 +200,7 @@ def join_and_add() -> list[float]:
         return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()
 
 
-@each_lane
+@over_secure
 def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> None:
     with Ranks(3, join_and_add, lanes=lanes, start=(0, 1)) as ranks:
         ranks.hear("joining")
@@ -266,7 +267,7 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
         return {**reports, "after": attempt(groups["barrier"].barrier)}
 
 
-@each_lane
+@over_shm
 def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> None:
     victim, others = 2, (0, 1, 3)
     with Ranks(4, wait_for_the_stopped, victim, 1.0, lanes=lanes, env=BY_ITS_END) as ranks:
@@ -399,7 +400,7 @@ def finish_and_exit_at_once(rounds: int) -> Any:
         return float(message[1])
 
 
-@each_lane
+@over_shm
 def test_ranks_that_end_at_different_times_disturb_no_other(lanes: str) -> None:
     for rounds in (0, 1):
         with Ranks(3, finish_and_exit_at_once, rounds, lanes=lanes) as ranks:
@@ -409,7 +410,7 @@ def test_ranks_that_end_at_different_times_disturb_no_other(lanes: str) -> None:
             assert results[0] == (1.0, 6.0)[rounds]
 
 
-@pytest.mark.parametrize("lanes", ["memory", *LANES])
+@pytest.mark.parametrize("lanes", only(["memory", "tcp"], ["memory", *LANES]))
 def test_groups_end_right_after_their_last_operation(lanes: str) -> None:
     def work(group: covey.Group, number: int) -> float:
         x = np.arange(5.0) + group.rank
@@ -513,7 +514,7 @@ def count_what_is_left() -> Any:
     return {"before": before, "one": one, "many": many, "after": left(), "rendezvous": rendezvous}
 
 
-@each_lane
+@over_secure
 def test_a_closed_group_leaves_nothing_behind(lanes: str) -> None:
     with Ranks(3, count_what_is_left, lanes=lanes) as ranks:
         for report in ranks.results():

@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.ranks import LANES, Lived, attempt, run_ranks
+from tests.support.sets import only
 
 import covey
-
-each_lane = pytest.mark.parametrize(
-    "lanes", [lane if lane in ("shm", "secure") else pytest.param(lane, marks=pytest.mark.thorough) for lane in LANES]
-)
 
 
 def fork_in_the_middle() -> Any:
@@ -84,7 +81,7 @@ def fork_in_the_middle() -> Any:
         return reports, squares, total, group.recv(src=1 - group.rank).tolist()
 
 
-@each_lane
+@pytest.mark.parametrize("lanes", only(["shm"], LANES))
 def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it(lanes: str) -> None:
     for rank, (reports, squares, total, message) in enumerate(run_ranks(2, fork_in_the_middle, lanes=lanes)):
         (used, untouched, while_pending) = reports
@@ -145,7 +142,7 @@ def watch_descriptors() -> Any:
         return kept, threading.active_count()
 
 
-@each_lane
+@pytest.mark.parametrize("lanes", only(["secure"], LANES))
 def test_a_forked_child_keeps_none_of_the_sockets(lanes: str) -> None:
     for kept, _ in run_ranks(2, watch_descriptors, lanes=lanes):
         assert len(kept) <= 2, kept  # the event loop's own pair, which leads nowhere

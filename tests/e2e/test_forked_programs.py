@@ -46,6 +46,21 @@ print(json.dumps(told))
 sys.exit(7)
 """
 
+OWNERS = """
+import gc, io, logging, multiprocessing.connection, socket
+gc.unfreeze()
+owners = []
+for each in gc.get_objects():
+    if issubclass(type(each), (io.FileIO, multiprocessing.connection.Connection)):
+        owns = not each.closed and getattr(each, "closefd", True)
+    else:
+        owns = issubclass(type(each), socket.socket) and each.fileno() >= 0
+    if owns:
+        owners.append(f"{type(each).__name__} {each.fileno()} {getattr(each, 'name', '')}")
+print(owners, logging.root.handlers, logging.root.level)
+"""
+"""Shows the objects that own a descriptor: a new program has none. Logging would write, the collector would close."""
+
 
 def look(module: Any, argv: list[str], **options: Any) -> Any:
     given, held = os.pipe()
@@ -70,6 +85,37 @@ def test_a_forked_program_finds_what_an_executed_one_finds(how: str, unbuffered:
     env |= {"PYTHONUNBUFFERED": unbuffered}
     ways = [look(module, argv, cwd=tmp_path, env=env) for module in (forked, subprocess)]
     assert ways[0] == ways[1]
+
+
+def test_a_program_forked_from_the_process_of_the_tests_finds_what_an_executed_one_finds(tmp_path: Path) -> None:
+    if not forked.has_torch_server():
+        pytest.skip("this process has not imported torch")
+    (tmp_path / "look.py").write_text(LOOK)
+    env = {**os.environ, "PYTHONPATH": f"/nowhere{os.pathsep}{forked.ROOT / 'src'}"}
+    filters = "import warnings; print([(each[0], each[2]) for each in warnings.filters])"
+    code = f"import logging, torch; logging.getLogger('torch').warning('told'); {filters}"
+    for argv in (["look.py", "a"], ["-c", LOOK, "a"], ["-m", "look", "a"]):
+        forked_one = look(forked, argv, cwd=tmp_path, env=env, popen=forked.TorchPopen)
+        executed = look(subprocess, argv, cwd=tmp_path, env=env)
+        for name in ("arguments shown", "environment shown"):  # there is room for the beginning only
+            del forked_one[name], executed[name]
+        assert forked_one == executed
+    done = forked.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, popen=forked.TorchPopen, timeout=DEADLINE
+    )
+    assert (done.returncode, done.stderr.count("told")) == (0, 1), done.stderr
+    plain = subprocess.run([sys.executable, "-c", filters], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout == plain.stdout
+
+
+def test_no_object_in_a_forked_program_owns_a_descriptor_that_the_program_does_not_have() -> None:
+    """Its number is given to another file: what pytest logs would be written into memory that ranks share."""
+    own_server = [forked.TorchPopen] if forked.has_torch_server() else []
+    for popen in (forked.Popen, *own_server, subprocess.Popen):
+        with popen(
+            [sys.executable, "-c", OWNERS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as program:
+            assert program.communicate(timeout=DEADLINE) == ("[] [] 30\n", None), popen
 
 
 def test_a_forked_program_has_its_parents_environment_and_folder_by_default() -> None:

@@ -230,13 +230,38 @@ def test_sigterm_drains_a_run_and_ends_what_waits_to_be_started_again(covey_run)
     assert (code, err) == (0, ["covey: SIGTERM: stopping…"])
 
 
+def test_the_rank_that_failed_is_named_though_one_that_lost_it_ends_before(covey_run) -> None:
+    """Rank 0 only loses its peer, and the keeper sees the end of rank 0 before that of rank 2."""
+    body = """
+        import atexit
+        import numpy as np
+        import covey
+
+        group = covey.join()
+        group.barrier()
+        if rank == 1:
+            wait_for_end_of(0)
+            sys.exit(1)
+        if rank == 2:
+            atexit.register(wait_for_end_of, 0)
+            signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # while rank 1 is waited for
+        group.all_reduce(np.ones(10))
+    """
+    code, _, err = finish(covey_run(body, "-n", "3"))
+    assert code == 1
+    told = [line for line in err if line.startswith("covey: ") and "failed" in line]
+    assert told[0].startswith("covey: rank 2 failed"), err
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
     keeper = """
         import sys
+        from covey.base.pace import Growing
         from covey.runtime.keeper import supervisor
         from covey.runtime.keeper.keeper import LocalRun
-        supervisor.RESTART_PAUSE = supervisor.RESTART_PAUSE_MOST = 0.01
+        supervisor.RESTARTS = Growing(0.01, 0.01)
         run = LocalRun(2)
         code = supervisor.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
         print("processes", len(run._processes))

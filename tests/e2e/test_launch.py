@@ -11,12 +11,14 @@ import sys
 import tempfile
 import textwrap
 import time
+from multiprocessing import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support import forked
 from tests.support.launched import (
     PickyError,
     array_of,
@@ -47,6 +49,22 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert list(Path(folder).iterdir()) == []
 
 
+@pytest.fixture
+def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork ranks from a process that has imported covey, where a test asks for what they return or raise."""
+
+    def spawn(_path: object, args: list[Any], descriptors: list[int]) -> int:
+        words = [os.fsdecode(word) for word in args]
+        process = forked.Popen([word for word in words if word != "-B"], pass_fds=descriptors)
+        process.returncode = 0  # launch waits for it by its number
+        return process.pid
+
+    monkeypatch.setattr(util, "spawnv_passfds", spawn)
+    main = sys.modules["__main__"]  # pytest's, which ranks would import
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.delattr(main, "__file__")
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -54,6 +72,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_results_come_back_by_rank() -> None:
     results = launch(place_and_sum, 2, 10, "egg", timeout=DEADLINE)
     expected = np.arange(5.0) * 20 + 1
@@ -62,12 +81,14 @@ def test_results_come_back_by_rank() -> None:
         np.testing.assert_array_equal(total, expected)
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_large_results_come_back_whole() -> None:
     results = launch(array_of, 2, 3_000_001, timeout=DEADLINE)
     for rank, result in enumerate(results):
         np.testing.assert_array_equal(result, np.arange(3_000_001) * (rank + 1))
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_the_root_cause_is_raised_and_not_what_others_lost_by_it() -> None:
     with pytest.raises(ValueError, match="one is not enough") as caught:
         launch(fail_in_rank_1, 2, "value", timeout=DEADLINE)
@@ -77,12 +98,14 @@ def test_the_root_cause_is_raised_and_not_what_others_lost_by_it() -> None:
     assert "fail_in_rank_1" in note
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_an_exception_keeps_its_fields() -> None:
     with pytest.raises(PickyError, match="fields kept") as caught:
         launch(fail_in_rank_1, 2, "picky", timeout=DEADLINE)
     assert caught.value.code == 17
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.parametrize(
     ("kind", "text"),
     [pytest.param("secretive", "cannot travel", marks=pytest.mark.thorough), ("exit", "SystemExit: 3")],
@@ -101,23 +124,27 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_a_rank_that_dies_has_no_result_where_the_others_go_on() -> None:
     results = launch(sum_among_survivors, 3, (1,), timeout=DEADLINE, on_loss="continue")
     assert results == [((0, 2), 101.0), None, ((0, 2), 101.0)]
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.thorough
 def test_a_run_that_loses_all_its_ranks_has_failed() -> None:
     with pytest.raises(RankFailedError, match=r"rank \d of 2 was killed by SIGKILL"):
         launch(sum_among_survivors, 2, (0, 1), timeout=DEADLINE, on_loss="continue")
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.thorough
 def test_what_a_function_raises_ends_ranks_that_would_go_on_too() -> None:
     with pytest.raises(ValueError, match="one is not enough"):
         launch(fail_in_rank_1, 3, "value", timeout=DEADLINE, on_loss="continue")
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.thorough
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
     with pytest.raises(Exception, match="pickle") as caught:
@@ -148,6 +175,7 @@ def test_a_function_typed_at_a_prompt_is_refused_with_the_reason() -> None:
     assert "ConfigError: launch() needs a function in a module that new interpreters can import" in done.stderr
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_ranks_that_are_late_are_named_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time passes when all but rank 1 have returned."""
     returned: set[int] = set()

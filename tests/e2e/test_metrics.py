@@ -128,14 +128,16 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
     assert (run.process.pid, "job", 3) in [(each["pid"], each["name"], each["size"]) for each in here["local"]]
     asked = run.command("trace", str(run.process.pid))
     assert asked.returncode == 0, asked.stderr
-    assert (run.folder / "job.trace.json").exists()
+    made = run.folder / "home" / "traces" / "job.trace.json"
+    assert made.exists()
+    assert not (run.folder / "job.trace.json").exists()
     ended = run.command("trace", "--out", "it.json")
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert re.match(r"23 operations of 3 ranks in ", lines[0])
     assert "operation 8 of group 'run', barrier: ranks 0 and 2 are in it, rank 1 is not" in lines
     assert asked.stdout.splitlines()[0].startswith("23 operations of 3 ranks in ")
-    assert lines[-1] in asked.stdout.splitlines()[-1].replace("job.trace.json", "it.json")
+    assert lines[-1] in asked.stdout.splitlines()[-1].replace(str(made), "it.json")
     events = json.loads((run.folder / "it.json").read_text())["traceEvents"]
     for rank in range(3):
         shown = [each for each in events if each["pid"] == rank and each["name"] == "all_reduce"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support.ranks import LANES, Ranks, attempt, await_go, run_ranks
+from tests.support.sets import first, only
 
 import covey
 from covey.testing import run_threads
@@ -203,9 +204,10 @@ def test_every_two_different_operations_are_told_apart(odd: int) -> None:
         check(cases, run_threads(SIZE, lambda group, cases=cases: disagree(cases, group)))
 
 
-@pytest.mark.parametrize("odd", range(SIZE))
-def test_equal_operations_with_different_arguments_are_told_apart(odd: int) -> None:
-    for cases in batches([odd_one_out(pair, odd) for pair in DETAILS]):
+@pytest.mark.parametrize("shift", first(1, range(SIZE)))
+def test_equal_operations_with_different_arguments_are_told_apart(shift: int) -> None:
+    odd_ones = [odd_one_out(pair, (place + shift) % SIZE) for place, pair in enumerate(DETAILS)]
+    for cases in batches(odd_ones):
         check(cases, run_threads(SIZE, lambda group, cases=cases: disagree(cases, group)))
 
 
@@ -221,7 +223,7 @@ CONFUSIONS = [
 ]
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["shm", "secure"], LANES))
 def test_confused_processes_are_told_what_each_of_them_called(lanes: str) -> None:
     check(CONFUSIONS, run_ranks(SIZE, disagree, CONFUSIONS, lanes=lanes))
 
@@ -231,7 +233,7 @@ def await_each_other() -> Any:
         return attempt(lambda: group.broadcast(np.ones(4), root=1 - group.rank))
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["unix"], LANES))
 def test_two_ranks_that_await_each_others_first_broadcast_are_told(lanes: str) -> None:
     for report in run_ranks(2, await_each_other, lanes=lanes):
         assert report["error"] == "MismatchError", report
@@ -336,7 +338,7 @@ def run_and_go(size: int, cases: list[Any], how: str, lanes: str) -> list[tuple[
     return [pair for by_case in results for pair in zip(cases, by_case, strict=True)]
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["shm", "tcp"], LANES))
 def test_ranks_that_call_something_else_are_told_so_though_the_sender_has_exited(lanes: str) -> None:
     for case, report in run_and_go(3, GONE, "exits", lanes):
         assert report["error"] == "MismatchError", (case, report)
@@ -352,7 +354,7 @@ def test_a_mismatch_comes_before_a_loss_however_the_sender_goes(how: str, size: 
         assert "rank 0 called broadcast(float32[6], root=0)" in report["text"], (case, report)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["shm", "tcp"], LANES))
 def test_bytes_of_a_killed_rank_prove_what_it_called(lanes: str) -> None:
     """Nothing is left of it but what lies in the lanes."""
     for case, report in run_and_go(3, [*GONE[:3], SAME], "is killed", lanes):
@@ -382,7 +384,7 @@ def differ_and_go_on(roots: list[int]) -> Any:
         return [differ(whole.split(0), root) for root in roots]
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["secure"], LANES))
 def test_where_operations_are_all_or_nothing_all_ranks_hear_of_a_mismatch(lanes: str) -> None:
     """Of another operation, and of another root."""
     for reports in run_ranks(3, differ_and_go_on, [-1, 1], lanes=lanes):

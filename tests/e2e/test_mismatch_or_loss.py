@@ -84,8 +84,9 @@ def read_what_the_plan_does_not_have() -> Any:
     announce = engine.stalls.announce
 
     def hear_of_the_loss(*args: Any, **options: Any) -> None:
+        engine.stalls.announce = announce  # type: ignore[method-assign]
         say("inside")
-        while not engine.attempt.is_stopped:
+        while not (engine.attempt.is_stopped or engine.stalls.is_comparing):
             pass
         announce(*args, **options)
 
@@ -103,4 +104,63 @@ def test_bytes_of_a_later_operation_prove_a_mismatch_to_the_only_rank_that_reads
         ranks.go(0)
         (report,) = ranks.results([3])
     assert report["error"] == "MismatchError", report
-    assert " bytes of scatter as its operation 3" in report["text"], report
+    # Ranks 1 and 2 tell what they have of the broadcast, before or after rank 3 has given its own reason.
+    told = (" bytes of scatter as its operation 3", "called different things as operation 2: rank 0 called broadcast(")
+    assert any(words in report["text"] for words in told), report
+
+
+def witness_between_operations() -> Any:
+    """Rank 0 broadcasts, to rank 3 by way of rank 2, and is killed; rank 3 calls something else, the others nothing.
+
+    Rank 3 has no byte of rank 0. Those that have are between two operations and call nothing before they are told.
+    """
+    from covey.runtime.group.internals import engine_of
+
+    group = covey.join()
+    group.all_to_all(np.zeros((4, 1)))
+    engine = engine_of(group)
+    if group.rank == 0:
+        group.broadcast(np.arange(6.0))
+        say("called")
+        await_go()
+        os.kill(os.getpid(), 9)
+    if group.rank in (1, 2):
+        await_go()
+        return attempt(lambda: group.broadcast(np.arange(6.0)))
+    announce = engine.stalls.announce
+
+    def hear_of_the_loss(*args: Any, **options: Any) -> None:
+        engine.stalls.announce = announce  # type: ignore[method-assign]
+        say("inside")
+        while not (engine.attempt.is_stopped or engine.stalls.is_comparing):
+            pass
+        announce(*args, **options)
+
+    await_go()
+    engine.stalls.announce = hear_of_the_loss  # type: ignore[method-assign]
+    return attempt(lambda: group.all_reduce(np.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "native"),
+    [
+        ("shm", "1"),
+        ("secure", "1"),
+        ("unix", "0"),
+        *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in [("shm", "0"), ("tcp", "1"), ("secure", "0")]),
+    ],
+)
+def test_ranks_between_operations_tell_what_their_lanes_hold(lanes: str, native: str) -> None:
+    with Ranks(4, witness_between_operations, lanes=lanes, env={"COVEY_NATIVE": native}) as ranks:
+        ranks.hear("called", [0])
+        ranks.go(3)
+        ranks.hear("inside", [3])
+        ranks.go(0)
+        (report,) = ranks.results([3])
+        ranks.go(1)
+        ranks.go(2)
+        others = ranks.results([1, 2])
+    for each in (report, *others):
+        assert each["error"] == "MismatchError", each
+        assert "rank 0 called broadcast(float64, ...)" in each["text"], each
+        assert "rank 3 called all_reduce(float64[3]" in each["text"], each

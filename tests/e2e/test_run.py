@@ -611,6 +611,21 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert all(name in done.stdout for name in ("run", "bench", "demo"))
 
 
+def test_a_log_file_that_cannot_be_written_is_said_at_once_and_in_the_exit_code(
+    covey_run: Callable[..., Keeper], tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    code, out, err = covey_run("-n", "1", "--log-dir", "logs", "echo", "one").finish()
+    assert code == 1
+    assert out == "[0] one\n"
+    reason = "cannot be written (No space left on device); the run goes on without its logs"
+    assert err.splitlines() == [
+        f"covey: logs/rank-0.log {reason}",
+        "covey: the files in --log-dir lack some of the output",
+    ]
+
+
 def test_each_rank_has_a_log_file_if_one_is_asked_for(
     covey_run: Callable[..., Keeper], script: Callable[[str], str], tmp_path: Path
 ) -> None:

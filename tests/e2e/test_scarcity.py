@@ -61,6 +61,26 @@ said["sum"] = group.all_reduce(group.rank + 1)
 group.close()
 print(json.dumps(said))
 """
+FIRST = """
+import json, os, resource
+import numpy as np
+import covey
+
+# The lowest numbers: what covey closes above the limit does not become free.
+held = [os.open("/dev/null", os.O_RDONLY) for _ in range(int(os.environ["LEFT"]))]
+group = covey.join(on_loss=os.environ["ON_LOSS"])
+if group.rank == int(os.environ["SHORT"]):
+    limit = max([2, *held]) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+for each in held:
+    os.close(each)
+try:
+    said = ["done", float(group.all_reduce(np.ones(3))[0])]
+except covey.CoveyError as error:
+    said = [type(error).__name__, str(error)]
+group.close()
+print(json.dumps(said))
+"""
 ALONE = """
 import os, resource, sys
 from covey import CoveyError, join
@@ -95,6 +115,26 @@ def test_a_group_without_a_descriptor_left_goes_on_and_says_what_to_do(job: Job,
         assert "ulimit -n" in said["part"]
         assert said["message again"] == said["part again"] == "done"
         assert said["sum"] == 3
+
+
+@pytest.mark.parametrize(
+    ("short", "left", "on_loss"),
+    [(1, 0, "raise"), (0, 0, "raise"), (0, 2, "continue"), pytest.param(1, 2, "continue", marks=pytest.mark.thorough)],
+)
+def test_a_rank_whose_descriptors_are_used_up_before_its_first_operation_says_so_and_the_others_know_why(
+    job: Job, short: int, left: int, on_loss: str
+) -> None:
+    ended = [finish(rank).report for rank in job.ranks(FIRST, 3, SHORT=short, LEFT=left, ON_LOSS=on_loss)]
+    kind, text = ended.pop(short)
+    assert kind == "ConnectError"
+    assert "ulimit -n" in text
+    for kind, text in ended:  # rank 0 accepts, the others dial
+        if on_loss == "continue":
+            assert (kind, text) == ("done", 2.0)
+        else:
+            assert kind == "PeerLostError"
+            assert text.startswith(f"rank {short} gave up")
+            assert "ulimit -n" in text
 
 
 def test_a_process_that_can_open_nothing_is_told_so_when_it_joins(job: Job) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 
+from tests.support import pipes
 from tests.support.machines import end, heard, wait_until_joined
 from tests.support.waiting import DEADLINE
 
@@ -43,9 +45,30 @@ def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) ->
     assert lab.left_behind() == []
 
 
+def test_agents_and_runs_of_this_machine_are_shown_though_no_run_of_the_cluster_goes_on(lab) -> None:
+    machine = lab.machine("one", "lab")
+    agent = machine.start("-m", "covey", "up")
+    assert " is up in the cluster 'lab'" in pipes.stdout(agent).readline()
+    local = machine.start("-m", "covey", "run", "-n", "2", "--solo", "sh", "-c", "echo up; exec sleep 600")
+    assert pipes.stdout(local).readline().endswith("up\n")
+    ended = machine.covey("status", "--wait", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "no node" not in ended.stderr
+    assert re.search(r"^agent +", ended.stdout, re.MULTILINE)
+    assert "no run of the cluster goes on" in ended.stdout
+    assert re.search(rf"^sh +2 +{local.pid}$", ended.stdout, re.MULTILINE)
+    seen = json.loads(machine.covey("status", "--json", "--wait", "2").stdout)
+    assert [each["version"] for each in seen["agents"]] == [__version__]
+    assert ("sh", 2, local.pid) in [(each["name"], each["size"], each["pid"]) for each in seen["local"]]
+    for process in (agent, local):
+        process.terminate()
+        process.wait(DEADLINE)
+    assert lab.left_behind() == []
+
+
 def test_no_node_is_an_answer_too(lab) -> None:
     machine = lab.machine("one", "lab")
-    ended = machine.covey("status", "--wait", "0.3")
+    ended = machine.covey("status", "lab", "--wait", "0.3")  # without the name, runs of other tests here count, too
     assert (ended.returncode, ended.stdout.strip()) == (1, "")
     assert ended.stderr == "no node of cluster 'lab' is running or answering; `covey doctor` looks for the cause\n"
     ended = machine.covey("status", "lab", "--json", "--wait", "0.3")

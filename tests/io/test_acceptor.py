@@ -326,7 +326,7 @@ def test_wrong_answers_are_refused_with_one_line_for_all(caplog: pytest.LogCaptu
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = "test has refused 1 connections; the last one: refused a connection that does not have this cluster's key"
+    words = "test has refused a connection: refused a connection that does not have this cluster's key"
     assert lines == [("WARNING", words)]
 
 

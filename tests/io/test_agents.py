@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.support.agents import CONFIG, a_caller, an_agent
 from tests.support.attackers import call_on_loop
@@ -152,3 +153,26 @@ def test_a_second_agent_in_the_same_folder_is_refused_until_the_first_has_ended(
         assert agent.service.jobs.all() == []
     with serving(cluster, CONFIG, permission):
         pass
+
+
+def test_a_terminal_is_told_that_an_agent_was_restarted_and_its_program_has_ended() -> None:
+    with an_agent() as (cluster, _), a_caller(cluster) as (_, caller):
+        caller.card = msgspec.structs.replace(
+            caller.card, life=caller.card.life[::-1]
+        )  # the agent that is linked is another process
+        reports: list[Report] = []
+        AgentShare(caller, 1).run(reports.append)
+        assert reports == [Ended(1, "the agent was restarted, and its programs have ended with it", is_lost=True)]
+
+
+def test_an_error_of_an_agent_keeps_its_lines_and_no_other_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("cannot install (exit code 1); its last output:\nERROR: no\x1b[31m such\n\tpackage")
+
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        monkeypatch.setattr(agent.service.jobs, "get", fail)
+        with pytest.raises(ConfigError) as caught:
+            caller.call("send_signal", 1, 2, 3)
+    *_, first, second, third = str(caught.value).splitlines()
+    assert first.endswith("(exit code 1); its last output:")
+    assert (second, third) == ("ERROR: no\\x1b[31m such", "\\tpackage")

@@ -251,7 +251,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_path_too_long_for_a_socket_is_refused_before_anyone_waits(tmp_path: Path) -> None:
     folder = tmp_path / ("deep" * 25)
     folder.mkdir(mode=0o700)
-    with pytest.raises(ConfigError, match="too long for a unix socket; set TMPDIR"):
+    with pytest.raises(ConfigError, match="too long for a unix socket; set XDG_RUNTIME_DIR"):
         check_folder(folder)
 
 

@@ -315,7 +315,7 @@ def test_a_process_that_is_not_of_the_run_is_refused(service: KeeperService) -> 
         rank = await Rank.come(stack, service)
         cases: list[tuple[dict[str, Any], str]] = [
             ({"purpose": "rank"}, "only talks to the processes of its run"),
-            ({"version": 99}, "you speak version 99"),
+            ({"version": 99}, "speaks protocol 99 .*, covey run speaks"),
             ({"card": messages.Card(b"", b"short", "", "", 1, rank.card.contact)}, "not filled in"),
             ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
         ]

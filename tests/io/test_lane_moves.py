@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
+from covey.base.errors import PeerLostError
 from covey.base.numbers import Seat
 from covey.net import descriptors
 from covey.runtime import loop as control
@@ -235,5 +236,23 @@ def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() ->
             is_ahead.set()
         await_that(lambda: old.sockets()[0].fileno() < 0)
         group.barrier()
+
+    run_threads(2, body, lanes="tcp")
+
+
+def test_a_lane_that_gets_stuck_while_its_rank_is_in_no_operation_ends_the_wait_of_the_other() -> None:
+    """Rank 0 has sent its part, which is lost, and gone on; rank 1 has nothing to send that could get stuck."""
+
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        if group.rank == 0:
+            ((_, lane),) = node.lanes.table.open_lanes("collectives")
+            lane.is_stuck = lambda **_: True
+            with pytest.raises(PeerLostError, match=r"rank 1 .*MTU"):
+                group.recv(1)
+        else:
+            with pytest.raises(PeerLostError, match=r"rank 1 .*MTU"):
+                group.barrier()
 
     run_threads(2, body, lanes="tcp")

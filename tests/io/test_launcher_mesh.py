@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from tests.support.waiting import DEADLINE
 
+from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
+from covey.base.version import __version__
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
+from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.node import Node
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
 if TYPE_CHECKING:
     import covey
+    from covey.runtime.members.peers import Peer
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +73,43 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
 
     began = time.monotonic()
     assert min(run_threads(2, work, lanes="unix", timeout=DEADLINE)) > began
+
+
+@pytest.mark.parametrize("step", [-1, 1], ids=["older", "newer"])
+def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Rank 1 comes once rank 2 is linked with rank 0, which then tells it why the run cannot form."""
+    hello, dial, linked, other = LauncherMesh.hello, LauncherMesh.dial, Node.linked, messages.VERSION + step
+    is_linked = asyncio.Event()
+
+    def note(node: Node, peer: Peer, link: Any, card: messages.Card) -> None:
+        linked(node, peer, link, card)
+        if (node.seat, peer.seat) == (0, 2):
+            is_linked.set()
+
+    async def dial_late(mesh: LauncherMesh, peer: Peer) -> None:
+        if mesh.hello().rank == 1:
+            await is_linked.wait()
+        await dial(mesh, peer)
+
+    monkeypatch.setattr(Node, "linked", note)
+    monkeypatch.setattr(LauncherMesh, "dial", dial_late)
+
+    def of_another_release(mesh: LauncherMesh) -> messages.Hello:
+        said = hello(mesh)
+        card = msgspec.structs.replace(said.card, version="9.9", host_name="south")
+        return msgspec.structs.replace(said, version=other, card=card) if said.rank == 1 else said
+
+    monkeypatch.setattr(LauncherMesh, "hello", of_another_release)
+    with pytest.raises(ExceptionGroup) as raised:
+        run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
+    assert len(raised.value.exceptions) == 3
+    for error in raised.value.exceptions:
+        assert isinstance(error, ConfigError), error
+        assert f"south speaks protocol {other} (covey 9.9)" in str(error)
+        assert f"speaks {messages.VERSION} (covey {__version__})" in str(error)
+        assert str(error).endswith("update covey on south") == (step < 0)
 
 
 @pytest.mark.parametrize("news", ["its process has exited", "a view without it"])

@@ -8,19 +8,22 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 
+from covey.net import tcp
 from covey.proto.calling.tags import CALL_TAG
 from covey.proto.message_link import MessageSizes
-from covey.runtime.messages import driving_thread, shared_driving
+from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.messages.listening import ListeningMessenger
 from covey.runtime.work import Work
+from covey.testing.proxy import Proxy, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 SHORT = 0.5
 """Far longer than a message takes, far shorter than the deadlines here."""
@@ -35,11 +38,18 @@ class Asker:
         self.numbers = itertools.count()
 
     def ask(self, text: str) -> Work[int]:
-        question = f"{text} {next(self.numbers)}".encode()
-        work = self.works[question] = Work(question.decode(), drive=self.messenger.drive)
-        self.messenger.tell(question, 1, CALL_TAG)
+        return self.ask_all(text)[0]
+
+    def ask_all(self, *texts: str) -> list[Work[int]]:
+        """Ask several questions, which arrive together."""
+        works = list[Work[int]]()
+        for text in texts:
+            question = f"{text} {next(self.numbers)}".encode()
+            works.append(Work(question.decode(), drive=self.messenger.drive))
+            self.works[question] = works[-1]
+            self.messenger.tell(question, 1, CALL_TAG)
         self.messenger.flush()
-        return work
+        return works
 
     def heard(self, messages: list[tuple[int, bytes]]) -> None:
         for _, question in messages:
@@ -71,7 +81,7 @@ class Answerer:
                 self.messenger.flush()
 
             if words[0] == b"echo":
-                is_job = b"job" in words and self.messenger.run_soon(job)
+                is_job = b"job" in words and self.messenger.run_soon(job, threading.Thread(target=job).start)
                 self.ran.append((question, is_job))
                 if not is_job and b"job" in words:
                     threading.Thread(target=job).start()
@@ -80,8 +90,10 @@ class Answerer:
 
 
 class Pair:
-    def __init__(self) -> None:
-        ends = socket.socketpair()
+    def __init__(
+        self, ends: Sequence[socket.socket] = (), renew: Callable[[int, Any, float], None] = lambda *_: None
+    ) -> None:
+        ends = ends or socket.socketpair()
         self.wakes = [socket.socketpair() for _ in ends]
         listeners: list[Any] = []
 
@@ -90,7 +102,7 @@ class Pair:
                 rank,
                 2,
                 open_lane=lambda *_: pytest.fail("a lane was opened"),
-                renew_lane=lambda *_: None,
+                renew_lane=renew,
                 give_up=lambda _: None,
                 wake_fd=self.wakes[rank][0].fileno(),
                 fault=lambda: None,
@@ -105,9 +117,14 @@ class Pair:
 
         self.asker: Asker = make(0, Asker)
         self.answerer: Answerer = make(1, Answerer)
-        for rank, sock in enumerate(ends):
+        self.adopt(ends)
+
+    def adopt(self, ends: Sequence[socket.socket]) -> None:
+        """Let both messengers use a connection."""
+        for sock in ends:
             sock.setblocking(False)
-            listeners[rank].messenger.adopt(1 - rank, sock)
+        self.asker.messenger.adopt(1, ends[0])
+        self.answerer.messenger.adopt(0, ends[1])
 
     def close(self) -> None:
         self.answerer.block.set()
@@ -228,6 +245,60 @@ def test_a_job_that_takes_long_holds_up_no_other_message(pair: Pair) -> None:
     until(blocks)  # the first may run elsewhere: until there is a thread that stands by
 
 
+class QuietMessages:
+    """Messages of which one batch arrives, with two jobs, and nothing afterwards."""
+
+    def __init__(self, *, has_caller: bool) -> None:
+        self.driving = shared_driving.SharedDriving(cast("Any", threading.RLock()), "quiet", may_spin=False)
+        self.has_arrived, self.may_end, self.flushed = threading.Event(), threading.Event(), threading.Event()
+        self.ran_elsewhere, self.has_caller = threading.Event(), has_caller
+        self.work: Work[None] = Work("that of a caller")
+
+    def turn(self, deadline: float | None, *, spins: bool = False) -> None:
+        if not self.has_arrived.is_set():
+            until(lambda: self.driving.may_run_jobs(self))
+            self.driving.add_job(self.block, lambda: pytest.fail("it ran already"))
+            self.driving.add_job(lambda: pytest.fail("it waits behind one that takes long"), self.ran_elsewhere.set)
+            self.has_arrived.set()
+        else:
+            self.may_end.wait(DEADLINE)
+
+    def block(self) -> None:
+        if self.has_caller:
+            threading.Thread(target=self.driving.drive, args=(self, self.work, None)).start()
+        self.may_end.wait(DEADLINE)
+
+    def has_more(self) -> bool:
+        return not self.may_end.is_set()
+
+    def flush(self) -> None:
+        self.flushed.set()
+
+    def fail_all(self, error: BaseException) -> None:
+        raise error
+
+
+@in_turn(has_caller=[False, True])
+def test_jobs_behind_one_that_takes_long_run_elsewhere_and_what_those_before_it_sent_is_flushed(
+    has_caller: bool,
+) -> None:
+    messages = QuietMessages(has_caller=has_caller)
+    with messages.driving._lock:
+        messages.driving.call_background(messages)
+    try:
+        assert messages.ran_elsewhere.wait(DEADLINE)
+        assert messages.flushed.wait(DEADLINE)
+    finally:
+        messages.may_end.set()
+        messages.work.finish(None)
+        with messages.driving._lock:
+            messages.driving.is_stopping = True
+            messages.driving._needed.notify_all()
+        messages.driving.join_background()
+        with messages.driving._lock:
+            messages.driving.close()
+
+
 def test_messengers_that_have_nothing_to_do_use_no_processor_time(pair: Pair) -> None:
     for _ in range(50):
         pair.asker.ask("echo job").wait(DEADLINE)
@@ -244,3 +315,34 @@ def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair, monkeypatch: 
     pair.asker.ask("echo job blocked")
     until(lambda: b"blocked" in pair.answerer.ran[-1][0].split())
     pair.answerer.messenger.close(time.monotonic() + SHORT)
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_what_a_machine_on_the_way_acknowledges_and_swallows_is_sent_again(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_poll, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(lane_poll, "FIRST_DOUBT_SECONDS", 0.3)
+    monkeypatch.setattr(tcp, "PATH_CHECK_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(listener.getsockname()) as proxy:
+        used: list[socket.socket] = []
+        lock = threading.Lock()
+
+        def connect() -> list[socket.socket]:
+            dialled = socket.create_connection(proxy.address)
+            used[:] = [dialled, listener.accept()[0]]
+            return used
+
+        def renew(_rank: int, ended: Any, _pause: float) -> None:
+            with lock:
+                if ended in used:  # the other end has not asked before
+                    made.adopt(connect())
+
+        made = Pair(connect(), renew)
+        try:
+            assert made.asker.ask("echo").wait(DEADLINE)
+            proxy.swallow(way)  # the question, or the answer
+            assert made.asker.ask("echo").wait(DEADLINE)
+            assert proxy.connections() >= 2
+        finally:
+            made.close()

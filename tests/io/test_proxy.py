@@ -187,6 +187,19 @@ def test_what_is_held_is_neither_accepted_nor_forwarded_and_comes_when_resumed(
         assert read(late, 4) == answer(b"late")
 
 
+def test_what_is_swallowed_is_taken_and_not_passed_on(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    client.sendall(TEXT[:100])
+    assert client.recv(100, socket.MSG_WAITALL) == bytes(255 - byte for byte in TEXT[:100])
+    proxy.swallow(Way.TO_TARGET)
+    client.sendall(TEXT)
+    while len(proxy.recorded(0, Way.TO_TARGET)) < 100 + len(TEXT):
+        time.sleep(0.001)
+    assert bytes(echo.heard[0]) == TEXT[:100]
+    with dial(proxy) as another:
+        another.sendall(TEXT[:10])
+        assert another.recv(10, socket.MSG_WAITALL) == bytes(255 - byte for byte in TEXT[:10]), "later ones pass"
+
+
 def test_all_connections_can_be_ended_in_order(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     assert ask(client, TEXT) == answer(TEXT)
     assert proxy.end_all() == 1

@@ -12,6 +12,7 @@ import pytest
 from tests.io.test_mesh import Meshes, new_cluster, only_links, run, until
 from tests.support.relays import ask, client, listen, open_relay, port_of, register
 
+from covey.base.pace import Growing
 from covey.proto import relaying
 from covey.runtime.links import address_race
 from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
@@ -158,7 +159,7 @@ def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_registration, "PAUSE_LIMIT", 0.2)
+    monkeypatch.setattr(relay_registration, "PAUSES", Growing(0.2, 0.2))
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -176,6 +177,28 @@ def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
     run(work)
 
 
+def test_a_relay_that_falls_silent_is_left_and_found_again_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine has lost its network: no connection ends, and TCP alone would notice minutes later."""
+    monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.2)
+    monkeypatch.setattr(relay_registration, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(relay_registration, "ATTEMPT_SECONDS", 0.3)
+
+    async def work(meshes: Meshes) -> None:
+        async with relaying_at() as server:
+            with Proxy(("127.0.0.1", port_of(server))) as proxy:
+                where = f"127.0.0.1:{proxy.address[1]}"
+                node = await meshes.add(new_cluster(relays=(where,)))
+                await registered(node)
+                proxy.hold()
+                await until(lambda: node.relays.problems.get(where) == "it does not answer")
+                before = proxy.connections()
+                proxy.resume()
+                await registered(node)
+                assert proxy.connections() > before, "over a new connection"
+
+    run(work)
+
+
 def relay_of(node: Mesh, other: Mesh) -> str:
     remote = node.met.get(other.card.id)
     return "" if remote is None or remote.link is None else remote.link.relay
@@ -186,7 +209,7 @@ def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkey
     monkeypatch.setattr(better_ways, "RELAY_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
-    monkeypatch.setattr(relay_registration, "PAUSE_LIMIT", 0.2)
+    monkeypatch.setattr(relay_registration, "PAUSES", Growing(0.2, 0.2))
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as first:

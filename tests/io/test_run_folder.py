@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, RunFolder, sweep
+from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, TOKEN, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
@@ -102,17 +102,20 @@ def test_the_folder_of_a_living_keeper_stays_however_old_it_is(base: Path) -> No
         make_old(folder, 1e7)
         sweep(str(base))
         assert folder.exists()
+        (folder / TOKEN).touch()
         process.send_signal(signal.SIGSTOP)  # a stopped one lives
         sweep(str(base))
-        assert folder.exists()
+        assert (folder / TOKEN).exists()
 
 
 def test_a_folder_that_is_seconds_old_stays(base: Path) -> None:
     left = left_by_a_killed_keeper(base)
     for age in (-100.0, 0.0, AGE_SECONDS - 10):  # a clock may have been put back meanwhile
+        (left / TOKEN).touch()
         make_old(left, age)
         sweep(str(base))
         assert left.exists()
+        assert not (left / TOKEN).exists(), "what proves membership goes at once"
 
 
 def is_locked(path: Path) -> bool:

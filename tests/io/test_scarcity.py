@@ -13,6 +13,7 @@ import pytest
 from tests.io.test_mesh import Meshes, know_each_other, new_cluster, run, seed_of, until
 
 from covey.base.errors import ConnectError
+from covey.base.pace import Growing
 from covey.net.discovery import interfaces, mdns
 from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
@@ -126,8 +127,7 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
 def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.runtime.mesh.follower.SCARCE_SECONDS", 0.0)
     monkeypatch.setattr("covey.runtime.mesh.follower.AGAIN_SECONDS", 0.004)
-    monkeypatch.setattr("covey.runtime.mesh.hints.AGAIN_SECONDS", 0.001)
-    monkeypatch.setattr("covey.runtime.mesh.hints.SELDOM_SECONDS", 0.002)
+    monkeypatch.setattr("covey.runtime.mesh.hints.PAUSES", Growing(0.001, 0.002))
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 
     async def dial(_hint: Hint) -> DialOutcome:

@@ -99,6 +99,20 @@ def test_a_segment_that_its_maker_could_shrink_is_refused() -> None:
         shm.attach(shm.unlinked(1 << 16), 1 << 16)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has seals")
+def test_a_write_to_the_descriptor_of_a_segment_changes_no_byte_of_it() -> None:
+    """As by a library whose file was closed, and whose number the segment has now, in either process."""
+    nbytes = 1 << 16
+    descriptor, ours = shm.create(nbytes)
+    passed_on = os.dup(descriptor)
+    with ours, shm.attach(os.dup(descriptor), nbytes) as theirs:
+        for number in (descriptor, passed_on):
+            with pytest.raises(PermissionError):
+                os.write(number, b"a line of a log\n")
+            os.close(number)
+        assert theirs[:] == bytes(nbytes)
+
+
 @pytest.mark.parametrize("unable", [0, 1])
 def test_a_pair_with_an_end_that_has_no_rings_uses_a_unix_socket(unable: int) -> None:
     """Whichever end dials; the other pair keeps its rings, and all ranks run the same plan."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import select
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.compiled import needs_compiler, shared_library
 
 from covey.net import tcp
 from covey.net.tcp import STUCK_SECONDS, STUCK_TIMEOUTS, Acknowledgements
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
@@ -24,6 +30,10 @@ def after(timeouts: int, first: float, idle: float = 0.0) -> Acknowledgements:
 def test_a_path_is_dead_when_bytes_were_sent_again_and_again_and_nothing_came_back() -> None:
     assert Acknowledgements(STUCK_SECONDS, 3, STUCK_TIMEOUTS, 1.6).is_stuck
     assert not Acknowledgements(3600.0, 0, 0, 0.2).is_stuck, "an idle connection"
+    held_back = Acknowledgements(STUCK_SECONDS, 0, 0, 1.6, unsent=1000, probes=STUCK_TIMEOUTS)
+    assert held_back.is_stuck, "the interface is gone, or this machine's firewall drops the packets"
+    assert not held_back._replace(unsent=0).is_stuck
+    assert not held_back._replace(probes=0).is_stuck, "the receiver does not read, and answers probes"
     assert not Acknowledgements(3600.0, 3, 0, 0.2).is_stuck, "the first bytes after an hour"
     assert not Acknowledgements(STUCK_SECONDS / 2, 3, STUCK_TIMEOUTS, 1.6).is_stuck
 
@@ -42,7 +52,7 @@ class Silent:
     family = socket.AF_INET
 
     def __init__(self, timeouts: int, unacknowledged: int = 3) -> None:
-        self._info = bytearray(104)
+        self._info = bytearray(176)
         self._info[2] = timeouts
         self._info[24:28] = unacknowledged.to_bytes(4, sys.byteorder)
 
@@ -112,3 +122,38 @@ def test_the_kernel_spaces_out_what_is_sent_and_tells_how_much_arrived() -> None
         assert 0 < known.acknowledged < sent
         assert known.is_sending
     assert tcp.progress(near) is None
+
+
+OFFSETS = """
+#include <linux/tcp.h>
+#include <stddef.h>
+#define FIELD(name) (int)offsetof(struct tcp_info, tcpi_##name)
+__attribute__((visibility("default"))) int offsets[] = {
+    FIELD(probes), FIELD(rto), FIELD(last_ack_recv), FIELD(bytes_acked),
+    FIELD(busy_time), FIELD(bytes_acked), FIELD(notsent_bytes), FIELD(bytes_received), FIELD(min_rtt),
+    FIELD(total_retrans), FIELD(segs_out),
+};
+"""
+
+
+@needs_compiler
+def test_fields_are_where_the_kernel_has_them(tmp_path: Path) -> None:
+    """Each form skips to its fields: the offset of the last one is its size without the field."""
+    library = ctypes.CDLL(str(shared_library(tmp_path, OFFSETS)))
+    expected = list((ctypes.c_int * 11).in_dll(library, "offsets"))
+    byte, word, long_word = 1, 4, 8
+    found = [
+        tcp._TIMEOUTS_AND_PROBES.size - byte,
+        tcp._NEXT_TIMEOUT.size - word,
+        tcp._LAST_ACK.size - word,
+        tcp._ACKED_AND_BUSY.size - 2 * long_word - 40,
+        tcp._ACKED_AND_BUSY.size - long_word,
+        tcp._ACKED_AND_UNSENT.size - word - 16 - long_word,
+        tcp._ACKED_AND_UNSENT.size - word,
+        tcp._RECEIVED.size - long_word,
+        tcp._LEAST_ROUND_TRIP.size - word,
+        tcp._RETRANSMITTED.size - 2 * word - 32,
+        tcp._RETRANSMITTED.size - word,
+    ]
+    assert found == expected
+    assert tcp._ACKED_AND_BUSY.size <= tcp._INFO_BYTES

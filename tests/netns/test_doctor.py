@@ -260,4 +260,4 @@ def test_a_full_temporary_folder_and_a_read_only_home_are_named() -> None:
         assert str(host.temp) in finding["text"]
         assert "No space left on device" in finding["text"]
         assert "0 bytes free" in finding["text"]
-        assert "TMPDIR" in finding["remedy"]
+        assert "TMPDIR and XDG_RUNTIME_DIR" in finding["remedy"]

@@ -135,13 +135,30 @@ def test_a_path_that_swallows_long_packets_is_left() -> None:
         end_well(members)
 
 
-def test_where_only_short_packets_pass_lanes_send_short_ones() -> None:
+@pytest.mark.parametrize("longest", [1000, pytest.param(1300, marks=pytest.mark.thorough)])
+def test_where_only_short_packets_pass_lanes_send_short_ones(longest: int) -> None:
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         members = start_run(lan)
-        lan.switch.swallow(longer_than=1300)
+        lan.switch.swallow(longer_than=longest)
         for number in range(2):
             await_progress(members, number)
         end_well(members)
+        told = [kind for member in members for kind, *_ in member.said("events")["kinds"]]
+        assert told.count("mtu") == (2 if longest < 1280 else 1), "the end that dials says so for each size"
+
+
+@pytest.mark.thorough
+def test_what_the_firewall_of_this_machine_drops_ends_no_operation_with_a_hang() -> None:
+    """The kernel does not even send it: nothing is unacknowledged, and nothing times out."""
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        members = start_run(lan, on_loss="raise")
+        await_progress(members, 0)
+        words = "tc qdisc add dev eth0 root tbf rate 1gbit burst 1000 latency 100ms"  # drops what is longer than 1000
+        lan.hosts[1].run(words.split())
+        for member in members:
+            said = member.said("error")
+            assert said["kind"] == "PeerLostError"
+            assert "MTU" in said["text"], said
 
 
 def test_lanes_on_which_packets_get_lost_use_bbr() -> None:

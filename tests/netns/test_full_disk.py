@@ -72,7 +72,7 @@ def test_full_temporary_folders_are_named_with_what_to_do() -> None:
     assert lines[1] == f"covey.ConfigError: {text}you can write"
     assert lines[2].startswith("covey.ConfigError: cannot write to /run/covey-0")
     assert lines[2].endswith(
-        ": No space left on device; free some space there, or set TMPDIR or XDG_RUNTIME_DIR to a folder that you can "
-        "write"
+        ": No space left on device; free some space there, or set XDG_RUNTIME_DIR to a folder that you can "
+        "write, for all processes of the run"
     )
     assert lines[3].startswith("[0] covey "), "another folder is taken for the sockets of a run"

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 from tests.support import pipes
+from tests.support.members import STEADY, Member, by_rank
 from tests.support.nodes import SOURCE, Cluster, Node
 from tests.support.waiting import DEADLINE
 
@@ -162,6 +163,34 @@ def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other() -> N
             report = ended(node)
             assert report["steps"] == 30
             assert report["relays"][0].partition(":")[0] in hosts[3 - first].ip4s
+
+
+def test_relays_that_end_one_after_the_other_cost_no_member() -> None:
+    """The second one ends as soon as the first one has returned: no node is registered there yet."""
+    with two_networks(hosts=4) as hosts:
+        relays = [start_relay(host) for host in hosts[2:]]
+        told = [",".join(relay.ip4s[network] for relay in hosts[2:]) for network in (0, 1)]
+        cluster = Cluster()
+        options: dict[str, Any] = {"count": 500, "pause": 0.02, "talks": True, "patience": DEADLINE}
+        started = [
+            cluster.start(hosts[i], env={"COVEY_RELAYS": told[i]}, code=STEADY, size=2, **options) for i in (0, 1)
+        ]
+        members = by_rank([Member(node.host, node.process) for node in started])
+        for number, index in enumerate((0, 1, 0)):
+            relays[index].kill()
+            relays[index].wait(DEADLINE)
+            members[0].signal(signal.SIGUSR2)
+            if number == 0:  # one of them carries the links
+                for member in members:
+                    member.said("marked")
+            relays[index] = start_relay(hosts[2 + index])
+        members[0].signal(signal.SIGUSR2)
+        for member in members:
+            member.said("marked", 1)
+        members[0].ask_to_end()
+        assert len({member.end()["step"] for member in members}) == 1
+        for member in members:
+            assert member.all_said("contributors") == member.all_said("error") == [], member.story()
 
 
 def test_a_relay_that_does_not_run_is_named_by_the_node_and_by_the_doctor() -> None:

@@ -8,13 +8,25 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.attackers import BROKEN, Insider, Victim, dial_door, new_cluster, read, until, victim
+from tests.support.attackers import (
+    BROKEN,
+    Insider,
+    Victim,
+    dial_door,
+    dial_tls,
+    dialling_context,
+    new_cluster,
+    read,
+    until,
+    victim,
+)
 from tests.support.waiting import DEADLINE
 
 from covey.net import audit_reader
 from covey.net.keys.identity import NodeIdentity
 from covey.runtime.members.audit import SOURCE_BURST, STRANGERS_BURST
 from covey.wire import door, messages
+from covey.wire import formation as forming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +114,51 @@ def test_a_denied_node_and_another_version_are_noted_by_the_key_they_proved() ->
     assert (denied.address, version.address) == ("127.0.0.1", "127.0.0.1")
     assert "denied" in denied.reason
     assert (version.event, version.node) == ("refused", other.id.hex())
-    assert "version 99" in version.reason
+    assert "protocol 99" in version.reason
+
+
+@pytest.mark.parametrize("moment", ["at the door", "after the door", "after TLS"])
+def test_a_dial_that_a_member_drops_is_not_noted(prey: Victim, moment: str) -> None:
+    """A node dials all addresses of another, and drops all connections but the first that works."""
+    secret, identity = prey.cluster.secret, NodeIdentity.ephemeral()
+    key, before = secret.derive("door"), prey.acceptor.turned_away
+    if moment == "at the door":
+        socket.create_connection(prey.address, timeout=DEADLINE).close()
+    elif moment == "after the door":
+        dial_door(prey.address, key).close()
+    else:
+        dial_tls(prey.address, key, dialling_context(secret.derive("node-ca"), identity.private)).close()
+    until(lambda: prey.acceptor.turned_away == before + 1)
+    invade(prey, "127.0.0.66")
+    assert [entry.address for entry in entries(prey)] == ["127.0.0.66"]
+
+
+def test_a_node_that_gives_the_id_of_another_or_a_launchers_rank_is_noted(prey: Victim) -> None:
+    other, rank = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    with Insider(prey, card={"id": other.id}) as member:
+        assert isinstance(member.greeting, messages.Refusal)
+    with Insider(prey, rank, purpose="rank") as member:
+        assert isinstance(member.greeting, messages.Refusal)
+    forged, launched = entries(prey, lambda found: len(found) == 2)
+    assert (forged.event, forged.node, forged.address) == ("refused", "", "127.0.0.1")
+    assert forged.reason == "key: it gave an id whose key it does not have"
+    assert (launched.event, launched.node) == ("refused", rank.id.hex())
+    assert "a launcher cannot set them" in launched.reason
+
+
+def test_a_node_that_asks_for_a_run_under_other_terms_is_noted(prey: Victim) -> None:
+    with Insider(prey) as member, Insider(prey) as elsewhere:
+        for each, run in ((member, "run"), (elsewhere, "another")):
+            identity = each.identity
+            me = forming.Member(identity.id, identity.life, identity.name, "host", b"")
+            terms = forming.Terms(run, "program", 3, 2, None, f"{messages.VERSION}", "secure")
+            here = forming.Here(terms, me, (), forming.Phase.JOINING)
+            each.say(messages.Forming(messages.encode(here)))
+            each.ping()
+        found = entries(prey, of("refused"))
+    (entry,) = (entry for entry in found if entry.event == "refused")
+    assert (entry.node, entry.address) == (member.identity.id.hex(), "127.0.0.1")
+    assert "was started with --size 3, this node --min 2" in entry.reason
 
 
 def test_members_and_visitors_are_noted_when_they_are_met(prey: Victim) -> None:

@@ -70,6 +70,9 @@ class Attacker:
         if peer == self.victim:
             self.is_cut_off.set()
 
+    def ended(self, fault: object) -> None:
+        pass
+
     def broke_protocol(self, peer: Seat, error: Exception) -> None:
         raise AssertionError(error)
 

@@ -39,6 +39,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat
+from covey.net import audit_reader
 from covey.net.certificates import signed_certificate
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
@@ -226,8 +227,11 @@ def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
 def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
     mine, other = messages.VERSION, messages.VERSION + 1
     with Insider(prey, hello={"version": other}) as member:
-        assert member.greeting == messages.Refusal(f"you speak version {other}, and this node {mine}", retry=False)
-    assert any(f"version {other}" in reason for reason in prey.node.problems.refusals.values())
+        assert isinstance(member.greeting, messages.Refusal)
+        assert not member.greeting.retry
+        assert f"speaks protocol {other}" in member.greeting.reason
+        assert f"speaks {mine}" in member.greeting.reason
+    assert any(f"protocol {other}" in reason for reason in prey.node.problems.refusals.values())
 
 
 def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
@@ -254,6 +258,7 @@ def launched(
     node = Node(
         seat=Seat(rank), size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
         acceptor=endpoint.acceptor, contacts=contacts or {}, objection=endpoint.objection, on_close=endpoint.on_close,
+        audit=endpoint.audit,
     )  # fmt: skip
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
@@ -294,6 +299,28 @@ def test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher() -> None:
             assert "waiting for approval: on owners-machine" in member.greeting.reason
         with Insider(prey, listed, purpose="rank", hello={"rank": 1, "size": 2}) as member:
             assert isinstance(member.greeting, messages.Welcome)
+
+
+def test_what_a_rank_of_a_launcher_refuses_is_in_the_audit_log(home: Path) -> None:
+    cluster, members = new_cluster(), [NodeIdentity.ephemeral() for _ in range(3)]
+    node, address = launched(cluster, 0, 2)
+    changes: dict[str, dict[str, Any]] = {
+        "candidate": {}, "rank": {"rank": 0, "size": 2}, "newcomer": {"rank": 1, "size": 3, "purpose": "rank"},
+    }  # fmt: skip
+    with launching(node):
+        prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
+        for identity, (purpose, hello) in zip(members, changes.items(), strict=True):
+            with Insider(prey, identity, purpose=purpose, hello=hello) as member:
+                assert isinstance(member.greeting, messages.Refusal)
+        with Insider(prey, members[0], purpose="newcomer", hello={"rank": 1}) as member:
+            assert member.greeting == messages.Refusal("the run has not begun", retry=True)
+        node.audit.flush()
+        found = list(audit_reader.entries())
+    assert [(entry.event, entry.node, entry.address) for entry in found] == [
+        ("refused", identity.id.hex(), "127.0.0.1") for identity in members
+    ]
+    for entry, text in zip(found, ("launcher", "must not dial", "size is 3 on rank 1"), strict=True):
+        assert text in entry.reason
 
 
 def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> None:
@@ -465,7 +492,7 @@ def test_a_caller_with_the_wrong_secret_learns_so(prey: Victim) -> None:
 def test_a_refused_caller_is_told_why(prey: Victim) -> None:
     identity, secret = NodeIdentity.ephemeral(), prey.cluster.secret
     credentials = LinkCredentials(secret.derive("door"), tls=Credentials(secret.derive("node-ca"), identity.private))
-    with pytest.raises(RefusedError, match="version"):
+    with pytest.raises(RefusedError, match="speaks protocol 9"):
         on_loop(dial(prey.address, credentials, hello(identity, version=9)))
 
 

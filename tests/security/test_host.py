@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def shared_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder of all users, in which another user was first to take the name of ours."""
     with tempfile.TemporaryDirectory(prefix="covey-sec-") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", "")
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         taken = Path(folder, f"covey-{os.getuid()}")
         taken.mkdir()
         taken.chmod(0o777)
@@ -39,7 +38,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(shared_folder: Path) -> N
 
 def test_a_user_that_takes_the_name_of_our_folder_is_noticed_at_once(shared_folder: Path) -> None:
     """A node that could not be found by others must not start and wait for them."""
-    with pytest.raises(ConfigError, match="TMPDIR"), victim(new_cluster()):
+    with pytest.raises(ConfigError, match="XDG_RUNTIME_DIR"), victim(new_cluster()):
         pass
 
 

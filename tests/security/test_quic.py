@@ -8,14 +8,15 @@ import random
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("qh3")
 
 from tests.io.test_quic_pump import KEY, Admitting
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.quic import pump as pumping
 from covey.net.quic.carrier import dial
@@ -259,6 +260,65 @@ def test_a_connection_that_breaks_qh3_ends_alone(
                 assert "PanicError" in victim.problem
         assert prey.error == ""
         assert welcomes_members(prey, gate)
+    finally:
+        other.close()
+
+
+MISDEEDS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "more than it may": (
+        "sent more than it may",
+        lambda peer: peer.send_stream_data(quic.DIALLER_BYTES, bytes(8 << 20)),
+    ),
+    "more on the stream of limits": (
+        "limit",
+        lambda peer: peer.send_stream_data(quic.DIALLER_LIMITS, secrets.token_bytes(1 << 20)),
+    ),
+    "streams without end": (
+        "opened a stream that no covey opens",
+        lambda peer: [peer.send_stream_data(8 + 4 * number, b"x") for number in range(50)],
+    ),
+    "reset": ("sent what no covey sends", lambda peer: peer.reset_stream(quic.DIALLER_BYTES, 7)),
+    "stop": ("sent what no covey sends", lambda peer: peer.stop_stream(quic.ACCEPTOR_BYTES, 7)),
+    "an end before its bytes": ("", lambda peer: peer.send_stream_data(quic.DIALLER_BYTES, b"", end_stream=True)),
+    "pings": ("", lambda peer: [peer.send_ping(number) for number in range(5000)]),
+    "a close with a long reason": ("r" * 10, lambda peer: peer.close(7, None, "r" * 900)),
+}
+"""What a member with the key may do to a connection, and words of what the other end says of it."""
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+@pytest.mark.parametrize("name", MISDEEDS)
+def test_a_member_that_misbehaves_ends_its_own_connection_only(prey: QuicPump, gate: Admitting, name: str) -> None:
+    words, misbehave = MISDEEDS[name]
+    gate.proves = True
+    other = QuicPump(Admitting(), is_local=True)
+    try:
+        with other.dial(("127.0.0.1", prey.port), KEY) as sock:
+            sock.settimeout(DEADLINE)
+            with gate.came.get(timeout=DEADLINE) as victim:
+                victim.settimeout(DEADLINE)
+                sock.sendall(b"hello")
+                assert victim.recv(5) == b"hello"
+                victim.sendall(b"hello")
+                assert sock.recv(5) == b"hello"
+                (line,) = other._lines
+                before = resident_bytes()
+
+                def order(_now: float) -> None:
+                    misbehave(line.carrier._connection)
+                    other._touched[line] = None  # its datagrams leave now: qh3 sends no close that waits for seconds
+
+                assert other._order(order)
+                if words:
+                    wait_until(lambda: words in victim.problem)
+                assert welcomes_members(prey, gate)
+                grown = resident_bytes() - before
+                assert grown < 192 << 20, f"{grown >> 20} MiB, of which the member itself holds up to 128"
+        assert prey.error == ""
     finally:
         other.close()
 

@@ -218,7 +218,7 @@ def check_environment_secret(home: Path, temp: Path) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
     env |= {
         "COVEY_HOME": str(home), "COVEY_SECRET": secret.key.hex(), "PYTHONPATH": str(SOURCE), "COVEY_DEBUG": "1",
-        "PYTHONASYNCIODEBUG": "1", "TMPDIR": str(temp), "XDG_RUNTIME_DIR": "",
+        "PYTHONASYNCIODEBUG": "1", "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp),
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     pair = [

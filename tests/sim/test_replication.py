@@ -1,212 +1,522 @@
-"""Copies of a store among processes that come and go: no answered change is lost or applied twice."""
+"""Copies of a store among processes that come and go, each with several threads: no answered change is lost or twice.
+
+A `World` is a function of its seed. Threads ask and stop waiting at any moment; links lose what they carry, or are
+replaced while late messages are still on the old one; views exclude members, down to one, and add others. At the end
+one order of all questions must explain all answers, and all copies must be equal.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
-from tests.support.seeds import batches
+from tests.support.linearizability import Operation, State, is_linearizable
+from tests.support.seeds import batches, seeds
 
-from covey.proto.replication import Answered, Replica, Send
+from covey.proto import replication, store_copy
+from covey.proto.replication import Answered, Numbers, Replica, Send
+from covey.proto.store_copy import RUN_STORE
 from covey.wire import store as wire
 
-if TYPE_CHECKING:
-    from covey.wire.store import Answer
-
-STORE = 5
 KEYS = ("a", "b")
+THREADS = 3
+LATE_CHANCE = 0.05
+"""Of each step, that a message on a link that was replaced may arrive while there is something else to do."""
+ANSWERS_LIMIT = 10
+"""In these simulations: enough for threads that acknowledge what they get, and too few for others."""
+
+
+class BrokenError(AssertionError):
+    """The store broke a promise."""
 
 
 class World:
-    """Processes 0, 1, 2, ... with a replica each, links that keep the order, and views that arrive in turn."""
+    """Processes 0, 1, 2, ... with a replica each, links, and views that arrive in turn."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, replica: type[Replica] = Replica, *, in_two_steps: bool = False) -> None:
+        """`in_two_steps`: a thread takes its number first, and queues its question later."""
+        self.seed, self.chance = seed, random.Random(seed)
+        self._make, self._in_two_steps = replica, in_two_steps
+        self.now = 0
         self.replicas: dict[int, Replica] = {}
         self.links: dict[tuple[int, int], deque[Send]] = {}
+        self.late: list[tuple[tuple[int, int], Send]] = []
+        """Messages on links that were replaced: they arrive in their order of each link, at any time."""
+        self.dead: set[tuple[int, int]] = set()
+        """From and to: links that are broken, and whose sender has not noticed it."""
+        self.notices: list[tuple[int, int]] = []
+        """Process and peer: links that are new, and the process has not noticed it."""
         self.config = 0
         self.members: tuple[int, ...] = ()
-        self.pending_views: dict[int, deque[tuple[int, tuple[int, ...], bool]]] = {}
+        self.views: dict[int, deque[tuple[int, tuple[int, ...], bool]]] = {}
         """By process: the views that were agreed on and that it has not installed yet."""
-        self.asked: dict[tuple[int, int], wire.Question | wire.Open] = {}
-        self.answers: dict[tuple[int, int], Answer] = {}
-        self.numbers = 0
-        self.given_up: list[tuple[int, int]] = []
-        """Questions of processes that are gone: they may have had an effect or not."""
+        self.jobs: list[tuple[int, int, int, wire.Question]] = []
+        """Process, thread, number if it is taken early, question: asked by threads, and not at the queue yet."""
+        self.open: dict[tuple[int, int], tuple[wire.Question, int, int]] = {}
+        """By process and thread: the question that the thread waits for, when it was asked, and its number or 0."""
+        self.history: list[Operation] = []
+        self.refusals: list[str] = []
+        self.values = 0
+        self._next = 0
 
     def start(self, count: int) -> None:
-        for process in range(count):
-            self.replicas[process] = Replica(process)
-            self.pending_views[process] = deque()
-        self.agree(tuple(range(count)), is_first=True)
+        for _ in range(count):
+            self._add()
+        self.agree(tuple(self.replicas), is_first=True)
+
+    def _add(self) -> int:
+        process, self._next = self._next, self._next + 1
+        self.replicas[process], self.views[process] = self._make(process), deque()
+        return process
+
+    # Members
 
     def agree(self, members: tuple[int, ...], *, is_first: bool = False) -> None:
         self.config, self.members = self.config + 1, members
         for process in list(self.replicas):
             if process in members:
-                self.pending_views[process].append((self.config, members, is_first))
+                self.views[process].append((self.config, members, is_first))
             else:
-                self.remove(process)
+                self._remove(process)
 
-    def remove(self, process: int) -> None:
+    def _remove(self, process: int) -> None:
         """The process is excluded: from now on no member hears it."""
-        del self.replicas[process]
-        self.given_up += [key for key in self.asked if key[0] == process and key not in self.answers]
-        for pair in [pair for pair in self.links if process in pair]:
-            del self.links[pair]
+        del self.replicas[process], self.views[process]
+        for thread in range(THREADS):
+            self.give_up(process, thread)
+        self.links = {pair: sent for pair, sent in self.links.items() if process not in pair}
+        self.late = [each for each in self.late if process not in each[0]]
+        self.dead = {pair for pair in self.dead if process not in pair}
+        self.notices = [pair for pair in self.notices if process not in pair]
+        self.jobs = [job for job in self.jobs if job[0] != process]
+
+    def lose(self) -> None:
+        process = self.members[0] if self.chance.random() < 0.5 else self.chance.choice(self.members)
+        others = tuple(member for member in self.members if member != process)
+        if any(self.replicas[other].has_copy for other in others):  # else nothing can survive that
+            self.agree(others)
 
     def add(self) -> None:
-        process = max([*self.replicas, *(key[0] for key in self.asked)]) + 1
-        self.replicas[process] = Replica(process)
-        self.pending_views[process] = deque()
-        self.agree((*self.members, process))
+        newcomers = [self._add() for _ in range(self.chance.randint(1, 2))]
+        self.agree((*self.members, *newcomers))
 
-    def ask(self, process: int, question: wire.Question | wire.Open) -> None:
-        self.numbers += 1
-        self.asked[process, self.numbers] = question
-        self.replicas[process].ask(STORE, self.numbers, question)
-        self.perform(process)
+    # Threads
 
-    def perform(self, process: int) -> None:
+    def ask(self, process: int, thread: int, question: wire.Question) -> None:
+        """A thread asks, if it does not wait: its question is on its way to the queue."""
+        if (process, thread) in self.open:
+            return
+        self.now += 1
+        self.open[process, thread] = question, self.now, 0
+        number = 0
+        if self._in_two_steps:
+            number = self.replicas[process]._asked_so_far = self.replicas[process]._asked_so_far + 1
+        self.jobs.append((process, thread, number, question))
+
+    def queue(self, job: tuple[int, int, int, wire.Question]) -> None:
+        self.jobs.remove(job)
+        process, thread, number, question = job
+        replica = self.replicas[process]
+        if number:
+            replica._questions[number] = replication._Question(RUN_STORE, question, replica._take_received())
+            replica._put(number)
+        else:
+            number = replica.ask(RUN_STORE, question)
+        asked, at, _ = self.open[process, thread]
+        self.open[process, thread] = asked, at, number
+        self._perform(process)
+
+    def give_up(self, process: int, thread: int) -> None:
+        """A thread does not wait any more; whether its question has an effect is open."""
+        if (process, thread) not in self.open:
+            return
+        question, asked, number = self.open.pop((process, thread))
+        self.history.append(Operation(question, asked))
+        if process in self.replicas:
+            self.jobs = [job for job in self.jobs if job[:2] != (process, thread)]
+            self.replicas[process].withdraw(number)
+            self._perform(process)
+
+    def _answered(self, process: int, effect: Answered) -> None:
+        thread = next(
+            (at for at in range(THREADS) if self.open.get((process, at), (0, 0, 0))[2] == effect.number), None
+        )
+        if thread is None:
+            return  # it does not wait any more
+        question, asked, _ = self.open.pop((process, thread))
+        self.now += 1
+        if isinstance(effect.answer, wire.Refused):
+            self.refusals.append(effect.answer.reason)
+        self.history.append(Operation(question, asked, self.now, effect.answer))
+
+    # Messages
+
+    def _perform(self, process: int) -> None:
         for effect in self.replicas[process].effects():
             if isinstance(effect, Answered):
-                assert (process, effect.number) not in self.answers, "answered twice"
-                self.answers[process, effect.number] = effect.answer
-            elif effect.peer in self.replicas:
-                wire.decode_body(wire.encode_body(effect.body))
+                self._answered(process, effect)
+            elif effect.peer in self.replicas and (process, effect.peer) not in self.dead:
+                body = wire.decode_body(wire.encode_body(effect.body))
+                assert body == effect.body
                 self.links.setdefault((process, effect.peer), deque()).append(effect)
+
+    def _hear(self, pair: tuple[int, int], sent: Send) -> None:
+        self.replicas[pair[1]].heard(pair[0], sent.store, sent.number, sent.body)
+        self._perform(pair[1])
 
     def deliver(self, pair: tuple[int, int]) -> None:
         sent = self.links[pair].popleft()
         if not self.links[pair]:
             del self.links[pair]
-        self.replicas[pair[1]].heard(pair[0], sent.store, sent.number, sent.body)
-        self.perform(pair[1])
+        self._hear(pair, sent)
+
+    def deliver_late(self, pair: tuple[int, int]) -> None:
+        at = next(at for at, each in enumerate(self.late) if each[0] == pair)
+        self._hear(*self.late.pop(at))
 
     def install(self, process: int) -> None:
-        config, members, is_first = self.pending_views[process].popleft()
+        config, members, is_first = self.views[process].popleft()
         self.replicas[process].configure(config, members, is_first=is_first)
-        self.perform(process)
+        self._perform(process)
 
-    def break_link(self, one: int, other: int) -> None:
-        """All that is on its way between two processes is lost; both notice, one after the other."""
+    def break_link(self, one: int, other: int, *, are_late: bool) -> None:
+        """What is on its way between two processes is late, or lost, and what they send until they notice it, too."""
         for pair in ((one, other), (other, one)):
-            self.links.pop(pair, None)
-        for process, peer in ((one, other), (other, one)):
-            self.replicas[process].repeat(peer)
-            self.perform(process)
+            sent = self.links.pop(pair, ())
+            if are_late:
+                self.late += [(pair, each) for each in sent]
+            else:
+                self.dead.add(pair)
+            self.notices.append(pair)
+
+    def notice(self, pair: tuple[int, int]) -> None:
+        self.notices.remove(pair)
+        self.dead.discard(pair)
+        self.replicas[pair[0]].repeat(pair[1])
+        self._perform(pair[0])
 
     def step(self) -> bool:
         """Do one thing that can happen; False if nothing is left to happen by itself."""
-        choices: list[tuple[str, object]] = [("deliver", pair) for pair in self.links]
-        choices += [("install", process) for process, views in self.pending_views.items()
-                    if views and process in self.replicas]  # fmt: skip
+        choices: list[tuple[Any, Any]] = [(self.deliver, pair) for pair in self.links]
+        choices += [(self.notice, pair) for pair in self.notices]
+        choices += [(self.install, process) for process, views in self.views.items() if views]
+        choices += [(self.queue, job) for job in self.jobs]
+        if not choices or self.chance.random() < LATE_CHANCE:
+            choices += [(self.deliver_late, pair) for pair in {pair for pair, _ in self.late}]
         if not choices:
             return False
-        kind, what = self.random.choice(sorted(choices, key=str))
-        if kind == "deliver":
-            self.deliver(what)  # type: ignore[arg-type]
-        else:
-            self.install(what)  # type: ignore[arg-type]
+        act, what = self.chance.choice(sorted(choices, key=lambda choice: (choice[0].__name__, str(choice[1]))))
+        act(what)
         return True
 
     def settle(self) -> None:
         for _ in range(200_000):
             if not self.step():
                 return
-        raise AssertionError("the messages never end")
+        raise BrokenError("the messages never end")
 
+    # The course of events
 
-@pytest.mark.parametrize("batch", batches(2))
-def test_answered_changes_survive_any_losses_and_are_applied_once(batch: int) -> None:
-    for seed in range(40 * batch, 40 * batch + 40):
-        world = World(seed)
-        dice = random.Random(seed + 10_000)
-        world.start(dice.randint(1, 5))
-        world.ask(0, wire.Open())
-        world.settle()
-        assert isinstance(world.answers[0, 1], wire.Done)
-        for _ in range(dice.randint(20, 120)):
-            roll = dice.random()
-            process = dice.choice(sorted(world.replicas))
-            if roll < 0.35:
-                world.ask(process, wire.Add(dice.choice(KEYS), 1))
-            elif roll < 0.45:
-                world.ask(process, wire.Push("q", b"%d" % world.numbers))
-            elif roll < 0.5:
-                world.ask(process, wire.Pop("q", waits=True))
-            elif roll < 0.56 and len(world.replicas) > 1:
-                one, other = dice.sample(sorted(world.replicas), 2)
-                world.break_link(one, other)
-            elif roll < 0.62 and len(world.members) > 1:
-                lost = dice.choice(world.members)
-                if not any(world.replicas[member].has_copy for member in world.members if member != lost):
-                    continue  # nothing can survive that
-                world.agree(tuple(member for member in world.members if member != lost))
-            elif roll < 0.66 and len(world.members) < 6:
-                world.add()
+    def question(self) -> wire.Question:
+        self.values += 1
+        key, value, dice = self.chance.choice(KEYS), b"%d" % self.values, self.chance.random()
+        if dice < 0.25:
+            return wire.Add("n", 1)
+        if dice < 0.4:
+            return wire.Put(((key, value),))
+        if dice < 0.55:
+            return wire.Swap(key, b"%d" % self.chance.randint(1, self.values), value, self.chance.random() < 0.5)
+        if dice < 0.65:
+            return wire.Observe(key, self.chance.choice((-1, -1, 0, 1)))
+        if dice < 0.7:
+            return wire.Delete(key)
+        if dice < 0.8:
+            return wire.Get(KEYS)
+        return wire.Push("q", value) if dice < 0.9 else wire.Pop("q", waits=True)
+
+    def perform(self, steps: int) -> None:
+        """Let things happen; then let all that wait go on, and check everything."""
+        links, views = self.chance.choice((0.0, 0.05, 0.15)), self.chance.choice((0.0, 0.03, 0.1))
+        if self.chance.random() < 0.3:  # one thread of each process waits for something all the time
+            for process in self.replicas:
+                self.ask(process, 0, wire.Get(("never",)))
+        for _ in range(steps):
+            process, thread = self.chance.choice(sorted(self.replicas)), self.chance.randrange(THREADS)
+            dice = self.chance.random()
+            if dice < 0.4:
+                self.ask(process, thread, self.question())
+            elif dice < 0.44 and self.open.get((process, thread), (None,))[0] != wire.Get(("never",)):
+                self.give_up(process, thread)
+            elif dice < 0.44 + links and len(self.replicas) > 1:
+                one, other = self.chance.sample(sorted(self.replicas), 2)
+                if (one, other) not in self.notices and (other, one) not in self.notices:
+                    self.break_link(one, other, are_late=self.chance.random() < 0.5)
+            elif dice < 0.44 + links + views:
+                if len(self.members) > 1 and self.chance.random() < 0.5:
+                    self.lose()
+                elif len(self.members) < 4:
+                    self.add()
             else:
-                for _ in range(dice.randint(1, 30)):
-                    world.step()
-        world.settle()
-        check(world, seed)
+                for _ in range(self.chance.randint(1, 12)):
+                    self.step()
+        self.settle()
+        self.check()
+
+    def check(self) -> None:
+        asker = min(self.replicas)
+        for _ in range(len(self.open)):  # each round serves at least one thread that waits for the queue
+            free = next((at for at in range(THREADS) if (asker, at) not in self.open), 0)
+            self.give_up(asker, free)
+            ends: list[wire.Question] = [wire.Put(((key, b"end"),)) for key in (*KEYS, "never")]
+            for question in (*ends, wire.Push("q", b"end")):
+                self.ask(asker, free, question)
+                self.settle()
+        if self.open:
+            raise BrokenError(f"questions have no answers: {self.open}")
+        if self.refusals:
+            raise BrokenError(f"refused: {self.refusals[0]}")
+        for replica in self.replicas:  # the last question of each acknowledges what it got before
+            self.ask(replica, 0, wire.Add("n", 0))
+            self.settle()
+        copies = [dump(replica) for replica in self.replicas.values()]
+        if any(copy != copies[0] for copy in copies):
+            raise BrokenError("the copies are not equal")
+        if any(store[3] for store in copies[0][0].values()):
+            raise BrokenError("questions wait whose askers do not")
+        kept = [at for answers in copies[0][1].values() for at in answers]
+        if len(kept) > len(self.replicas) or any(asker not in self.replicas for asker in copies[0][1]):
+            raise BrokenError(f"answers are kept that their askers have: {copies[0][1]}")
+        if not is_linearizable(self.history):
+            raise BrokenError("no order of the questions explains the answers")
 
 
-def check(world: World, seed: int) -> None:
-    for key in KEYS:
-        sums = [
-            answer.number
-            for at, answer in world.answers.items()
-            if world.asked[at] == wire.Add(key, 1) and isinstance(answer, wire.Done)
-        ]
-        lost = sum(1 for at in world.given_up if world.asked[at] == wire.Add(key, 1))
-        assert len(set(sums)) == len(sums), (seed, key, "two processes got the same sum")
-        assert max(sums, default=0) <= len(sums) + lost, (seed, key, "an addition was applied twice")
-    popped = [
-        answer.values[0]
-        for at, answer in world.answers.items()
-        if isinstance(world.asked[at], wire.Pop) and isinstance(answer, wire.Done)
-    ]
-    assert len(set(popped)) == len(popped), (seed, "a value was taken twice")
-    pops_lost = sum(1 for at in world.given_up if isinstance(world.asked[at], wire.Pop))
-    pushed = [at for at in world.answers if isinstance(world.asked[at], wire.Push)]
-    waiting = [at for at in world.asked if at not in world.answers and at not in world.given_up]
-    assert all(isinstance(world.asked[at], wire.Pop) for at in waiting), (seed, "a question has no answer", waiting)
-    if waiting:  # then the queue is empty: all that was pushed was taken, but for what is lost with processes
-        assert len(popped) >= len(pushed) - pops_lost, (seed, "a value is lost")
-    # All copies are equal: a process that asks now is answered the same, whichever member answers.
-    survivor = min(world.replicas)
-    world.ask(survivor, wire.Add("end", 1))
+def dump(replica: Replica) -> tuple[Any, dict[int, dict[int, Any]]]:
+    copy = replica._copy
+    assert copy is not None
+    stores = {number: (store.entries(), store.changes, sorted(store.queued()), store.waiting())
+              for number, store in copy.stores.items()}  # fmt: skip
+    return stores, copy.answers
+
+
+def play(seed: int, replica: type[Replica] = Replica, *, steps: int = 80, in_two_steps: bool = False) -> World:
+    world = World(seed, replica, in_two_steps=in_two_steps)
+    world.start(world.chance.randint(1, 3))
+    try:
+        world.perform(steps)
+    except Exception as error:
+        error.add_note(f"with seed={seed}")
+        raise
+    return world
+
+
+@pytest.fixture(autouse=True)
+def _few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_copy, "ANSWERS_LIMIT", ANSWERS_LIMIT)
+
+
+@pytest.mark.parametrize("batch", batches(10))
+def test_one_order_of_all_questions_explains_all_answers_whatever_is_lost(batch: int) -> None:
+    histories = [play(seed).history for seed in range(100 * batch, 100 * batch + 100)]
+    assert sum(map(len, histories)) > 1000
+
+
+# What happens without each rule
+
+
+class LowestOnly(Replica):
+    """Acknowledges only what is below the lowest question without an answer."""
+
+    def _take_received(self) -> tuple[int, ...]:
+        return ()
+
+
+class Forgetful(Replica):
+    """Takes a late question that it has ordered, and whose answer was acknowledged, for a new one."""
+
+    def _asked(self, asker: int, store: int, number: int, ask: wire.Submit) -> None:
+        self._taken.clear()
+        super()._asked(asker, store, number, ask)
+
+
+class Hasty(Replica):
+    """Answers before all members have the change."""
+
+    def _settle(self) -> None:
+        while self._unanswered and self._is_ready:
+            _, store, asker, number, answer = self._unanswered.popleft()
+            self._answer(asker, store, number, answer)
+
+
+class Mixing(Replica):
+    """Puts parts of different copies together."""
+
+    def _load(self, peer: int, store: int, number: int, body: wire.Load | wire.LoadAnswer) -> None:
+        self._loading_index, self._parts = body.index, body.part
+        super()._load(peer, store, number, body)
+
+
+class Deaf(Replica):
+    """Begins to order without the changes that only others have."""
+
+    def _catch_up(self) -> None:
+        self._recovering = dict.fromkeys(self._recovering, replication.TRIES)
+        super()._catch_up()
+
+
+class Keeping(Replica):
+    """Keeps the answers for members that are gone."""
+
+    def _append(self, entry: store_copy.LogEntry) -> None:
+        change = wire.Forget() if isinstance(entry.change, wire.Forget) else entry.change
+        super()._append(entry._replace(change=change))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [LowestOnly, Forgetful, Hasty, Mixing, Deaf, Keeping],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_replica_without_one_of_the_rules_is_caught(mutant: type[Replica]) -> None:
+    assert caught(lambda seed: play(seed, mutant))
+
+
+def test_a_number_that_is_taken_before_its_question_is_queued_is_caught() -> None:
+    assert caught(lambda seed: play(seed, in_two_steps=True))
+
+
+def caught(perform: Any) -> bool:
+    """Tell whether one of many courses of events breaks a promise."""
+    for seed in seeds(500):
+        try:
+            perform(seed)
+        except BrokenError:
+            return True
+    return False
+
+
+# Single courses of events
+
+
+def question_of(world: World, process: int, question: wire.Question, thread: int = 0) -> wire.Answer | None:
+    """Return the answer to a question once nothing more happens; None if there is none."""
+    world.ask(process, thread, question)
     world.settle()
-    assert world.answers[survivor, world.numbers] == wire.Done(number=1), seed
+    return None if (process, thread) in world.open else world.history[-1].answer
 
 
 def test_an_owner_that_was_excluded_answers_nothing() -> None:
     world = World(1)
     world.start(3)
-    world.ask(0, wire.Open())
     world.settle()
-    old = world.replicas[0]
-    world.members, world.config = (1, 2), world.config + 1
     for process in (1, 2):  # the owner does not hear of the view
-        world.replicas[process].configure(world.config, (1, 2))
-        world.perform(process)
-    old.ask(STORE, 99, wire.Add("a", 1))
-    world.asked[0, 99] = wire.Add("a", 1)
-    world.perform(0)
-    world.settle()
-    assert (0, 99) not in world.answers
-    world.ask(2, wire.Add("a", 1))
-    world.settle()
-    assert world.answers[2, world.numbers] == wire.Done(number=1)
+        world.replicas[process].configure(world.config + 1, (1, 2))
+        world._perform(process)
+    assert question_of(world, 0, wire.Add("a", 1)) is None
+    assert question_of(world, 2, wire.Add("a", 1)) == wire.Done(number=1)
 
 
 def test_a_store_of_one_process_answers_at_once() -> None:
     replica = Replica(7)
-    replica.ask(STORE, 1, wire.Open())
+    first = replica.ask(5, wire.Open())
     assert replica.effects() == []
     replica.configure(0, (7,), is_first=True)
-    replica.ask(STORE, 2, wire.Add("n", 41))
-    assert replica.effects() == [Answered(1, wire.Done()), Answered(2, wire.Done(number=41))]
+    second = replica.ask(5, wire.Add("n", 41))
+    assert replica.effects() == [Answered(first, wire.Done()), Answered(second, wire.Done(number=41))]
+
+
+def test_a_question_that_was_withdrawn_before_the_first_view_is_never_asked() -> None:
+    replica = Replica(7)
+    replica.withdraw(replica.ask(RUN_STORE, wire.Add("n", 1)))
+    replica.configure(0, (7,), is_first=True)
+    replica.ask(RUN_STORE, wire.Add("n", 1))
+    assert replica.effects() == [Answered(2, wire.Done(number=1))]
+
+
+def test_that_a_caller_waits_no_more_is_said_again_if_the_link_broke() -> None:
+    world = World(2)
+    world.start(2)
+    world.settle()
+    assert question_of(world, 1, wire.Pop("q", waits=True)) is None
+    world.break_link(0, 1, are_late=False)
+    world.give_up(1, 0)
+    world.settle()
+    assert question_of(world, 1, wire.Push("q", b"for another"), thread=1) == wire.Done()
+    assert question_of(world, 1, wire.Pop("q", waits=True), thread=1) == wire.Done((b"for another",))
+
+
+def test_newcomers_with_copies_of_different_age_go_on_without_the_older_members() -> None:
+    world = World(3)
+    world.start(1)
+    world.settle()
+    question_of(world, 0, wire.Put((("a", b"1"),)))
+    one, other = world._add(), world._add()
+    world.agree((0, one, other))
+    for process in (0, one, other):
+        world.install(process)
+    for pair in ((0, one), (0, other), (one, 0), (other, 0)):  # asked how far they are, and they have no copy
+        world.deliver(pair)
+    while not world.replicas[other].has_copy:
+        world.deliver((0, other))
+    world.links.pop((0, one))
+    for thread in range(THREADS):
+        world.ask(0, thread, wire.Put((("b", b"2"),)))
+        world.queue(world.jobs[0])
+    world.replicas[0].repeat(one)
+    world._perform(0)
+    while not world.replicas[one].has_copy:
+        world.deliver((0, one))
+    assert world.replicas[one]._index > world.replicas[other]._index
+    world.agree((one, other))
+    world.settle()
+    assert question_of(world, one, wire.Get(("a", "b"))) == wire.Done((b"1", b"2"))
+    assert dump(world.replicas[one]) == dump(world.replicas[other])
+
+
+def test_a_long_wait_holds_up_no_later_question() -> None:
+    replica = Replica(0)
+    replica.configure(0, (0,), is_first=True)
+    waits = replica.ask(RUN_STORE, wire.Get(("late",)))
+    for count in range(1, 10 * ANSWERS_LIMIT):
+        number = replica.ask(RUN_STORE, wire.Add("n", 1))
+        assert replica.effects() == [Answered(number, wire.Done(number=count))]
+    replica.ask(RUN_STORE, wire.Put((("late", b"came"),)))
+    assert Answered(waits, wire.Done((b"came",))) in replica.effects()
+
+
+def test_a_process_that_acknowledges_nothing_fills_only_its_own_share() -> None:
+    copy = store_copy.StoreCopy()
+    for number in range(1, 3 * ANSWERS_LIMIT):
+        replies = copy.apply(store_copy.LogEntry(RUN_STORE, 1, number, 0, wire.Add("n", 1)))
+        assert isinstance(replies[0][3], wire.Done) == (number <= ANSWERS_LIMIT)
+    assert len(copy.answers[1]) == ANSWERS_LIMIT
+    assert copy.apply(store_copy.LogEntry(RUN_STORE, 2, 1, 0, wire.Add("n", 0)))[0][3] == wire.Done(
+        number=ANSWERS_LIMIT
+    )
+
+
+def test_a_set_of_numbers_is_that_of_its_ranges() -> None:
+    chance = random.Random(5)
+    numbers, plain = Numbers(), set()
+    for _ in range(500):
+        number = chance.randrange(200)
+        numbers.add(number)
+        plain.add(number)
+        assert all((each in numbers) == (each in plain) for each in range(-1, 202))
+    assert len(numbers) == sum(each - 1 not in plain for each in plain)
+    for number in range(0, 4 * replication.RANGES_LIMIT, 2):
+        numbers.add(number)
+    assert len(numbers) == replication.RANGES_LIMIT
+
+
+def test_the_search_for_an_order_finds_one_only_if_there_is_one() -> None:
+    put, add = wire.Put((("k", b"1"),)), wire.Add("k", 1)
+    read = wire.Observe("k", -1)
+    assert is_linearizable([Operation(put, 1, 4, wire.Done()), Operation(read, 2, 3, wire.Done())])
+    assert is_linearizable([Operation(put, 1, 4, wire.Done()), Operation(read, 2, 3, wire.Done((b"1",), 1))])
+    assert not is_linearizable([Operation(put, 1, 2, wire.Done()), Operation(read, 3, 4, wire.Done())])
+    assert is_linearizable([Operation(put, 1), Operation(read, 3, 4, wire.Done())])
+    assert is_linearizable([Operation(add, 1), Operation(add, 2, 3, wire.Done(number=2))])
+    assert not is_linearizable([Operation(add, 2, 3, wire.Done(number=2)), Operation(add, 4)])
+    assert State().after(wire.Pop("q", waits=True)) is None

@@ -26,15 +26,24 @@ needs_native = pytest.mark.skipif(native().module is None, reason=f"no compiled 
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no compiler")
 
 
+_libraries: dict[str, Path] = {}
+
+
 def shared_library(folder: Path, text: str) -> Path:
-    """Compile a C file that may include the sources of the extension, with its flags; return the library."""
+    """Compile a C file that may include the sources of the extension, with its flags; return the library.
+
+    A process compiles a text once: the folder is one that is kept while tests run.
+    """
     from build_native import FLAGS, LINK_FLAGS
 
+    if text in _libraries and _libraries[text].exists():
+        return _libraries[text]
     source, library = folder / "library.c", folder / "library.so"
     source.write_text(text)
     command = [COMPILER, *FLAGS, "-Wno-unused-function", "-DPy_LIMITED_API=0x030B0000", *LINK_FLAGS, f"-I{SOURCES}"]
     include = sysconfig.get_path("include")
     subprocess.run([*command, f"-I{include}", str(source), "-o", str(library)], check=True, timeout=100)
+    _libraries[text] = library
     return library
 
 

@@ -10,6 +10,9 @@ ancestor that asked for orphans.
 
 A program that starts Python programs itself, such as `covey run`, gets a companion: a copy of this process, made before
 the program begins, which serves the program as this process serves the test.
+
+A process that runs tests and has imported all that programs need, torch among it, forks a server from itself, before it
+starts a thread (`serve_from_here`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 
 TYPE_CHECKING = False  # typing is not imported here
 if TYPE_CHECKING:
+    import socket
     from typing import Any
 
 HIGH = 700
@@ -63,28 +67,77 @@ PRELOADED = (
 
 def main() -> None:
     """Serve the test; in a fork, become the program."""
-    import signal
-
     _, root, channel_number, *others = sys.argv[1:]
     own_path = sys.path[1:]  # without the folder of this file
     sys.path[:] = [f"{root}/src", root, *own_path]
-    channel = _preload(int(channel_number), others)
-    # A signal to all processes of a terminal ends the test, which closes the socket.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    request, descriptors = _serve(channel)
-    _become(request, descriptors, own_path)
-    while request["starts_programs"] and (channel := _with_companion()) is not None:
-        request, descriptors = _serve(channel)
-        _become(request, descriptors, own_path)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    request = _serve_and_become(_preload(int(channel_number), others), own_path, _FILTERS)
     if request["finalizes"]:
         _run(request["argv"])
     else:
         _end(_code_of(request["argv"]))
 
 
-def _preload(number: int, others: list[str]):
+def serve_from_here(channel: socket.socket, own_path: list[str]) -> None:
+    """Serve the test that this process is a fork of, made before it had a second thread; in a fork, be the program.
+
+    The caller has closed the objects that own descriptors, except `channel` and the files of logging.
+    """
+    import faulthandler
+    import logging
+    import signal
+    import threading
+    import warnings
+
+    os.setsid()
+    # An object that owns a descriptor is closed before its number is given to other files: pytest's log file would be
+    # written into the memory that ranks share.
+    for handler in [*logging.root.handlers]:
+        logging.root.removeHandler(handler)
+        handler.close()
+    logging.root.setLevel(logging.WARNING)
+    kept = channel.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, max(kept + 64, HIGH + DESCRIPTOR_LIMIT))
+    faulthandler.disable()  # pytest's writes to a descriptor that is closed
+    # What pytest has put in their places.
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"]
+    warnings.resetwarnings()  # to those of a new interpreter
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category, append=True)
+    request = _serve_and_become(channel, own_path, [*warnings.filters])
+    code, interrupted = 1, False
+    try:
+        code = _code_of(request["argv"])
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        if interrupted:
+            _flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        _end(code)
+
+
+def _serve_and_become(channel: socket.socket, own_path: list[str], filters: list[Any]) -> dict[str, Any]:
+    """Serve the test; in a fork, become the program that was asked for, and return the request."""
+    import signal
+
+    # A signal to all processes of a terminal ends the test, which closes the socket.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    request, descriptors = _serve(channel, filters)
+    _become(request, descriptors, own_path)
+    while request["starts_programs"] and (channel := _with_companion()) is not None:
+        request, descriptors = _serve(channel, filters)
+        _become(request, descriptors, own_path)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return request
+
+
+def _preload(number: int, others: list[str]) -> socket.socket:
     import gc
     import importlib
     import socket
@@ -104,8 +157,8 @@ def _preload(number: int, others: list[str]):
     return socket.socket(fileno=number)
 
 
-def _serve(channel) -> tuple[dict[str, Any], list[int]]:
-    """Answer requests. Returns in the programs only."""
+def _serve(channel: socket.socket, filters: list[Any]) -> tuple[dict[str, Any], list[int]]:
+    """Answer requests. Returns in the programs only; they get these filters of warnings."""
     import pickle
     import socket
     import time
@@ -130,7 +183,7 @@ def _serve(channel) -> tuple[dict[str, Any], list[int]]:
             if os.getppid() != request["parent"]:
                 os._exit(1)
             warnings.resetwarnings()
-            warnings.filters[:] = _FILTERS  # type: ignore[index]
+            warnings.filters[:] = filters  # type: ignore[index]
             return request, descriptors
         os.waitpid(first, 0)
         channel.send(b"adopted")
@@ -198,6 +251,10 @@ def _become(request: dict[str, Any], descriptors: list[int], own_path: list[str]
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if logging := sys.modules.get("logging"):
+        for reference in logging._handlerList:
+            if type(handler := reference()) is logging.StreamHandler:
+                handler.stream = sys.stderr  # torch's was made for the stream of another process
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # Python's own generators do this by themselves
@@ -232,17 +289,25 @@ def _end(code: int) -> None:
     """End the process as the interpreter does, but leave its memory to the kernel.
 
     Taking the modules of a fork apart copies every page that it shares with its siblings: more than half of what a
-    short program costs, and 0.2 s with torch.
+    short program costs, and 0.2 s with torch. So does what torch takes back of its operators.
     """
     import atexit
     import threading
+    import weakref
 
+    for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        if info.func.__module__ == "torch.library":
+            info.atexit = False
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
+    _flush()
+    os._exit(code & 0xFF)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
-    os._exit(code & 0xFF)
 
 
 def _run(argv: list[str]) -> None:
@@ -255,6 +320,7 @@ def _run(argv: list[str]) -> None:
 
         sys.path.insert(0, os.getcwd())
         sys.argv = argv[1:2] + argv[3:]
+        sys.modules.pop(argv[2], None)  # the program becomes it
         runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
     elif argv[1] == "-c":
         import builtins

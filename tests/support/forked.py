@@ -1,10 +1,11 @@
 """`Popen` and `run`, as in `subprocess`, for Python programs that use covey: forked where that makes no difference.
 
 A program is forked from a process that has imported numpy and covey already (`tests.support.fork_server`), which saves
-most of what a rank's process costs; with `TorchPopen`, torch as well. It is executed instead where a fork could be told
-apart: interpreter options, PYTHON* variables that differ from those of this process, another user or a function to call
-first that does not pickle. What `covey run` and torchrun start is forked in the same way; a test whose subject is the
-start or the end of processes uses `subprocess` instead, because the memory of a forked program is left to the kernel.
+most of what a rank's process costs; with `TorchPopen`, torch as well, and from the process of the tests itself where
+that has imported torch. It is executed instead where a fork could be told apart: interpreter options, PYTHON* variables
+that differ from those of this process, another user or a function to call first that does not pickle. What `covey run`
+and torchrun start is forked in the same way; a test whose subject is the start or the end of processes uses
+`subprocess` instead, because the memory of a forked program is left to the kernel.
 
 Programs are forked from two servers in turn, because each has its own hash seed: if the result of a run depended on
 the order of a set, ranks would differ.
@@ -22,9 +23,16 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
+from importlib import import_module
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, CalledProcessError, CompletedProcess, SubprocessError, TimeoutExpired
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tests.support import fork_server
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "CalledProcessError", "CompletedProcess", "Popen", "SubprocessError"]
 __all__ += ["TimeoutExpired", "interruptible", "run"]
@@ -99,7 +107,7 @@ def _fork_or_execute(
     }
     try:
         preloaded = self.preloaded if isinstance(self, Popen) else ()
-        self.pid = _fork(preloaded, pickle.dumps(request), [*streams, *pass_fds])
+        self.pid = _fork(preloaded, request, [*streams, *pass_fds])
         self._child_created = True  # type: ignore[attr-defined]
     finally:
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -249,26 +257,73 @@ def _new_server(preloaded: tuple[str, ...]) -> _Server:
     return _Server(ours)
 
 
+def preload_torch() -> None:
+    """Import all that programs with torch need, if the tests need torch at all; starts no thread."""
+    if sys.platform == "linux" and "torch" in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in TORCH:
+                import_module(name)
+
+
+def keep_torch_server(*own: Connection) -> None:
+    """Fork a server for programs with torch from this process, which runs tests and has started no thread yet.
+
+    It costs nothing, where a new one imports torch for three seconds. It closes `own`, the connections of this process.
+    """
+    global _owner
+    if sys.platform != "linux" or not all(name in sys.modules for name in TORCH):
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            for connection in own:
+                connection.close()
+            added = {"", os.getcwd(), str(ROOT), os.path.dirname(sys.executable)}  # by `python -m`, pytest, its script
+            fork_server.serve_from_here(theirs, [path for path in sys.path if path not in added])
+        finally:
+            os._exit(1)
+    theirs.close()
+
+    def close() -> None:
+        ours.close()
+        os.waitpid(pid, 0)
+
+    atexit.register(close)
+    _owner = os.getpid()
+    _servers[TORCH, False] = [_Server(ours)]
+
+
+def has_torch_server() -> bool:
+    """Tell whether programs with torch are forked from this process itself."""
+    return (TORCH, False) in _servers and _owner == os.getpid()
+
+
 _lock = threading.Lock()
-_servers: dict[tuple[str, ...], list[_Server]] = {}
+_servers: dict[tuple[tuple[str, ...], bool], list[_Server]] = {}
+"""By what they have imported, and whether their programs are finalized: those are forked from an interpreter that runs
+nothing else."""
 _companion: _Server | None = None
 _started = 0
 _owner = os.getpid()
 
 
-def _fork(preloaded: tuple[str, ...], request: bytes, descriptors: list[int]) -> int:
+def _fork(preloaded: tuple[str, ...], request: dict[str, Any], descriptors: list[int]) -> int:
     global _started, _owner, _companion
     with _lock:
         if _owner != os.getpid():  # a fork of the test has children of its own
             _owner, _companion = os.getpid(), None
             _servers.clear()
         if _companion is not None:
-            return _companion.fork(request, descriptors)
-        if preloaded not in _servers:
-            _servers[preloaded] = [_new_server(preloaded) for _ in range(1 if preloaded else SERVERS)]
+            return _companion.fork(pickle.dumps(request), descriptors)
+        kind = preloaded, request["finalizes"]
+        if kind not in _servers:
+            _servers[kind] = [_new_server(preloaded) for _ in range(1 if preloaded else SERVERS)]
         _started += 1
-        servers = _servers[preloaded]
-        return servers[_started % len(servers)].fork(request, descriptors)
+        servers = _servers[kind]
+        return servers[_started % len(servers)].fork(pickle.dumps(request), descriptors)
 
 
 def start_programs_with(channel: socket.socket) -> None:

@@ -61,7 +61,7 @@ class Job:
         script = self.folder / f"job{len(self.processes)}.py"
         script.write_text(code)
         clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
-        clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
+        clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": str(self.temp)}
         clean |= {"COVEY_HOME": str(self.home)}  # the user's own clusters are no business of a test
         process = self.popen(
             [*(before or [sys.executable]), str(script)],

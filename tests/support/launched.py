@@ -61,7 +61,9 @@ def sum_among_survivors(group: Any, victims: tuple[int, ...]) -> tuple[tuple[int
     if group.rank in victims:
         os.kill(os.getpid(), signal.SIGKILL)
     total = group.all_reduce(np.full(3, 10.0**group.rank))
-    return group.live, float(total[2])
+    live = group.live
+    group.barrier()  # no survivor leaves before all have looked
+    return live, float(total[2])
 
 
 def leave_a_child(group: Any, folder: str) -> int:

@@ -59,7 +59,7 @@ class Machine:
             "COVEY_INTERFACES": "lo",
             "COVEY_PORT": str(first_port()),
             "TMPDIR": str(lab.temp),
-            "XDG_RUNTIME_DIR": "",
+            "XDG_RUNTIME_DIR": str(lab.temp),
             "PYTHONPATH": str(SOURCE),
             "COLUMNS": "200",
             "NO_COLOR": "1",

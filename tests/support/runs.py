@@ -11,7 +11,6 @@ from unittest import mock
 from tests.support.attackers import LOOPBACK, Insider, Victim, call_on_loop
 from tests.support.waiting import DEADLINE
 
-from covey.base.errors import ClosedError
 from covey.net.keys.identity import NodeIdentity
 from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.group.internals import engine_of
@@ -73,7 +72,7 @@ class Participant:
 
     def result(self, within: float = DEADLINE) -> Any:
         self._thread.join(within)
-        assert not self._thread.is_alive(), f"{self.identity.name} hangs"
+        assert not self._thread.is_alive(), f"{self.identity.name} hangs{self._thread_run.errors()}"
         if self._error is not None:
             raise self._error
         return self._value
@@ -86,7 +85,8 @@ class Participant:
         self._thread_run.local.participant = self
         try:
             if self._is_elastic:
-                self._value = self._function(_Elastic(self._thread_run).each())
+                with contextlib.closing(_Elastic(self._thread_run).each()) as groups:  # also if the function fails
+                    self._value = self._function(groups)
             else:
                 with self._thread_run.join() as group:
                     self._value = self._function(group)
@@ -129,6 +129,12 @@ class ThreadRun:
     def forgive(self) -> None:
         """Do not raise at the end what some participant has failed with."""
         self._all.clear()
+
+    def errors(self) -> str:
+        """Return what participants have failed with: others may wait for them."""
+        return "".join(
+            f"\n{each.identity.name} failed: {each._error!r}" for each in self._all if each._error is not None
+        )
 
     def failed(self) -> None:
         for barrier in self._barriers:
@@ -173,15 +179,8 @@ class _Elastic(generations._Generations):
         super().__init__(JoinRequest(run="run", min_size=wanted.min_size, max_size=wanted.max_size, timeout=DEADLINE))
         self._thread_run = thread_run
 
-    def _join(self, *, again: bool = False) -> Group:
-        self._group = None
-        try:
-            group = self._thread_run.join(is_elastic=True, **({"is_returning": again} if again else {}))
-        except ClosedError as error:
-            raise generations._OverError from error
-        node = node_of(group)
-        node.wanted_size, node.most_size, node.is_elastic = self._min_size or 1, self._most, True
-        return group
+    def _seat(self, request: JoinRequest) -> Group:
+        return self._thread_run.join(is_elastic=True, is_returning=request.is_newcomer, functions=request.functions)
 
 
 def node_of(group: Group) -> Node:

@@ -20,6 +20,11 @@ def seeds(count: int) -> range:
     return range(count * TIMES)
 
 
+def examples(count: int) -> int:
+    """Return how many examples hypothesis tries: a third of them in `make test`."""
+    return len(seeds(count if "TEST_FEWER" not in os.environ else -(-count // 3)))
+
+
 def batches(count: int) -> list[Any]:
     """Return numbers of batches of seeds, for `parametrize`: only the first one is in `make test`."""
     return first(1, seeds(count))

@@ -47,6 +47,12 @@ def first(count: int, cases: Iterable[Any]) -> list[Any]:
     return [case if place < count else _thorough(case) for place, case in enumerate(cases)]
 
 
+def only(chosen: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return cases for `parametrize`: only those that are chosen are in `make test`."""
+    kept = list(chosen)
+    return [case if case in kept else _thorough(case) for case in cases]
+
+
 def pairs(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Return all pairs for `parametrize`: `make test` has as few of them as have every one and every other."""
     fewer = min(len(ones), len(others))

@@ -55,7 +55,7 @@ __all__ = [
     "np",
     "say",
 ]
-__all__ += ["signal", "threading"]
+__all__ += ["os", "signal", "threading"]
 
 
 # In the test
@@ -78,7 +78,7 @@ class Members(Ranks):
         self._env["PYTHONPATH"] += os.pathsep + str(ROOT)
         self._argv = command(function, *args)
         if not is_kept:
-            variables = {"WORLD_SIZE": size, "TMPDIR": self.folder}
+            variables = {"WORLD_SIZE": size, "XDG_RUNTIME_DIR": self.folder}
             self._run.variables = lambda rank: {"RANK": rank, **variables}  # type: ignore[method-assign]
             self._run.secret_variable = lambda: ("", b"")  # type: ignore[method-assign]
         self._begin_all(range(size) if start is None else start)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -13,30 +15,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
+    from typing import Self
 
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "pytest",
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "torch.distributed.optim",
-        "torch.distributed.pipelining",
-        "torch.nn.parallel",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-        "covey.torch.backend.backend",
-    ]
-)
+SOURCE, ROOT = Path(__file__).parents[2] / "src", Path(__file__).parents[2]
 
 
 def all_here(rank: int, size: int, store: str) -> None:
@@ -56,8 +46,9 @@ def run_torch_ranks(size: int, program: Callable[..., Any], *args: Any, deadline
     `store` is the path of a file for `init_method="file://..."`.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(_rank(rank, size, f"{folder}/store", program, args)) for rank in range(size)]
-        ends = {connection: process for process, connection in ranks}
+        store = f"{folder}/store"
+        ranks = [stack.enter_context(Started(_be_a_rank, rank, size, store, program, args)) for rank in range(size)]
+        ends = [rank.end for rank in ranks]
         results: dict[Connection, Any] = {}
         until = time.monotonic() + deadline
         while len(results) < size:
@@ -67,10 +58,10 @@ def run_torch_ranks(size: int, program: Callable[..., Any], *args: Any, deadline
             for end in ready:
                 assert end in ends
                 results[end] = _result(end)
-        for process, _ in ranks:
-            process.join(max(0.0, until - time.monotonic()))
-            assert process.exitcode in (0, -9), f"a rank ended with {process.exitcode}"
-        return [results[connection] for _, connection in ranks]
+        for rank in ranks:
+            code = rank.process.wait(max(0.1, until - time.monotonic()))
+            assert code in (0, -9), f"a rank ended with {code}"
+        return [results[rank.end] for rank in ranks]
 
 
 def _result(end: Any) -> Any:
@@ -82,35 +73,51 @@ def _result(end: Any) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def _rank(
-    rank: int, size: int, store: str, program: Callable[..., Any], args: tuple[Any, ...]
-) -> Iterator[tuple[BaseProcess, Connection]]:
-    here, there = _context.Pipe(duplex=False)
-    process = _context.Process(target=_serve, args=(there, rank, size, store, program, args), daemon=True)
-    try:
-        process.start()
-    except BaseException:
-        here.close()
-        raise
-    finally:
-        there.close()
-    try:
-        yield process, here
-    finally:
-        here.close()
-        process.kill()
-        process.join()
-        process.close()
+class Started:
+    """A process that calls `function(connection, *args)`; the other end of the connection is `end`."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self.end, there = multiprocessing.Pipe()
+        path = os.pathsep.join((str(SOURCE), str(ROOT)))
+        program = f"from tests.support.torch_ranks import serve; serve({there.fileno()})"
+        try:
+            self.process = forked.TorchPopen(
+                [sys.executable, "-c", program],
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=forked.DEVNULL,
+                pass_fds=[there.fileno()],
+            )
+            self.end.send((function, args))
+        except BaseException:
+            self.end.close()
+            raise
+        finally:
+            there.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end.close()
+        self.process.kill()
+        self.process.wait()
 
 
-def _serve(
+# In the process
+
+
+def serve(descriptor: int) -> None:
+    """Be the program of `Started`."""
+    torch.set_num_threads(1)
+    os.set_inheritable(descriptor, False)
+    there = multiprocessing.connection.Connection(descriptor)
+    function, args = there.recv()
+    function(there, *args)
+
+
+def _be_a_rank(
     there: Connection, rank: int, size: int, store: str, program: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
     os.chdir(Path(store).parent)
     try:
         there.send(("", program(rank, size, store, *args)))

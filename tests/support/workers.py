@@ -5,8 +5,8 @@ Workers that are started as new programs each import and collect ten thousand te
 
 A worker takes a file at a time, so that what the tests of a file share is made once. Workers of even numbers begin with
 the folders whose tests mostly wait, the others with those whose tests compute: together they keep the cores busy. They
-meet in the middle, where no file takes long. A test that ends its process has failed, and another worker goes on. Tests
-marked `alone` come last, in one worker.
+meet in the middle; when no file is left, a worker that is done takes half of what another has not begun of its own. A
+test that ends its process has failed, and another worker goes on. Tests marked `alone` come last, in one worker.
 
 `--shuffle SEED` runs files, and the tests of each file, in a random order.
 """
@@ -33,6 +33,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from tests.support import forked
 from tests.support.guard import stacks_below
 from tests.support.waiting import HANG
 
@@ -47,6 +48,8 @@ KILL_AFTER: Final = HANG + 120.0
 """Seconds after which a worker whose test could not fail by itself is killed."""
 AHEAD: Final = 2
 """Tests that a worker knows of, so that it need not wait for the next one when a test ends."""
+FEWEST_SHARED: Final = 4
+"""Tests of a file that two workers share, when no file is left; fewer stay with the worker that has begun the file."""
 END_SECONDS: Final = 20.0
 """How long a worker may take to end, after its last test or an interruption, before it is killed."""
 CLONE_NEWNET: Final = 0x40000000
@@ -121,6 +124,7 @@ class Workers:
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # results of several files alternate
+        forked.preload_torch()
         gc.collect()
         gc.freeze()  # what was collected is shared with the workers as long as none writes to it
         try:
@@ -169,10 +173,17 @@ class Workers:
             self._feed(worker)
 
     def _next(self, worker: Worker) -> int | None:
+        if not worker.waiting and not worker.running and not self._files:
+            worker.waiting.extend(self._half_of_the_longest())
         # When few files are left, a worker that is still busy with one leaves the others to the rest.
         if not worker.waiting and self._files and (not worker.running or len(self._files) > 2 * self._count):
             worker.waiting.extend(self._files.pop() if worker.number % 2 else self._files.popleft())
         return worker.waiting.popleft() if worker.waiting else None
+
+    def _half_of_the_longest(self) -> list[int]:
+        """Take half of what another worker has not begun of its file, when no file is left."""
+        waiting = max((worker.waiting for worker in self._workers.values()), key=len)
+        return [waiting.pop() for _ in range(len(waiting) // 2)][::-1] if len(waiting) >= FEWEST_SHARED else []
 
     def _feed(self, worker: Worker) -> None:
         """Tell a worker of its next test; if there is none and it has nothing to do, let it end."""
@@ -271,6 +282,9 @@ def _work(session: pytest.Session, number: int, channel: Connection) -> None:
                 session.config.hook.pytest_runtest_protocol(
                     item=session.items[current], nextitem=None if after is None else session.items[after]
                 )
+                if after is None or _path_of(session.items[after]) != _path_of(session.items[current]):
+                    gc.collect()
+                    gc.freeze()  # what this file leaves, caches above all, is looked through no more
                 channel.send(None)
         finally:
             session._setupstate.teardown_exact(None)
@@ -296,6 +310,7 @@ def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
     factory._basetemp = folder
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     capture.stop_global_capturing()
+    forked.keep_torch_server(channel)
     capture.start_global_capturing()
     capture.suspend_global_capture()
     config.pluginmanager.unregister(name="terminalreporter")

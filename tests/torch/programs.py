@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.waiting import wait_until
 from tests.torch.equality import batch, share, small_model, start, train
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -154,6 +157,41 @@ def messages(rank: int, size: int, store: str) -> None:
         work.wait()
     assert got.tolist() == [float(left)] * 3
     dist.barrier()
+    received_are_freed(right, left)
+
+
+def received_are_freed(right: int, left: int) -> None:
+    """Every tensor that was received is freed with the last reference to it: nothing waits for the collector."""
+    given = torch.full((1 << 17,), 1.0)
+    received: list[weakref.ref[torch.Tensor]] = []
+
+    def room() -> torch.Tensor:
+        got = torch.empty_like(given)
+        received.append(weakref.ref(got))
+        return got
+
+    def batch() -> None:
+        operations = [dist.P2POp(dist.isend, given, right), dist.P2POp(dist.irecv, room(), left)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def one_by_one(source: int | None) -> None:
+        receiving = dist.irecv(room(), source)
+        sending = dist.isend(given, right)
+        receiving.wait()
+        sending.wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for exchange in (batch, partial(one_by_one, left), partial(one_by_one, None)):
+            for _ in range(12):
+                exchange()
+            # The group, its thread and torch may still know what they did last.
+            wait_until(lambda: sum(each() is not None for each in received) <= 2, f"{exchange} leaves tensors")
+            dist.barrier()
+    finally:
+        gc.enable()
 
 
 def groups(rank: int, size: int, store: str) -> None:
@@ -380,6 +418,11 @@ def disagree(rank: int, size: int, store: str) -> None:
 
         with raises(covey.CoveyError, "rank 2 called", words):
             differ()
+    group = dist.new_group(list(range(size)))
+    dist.broadcast(x, rank, group=group)  # all of them only send
+    dist.barrier()
+    with raises(covey.MismatchError, "rank 2 called broadcast(float32[3], root=2)"):
+        dist.destroy_process_group(group)
     dist.barrier()
 
 

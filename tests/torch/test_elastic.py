@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.support.torch_ranks import _context
+from tests.support.in_turn import in_turn
+from tests.support.seeds import seeds
+from tests.support.torch_ranks import Started
 from tests.support.waiting import DEADLINE
 
 import covey.torch.training.elastic as elastic_module
@@ -31,7 +33,6 @@ from covey.torch.training.sampler import ElasticSampler
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
 SAMPLES, BATCH, EPOCHS = 62, 10, 3  # the last batch of an epoch has two samples: not enough for three ranks
@@ -149,25 +150,20 @@ class Party:
 
     def __init__(self, size: int, program: Callable[..., Any]) -> None:
         self._run, self._program = LocalRun(size), program
-        self._processes: list[BaseProcess] = []
+        self._started: list[Started] = []
         self._ends: dict[Connection, int] = {}
         self.heard: list[tuple[int, str, Any]] = []
         """Who said what, in the order it came: everything that was told, and `returned` or `gone`."""
 
     def start(self, slot: int, *, restart: int = 0) -> int:
         """Start a process; return its id."""
-        here, there = _context.Pipe(duplex=False)
         place = {name: str(value) for name, value in self._run.variables(slot).items()} | {
             "COVEY_RESTART": str(restart)
         }
-        args = (there, slot, place, self._run.token, self._program)
-        process = _context.Process(target=_serve, args=args, daemon=True)
-        process.start()
-        there.close()
-        self._ends[here] = slot
-        self._processes.append(process)
-        assert process.pid is not None
-        return process.pid
+        started = Started(_serve, slot, place, self._run.token, self._program)
+        self._ends[started.end] = slot
+        self._started.append(started)
+        return started.process.pid
 
     def await_heard(self, kind: str, slot: int | None = None) -> Any:
         """Return the next thing of this kind that is heard from now on; other things are kept."""
@@ -216,16 +212,11 @@ class Party:
     def __exit__(self, *_: object) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._run.__exit__)
-            for end in self._ends:
-                stack.callback(end.close)
-            for process in self._processes:
-                process.kill()
-                process.join()
-                process.close()
+            for started in self._started:
+                stack.push(started)
 
 
 def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, program: Callable[..., Any]) -> None:
-    torch.set_num_threads(1)
     here, writer = os.pipe()
     os.write(writer, token)
     os.close(writer)
@@ -569,3 +560,46 @@ def test_calls_that_cannot_work_are_refused() -> None:
         with pytest.raises(ConfigError, match="gradient of weight is sparse"):
             elastic.step()
         break
+
+
+# Ranks are killed at moments that nothing in the training knows of
+
+
+def train_slowly(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell)
+    training.run(before_step=lambda: time.sleep(0.002))
+    return training.elastic.done, training.state()
+
+
+@pytest.mark.thorough
+@in_turn(seed=seeds(3))
+def test_ranks_that_are_killed_at_any_moment_leave_the_others_with_equal_numbers_and_each_sample_once(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    with Party(4, train_slowly) as party:
+        pids = dict(enumerate(map(party.start, range(4))))
+        victims = rng.sample(range(4), 2)
+        for number, victim in enumerate(victims):
+            for _ in range(rng.randrange(4, 12)):
+                party.await_heard("trained")
+            time.sleep(rng.uniform(0, 0.004))  # no moment in particular
+            os.kill(pids[victim], signal.SIGKILL)
+            party.await_heard("gone", victim)
+            if number == 0 and rng.random() < 0.7:
+                party.start(victim, restart=1)
+        returned = party.await_all()
+        counts = party.counts()
+    states = [state for done, state in returned.values() if done]
+    assert len(states) >= 2
+    assert states[0]["rest"][0] == EPOCHS * SAMPLES
+    for state in states[1:]:
+        assert state["rest"] == states[0]["rest"]
+        assert state["schedule"] == states[0]["schedule"]
+        for name, tensor in states[0]["tensors"].items():
+            assert np.isfinite(tensor).all()
+            np.testing.assert_array_equal(state["tensors"][name], tensor, err_msg=name)
+    told = sum((counts[epoch] for epoch in range(EPOCHS)), Counter[int]())
+    assert all(most == 1 for epoch in range(EPOCHS) for most in counts[epoch].values()), "a sample counted twice"
+    missing = EPOCHS * SAMPLES - told.total()
+    assert missing <= len(victims) * BATCH, "a rank may be killed after its step and before it tells"

@@ -148,7 +148,7 @@ def enter_cluster(folder: str, secret: str) -> None:
         "COVEY_SECRET": secret,
         "COVEY_INTERFACES": "lo",
         "TMPDIR": folder,
-        "XDG_RUNTIME_DIR": "",
+        "XDG_RUNTIME_DIR": folder,
     }
     tempfile.tempdir = None
 
@@ -325,7 +325,7 @@ def test_an_agent_that_closes_the_run_closes_it_for_one_that_waits_for_the_next_
 
 
 def die_together(rank: int, size: int, path: str, folder: str) -> None:
-    os.environ |= {"TMPDIR": folder, "XDG_RUNTIME_DIR": ""}
+    os.environ |= {"TMPDIR": folder, "XDG_RUNTIME_DIR": folder}
     tempfile.tempdir = None
     dist.init_process_group("covey", init_method=f"file://{path}", rank=rank, world_size=size)
     assert sum_of_ranks() == 11
@@ -335,7 +335,7 @@ def die_together(rank: int, size: int, path: str, folder: str) -> None:
 
 
 def meet_where_others_died(rank: int, size: int, path: str, folder: str) -> int:
-    os.environ |= {"TMPDIR": folder, "XDG_RUNTIME_DIR": ""}
+    os.environ |= {"TMPDIR": folder, "XDG_RUNTIME_DIR": folder}
     tempfile.tempdir = None
     dist.init_process_group("covey", init_method=f"file://{path}", rank=rank, world_size=size)
     try:
@@ -426,6 +426,7 @@ def environment(folder: str, **more: str) -> dict[str, str]:
             "PYTHONPATH": f"{ROOT / 'src'}:{installed.parent}",
             "HOME": folder,
             "TMPDIR": folder,
+            "XDG_RUNTIME_DIR": folder,
         }
         | more
     )

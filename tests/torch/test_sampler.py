@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.seeds import examples
 from tests.support.torch_ranks import run_torch_ranks
 
 from covey.base.errors import ConfigError
@@ -29,7 +30,7 @@ def take_all(sampler: ElasticSampler, counts: list[int]) -> list[list[int]]:
     return shares
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(length=st.integers(0, 120), batches=BATCHES, seed=st.integers(0, 2**40))
 def test_every_sample_is_given_once_per_epoch_while_the_size_changes(
     length: int, batches: list[list[int]], seed: int
@@ -129,7 +130,7 @@ def test_going_back_gives_the_samples_of_a_failed_step_again() -> None:
     assert sampler.position == 4  # the present epoch: stays
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(length=st.integers(1, 120), batches=BATCHES, data=st.data())
 def test_what_lost_ranks_give_back_is_given_again_before_the_epoch_ends(
     length: int, batches: list[list[int]], data: st.DataObject

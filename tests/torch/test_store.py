@@ -182,13 +182,30 @@ def test_it_answers_as_torchs_own_stores_do_and_carries_gloo(size: int) -> None:
     run_torch_ranks(size, use)
 
 
+def say_when_waiting(group: Group, store: CoveyStore, rank: int) -> None:
+    """Tell rank 0 that this rank waits for an answer; rank 0 may die before it has answered this."""
+    await_questions(group, 1)
+    with contextlib.suppress(PeerLostError):
+        store.set(f"waiting {rank}", "")
+
+
+def await_questions(group: Group, count: int) -> None:
+    """Wait until so many questions of this rank are without an answer."""
+    node = engine_of(group).node
+    assert node is not None
+    until = time.monotonic() + DEADLINE
+    while len(node.stores._outcomes) < count:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def lose_the_keeper(rank: int, size: int, path: str) -> tuple[str, int, float]:
-    with store_of(rank, size, path) as (_, store):
+    with store_of(rank, size, path) as (group, store):
         store.barrier("here", size)
         if rank == 0:
             store.wait(["waiting 1", "waiting 2"])
             os.kill(os.getpid(), signal.SIGKILL)
-        store.set(f"waiting {rank}", "")
+        threading.Thread(target=say_when_waiting, args=(group, store, rank), daemon=True).start()
         began = time.monotonic()
         with pytest.raises(PeerLostError) as raised:
             dist.PrefixStore("through C++", store).get("never")
@@ -228,10 +245,7 @@ def break_links(rank: int, size: int, path: str) -> None:
             pops = threading.Thread(target=lambda: outcomes.put(store.queue_pop("pushed")))
             for thread in (waits, pops):
                 thread.start()
-            until = time.monotonic() + DEADLINE
-            while len(node.stores._outcomes) < 2:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            await_questions(group, 2)
             link = node.peers[Seat(0)].link
             assert link is not None
             control.soon(link.abort)

@@ -222,6 +222,26 @@ def test_ddp_trains_as_one_process_does(size: int, options: dict[str, Any]) -> N
     run_torch_ranks(size, plain, options)
 
 
+def compiled_by_inductor(rank: int, size: int, store: str) -> None:
+    """The compiler that torch uses by default also compiles collectives that it sees."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    start(rank, size, store)
+    alone = train(small_model())
+    train(torch.compile(wrap(Compilable(), bucket_cap_mb=1)), rows=share(rank, size)).close_to(alone)
+
+    @torch.compile
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        added = functional.all_reduce(2 * x, "sum", dist.group.WORLD)
+        return functional.reduce_scatter_tensor(
+            functional.all_gather_tensor(added + 1, 0, dist.group.WORLD), "sum", 0, dist.group.WORLD
+        )
+
+    expected = size * (2 * sum(range(1, size + 1)) + 1)
+    torch.testing.assert_close(reduce(torch.full((4,), float(rank + 1))), torch.full((4,), float(expected)))
+
+
 @pytest.mark.parametrize(
     ("program", "size"),
     [
@@ -234,6 +254,7 @@ def test_ddp_trains_as_one_process_does(size: int, options: dict[str, Any]) -> N
         (uneven_inputs, 3),
         (zero_redundancy, 2),
         pytest.param(compiled, 2, marks=pytest.mark.thorough),
+        pytest.param(compiled_by_inductor, 2, marks=pytest.mark.thorough),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -45,6 +45,10 @@ SILENT_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.05
 
 
+class RestartedError(ConfigError):
+    """The agent was restarted: the programs that it had started have ended with it."""
+
+
 class Terminal(MeshListener):
     """A visitor of the cluster that calls agents. Nothing here can be called."""
 
@@ -130,6 +134,7 @@ class AgentCaller:
             ConfigError: the agent refuses the request; the text says why.
             AuthError: this machine may not use the agent.
             ConnectError: the agent cannot be reached.
+            RestartedError: it is another process than the one that was found first.
         """
         with self._errors():
             return self.begin(function, *args, timeout=timeout).wait_or_cancel()
@@ -159,7 +164,7 @@ class AgentCaller:
         try:
             yield
         except RemoteCallError as error:
-            raise ConfigError(f"{self.name}: {error.text}") from None
+            raise ConfigError(f"{self.name}: {_in_lines(error)}") from None
         except CallRefusedError as error:
             raise ConfigError(f"{self.name}: {error}; do both machines have the same version of covey?") from None
         except AuthError as error:
@@ -174,8 +179,10 @@ class AgentCaller:
 
             async def connect() -> Seat:
                 remote = self._terminal.visit.mesh.met.get(self.card.id)
-                if remote is None or remote.card.life != self.card.life:
+                if remote is None:
                     raise ConnectError("it is not linked")
+                if remote.card.life != self.card.life:
+                    raise RestartedError("the agent was restarted, and its programs have ended with it")
                 return self._terminal.transport.connect(remote)
 
             self._seat = control.run(connect(), LOOP_SECONDS)
@@ -194,6 +201,13 @@ def calling(cluster: Cluster, config: GroupConfig) -> Iterator[Terminal]:
             yield terminal
         finally:
             terminal.calls.close()
+
+
+def _in_lines(error: RemoteCallError) -> str:
+    """Return the text of an exception with its line breaks, which only the lines of the traceback have."""
+    lines, start = error.traceback.splitlines(), f"{error.type}: "
+    at = next((at for at in reversed(range(len(lines))) if lines[at].startswith(start)), None)
+    return error.text if at is None else "\n".join([lines[at].removeprefix(start), *lines[at + 1 :]])
 
 
 def _name(machine: bytes, card: messages.Card, book: Mapping[bytes, TrustedMachine]) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from covey.agent.callers import RestartedError
 from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
 from covey.agent.shares import Ended, Printed, Said
 from covey.base.errors import ConfigError, ConnectError, CoveyError
@@ -76,9 +77,12 @@ class AgentShare:
                     lost_at = time.monotonic()
                     report(Said("the agent is lost; trying to reach it again"))
                 elif time.monotonic() - lost_at > AGAIN_SECONDS:
-                    report(Ended(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s"))
+                    report(Ended(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s", is_lost=True))
                     return
                 time.sleep(PAUSE_SECONDS)
+            except RestartedError as error:
+                report(Ended(1, str(error), is_lost=True))
+                return
             except CoveyError as error:
                 report(Ended(1, str(error)))
                 return

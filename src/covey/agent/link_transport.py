@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.runtime.calls.transport import CallListener
+    from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.links.link import Link
     from covey.runtime.mesh.remote_node import RemoteNode
 
@@ -110,7 +110,7 @@ class LinkTransport(BackgroundTransport):
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Do nothing: calls here are too small to have parts (`requests.CALL_BYTES`)."""
 
-    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Report that there are none."""
         then(None)
 

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from covey.runtime.keeper.output import Cursor, HeldLine
+from covey.runtime.keeper.supervisor import INCOMPLETE_LOGS_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,8 @@ _PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
 
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
 """Where a line of `covey run` itself begins."""
+_OWN: Final = re.compile(rb"^(?=[^\[\r\n])(?!covey: )", re.MULTILINE)
+"""Where a line begins that no rank wrote: an error of `covey run`, of ssh, or of the shell there."""
 
 
 class Screen:
@@ -53,9 +56,18 @@ class Screen:
         """Show a line about the run."""
         self._put(2, self._cursor[2].make_room() + f"covey: {text}\n".encode())
 
+    def code_of(self, code: int) -> int:
+        """Return the exit code of a run that ended with `code`: not 0 if log files lack some of its output."""
+        if code == 0 and self._logs is not None and not self._logs.is_complete:
+            self.note("the files in --log-dir lack some of the output")
+            return INCOMPLETE_LOGS_CODE
+        return code
+
     def _write(self, machine: str, stream: int, lines: HeldLine, text: bytes) -> None:
         if not text:
             return
+        is_new_line = self._cursor[stream].writer is not lines
+        text = _OWN.sub(b"[" + machine.encode() + b"] ", text) if is_new_line else text
         text = _NOTES.sub(rb"\1covey: " + machine.encode() + b": ", text)
         cursor = self._cursor[stream]
         room = cursor.make_room(lines)
@@ -65,7 +77,8 @@ class Screen:
             for line in text.splitlines(keepends=True):
                 found = _PREFIX.match(line)
                 label = found[1].decode(errors="replace") if found is not None else machine
-                self._logs.write(label, found[2] if found is not None else line)
+                if problem := self._logs.write(label, found[2] if found is not None else line):
+                    self.note(problem)
 
     def _put(self, stream: int, data: bytes) -> None:
         """Write; a stream that cannot be written any more is left alone, and the run goes on."""

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from covey.runtime.loop import LOOK_UP_EVERY
 from covey.runtime.processes import signal_name
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Ended(NamedTuple):
     code: int
     why: str = ""
     """What to show, if it did not end by itself."""
+    is_lost: bool = False
+    """Whether its machine was lost: the run may continue without it, as it does without a rank."""
 
 
 class Said(NamedTuple):
@@ -96,6 +99,8 @@ class SharedRun:
         self._interrupts = 0
         self._codes: list[int] = []
         """The exit codes of failures, in the order of their reports, except of programs that were stopped from here."""
+        self._lost: dict[str, int] = {}
+        """Exit codes of machines that were lost, until another one finishes: then the run continued without them."""
         self._has_stopped = False
         self._has_finished = False
         self._stop_at: float | None = None
@@ -110,7 +115,9 @@ class SharedRun:
                 reporter, name = self._reporter(number), f"covey-share-{number}"
                 threading.Thread(target=share.run, args=(reporter,), name=name, daemon=True).start()
             while self._alive:
-                wait = None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
+                wait = LOOK_UP_EVERY  # a signal that another thread gets does not end the wait
+                if self._stop_at is not None:
+                    wait = max(0.0, min(wait, self._stop_at - time.monotonic()))
                 with contextlib.suppress(queue.Empty):
                     self._take(self._reports.get(timeout=wait))
                 self._react()
@@ -120,7 +127,7 @@ class SharedRun:
                     self._stop_others()
         if self._told is not None and (self._told != signal.SIGTERM or not (self._has_finished or self._codes)):
             return 128 + self._told
-        return failure_code(self._codes)
+        return failure_code([*self._lost.values(), *self._codes])
 
     def _reporter(self, number: int) -> Callable[[Report], None]:
         def report(what: Report) -> None:
@@ -139,9 +146,9 @@ class SharedRun:
                         self._screen.show(share.name, stream, data)
                     case Said(text):
                         self._screen.note(f"{share.name}: {text}")
-                    case Ended(code, why):
+                    case Ended():
                         self._screen.ended(share.name)
-                        self._on_end(number, code, why)
+                        self._on_end(number, what)
 
     def _react(self) -> None:
         """Pass on the signals that have come; also while the terminal takes no output."""
@@ -157,13 +164,19 @@ class SharedRun:
                 typed = "Stopping… press Ctrl-C again to kill"
                 self._screen.note(typed if signum == signal.SIGINT else f"{signal_name(signum)}: stopping…")
 
-    def _on_end(self, number: int, code: int, why: str) -> None:
+    def _on_end(self, number: int, ended: Ended) -> None:
+        code, why, is_lost = ended
         del self._alive[number]
         name = self._shares[number].name
         if code == 0:
             self._has_finished = True
+            if self._lost and not self._has_stopped:
+                self._screen.note(f"the run finished without {', '.join(self._lost)}")
+                self._lost.clear()
             return
-        if not self._has_stopped:
+        if is_lost:
+            self._lost[name] = code
+        elif not self._has_stopped:
             self._codes.append(code)
         if self._told is None and self._alive and self._stop_at is None:
             self._stop_at = time.monotonic() + FAILURE_SECONDS

@@ -1,13 +1,15 @@
-"""Rate limits, for packets, dials, questions and log lines. Pure."""
+"""Rate limits, for packets, dials, questions and log lines, and growing pauses between tries. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
 KEYS_LIMIT: Final = 256
+MOST_DOUBLINGS: Final = 60
+"""So often a pause grows at most: enough for any pause, and its power fits a float."""
 
 
 class Bucket:
@@ -71,3 +73,17 @@ class Seldom:
             return False
         self._at = now
         return True
+
+
+class Growing(NamedTuple):
+    """Pauses between tries, each longer than the one before."""
+
+    first: float
+    most: float
+    factor: float = 2.0
+
+    def after(self, failures: int) -> float:
+        """Return the pause after so many failures in a row; 0 if there was none."""
+        if failures < 1:
+            return 0.0
+        return min(self.most, self.first * self.factor ** min(failures - 1, MOST_DOUBLINGS))

@@ -28,6 +28,16 @@ def printable(text: str, most: int = TEXT_LIMIT) -> str:
     return escaped if len(escaped) <= most else escaped[: most - len(_CUT)] + _CUT
 
 
+def spell_error(error: BaseException, most: int = TEXT_LIMIT) -> str:
+    """Return the class and the text of an exception of the program, also if its text cannot be made."""
+    try:
+        text = str(error)
+    except BaseException as failure:
+        text = f"(its text cannot be made: {type(failure).__name__})"
+    name = type(error).__name__
+    return printable(f"{name}: {text}" if text else name, most)
+
+
 def listed(items: Iterable[object]) -> str:
     """Return the items as an English list: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(item) for item in items]

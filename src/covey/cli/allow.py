@@ -208,7 +208,7 @@ def _list(found: Cluster, *, as_json: bool) -> None:
     _, allowed = charter.lists(found)
     names = _names(found)
     if as_json:
-        return typer.echo(json.dumps(None if allowed is None else as_rows(allowed, names)))
+        return typer.echo(json.dumps(as_rows(allowed or (), names)))  # while there is a list, this machine is on it
     if allowed is None:
         return say(_OFF.format(found.name))
     typer.echo(_table(allowed, names))

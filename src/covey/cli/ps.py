@@ -53,7 +53,7 @@ def ps(
         Column("MACHINE", [agent.name for agent, _ in shown]),
         Column("STATE", [_state(each) for _, each in shown]),
         Column("PROCESSES", [str(each.processes) for _, each in shown], leave_out=2),
-        Column("SINCE", [_lasted(each.seconds) for _, each in shown], leave_out=3),
+        Column("RAN FOR", [_lasted(each.seconds) for _, each in shown], leave_out=3),
         Column("STARTED BY", [each.started_by for _, each in shown], leave_out=1),
     ]
     typer.echo(table(columns, room()))

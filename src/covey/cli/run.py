@@ -6,6 +6,7 @@ import contextlib
 import enum
 import functools
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -67,7 +68,29 @@ class RunCommand(typer.core.TyperCommand):
             if isinstance(other := given.get("run_name"), str):
                 raise ConfigError(f"the run has two names, {words[0]!r} and {other!r}; give one")
             args = ["--run", words[0], *args]
+        elif len(words) > 1 and not given.get("module"):
+            self._refuse_ambiguous(ctx, words)
         return super().parse_args(ctx, args)
+
+    def _refuse_ambiguous(self, ctx: Any, words: list[str]) -> None:
+        """Raise ConfigError if options of this command and a script follow a program: that may be the run's name."""
+        program = shutil.which(words[0])
+        if program is None or os.sep in words[0] or not words[1].startswith("-"):
+            return
+        if words[0].startswith(("python", "pypy")) or words[0] == "covey":
+            return
+        usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
+        try:
+            given, _, _ = self.make_parser(ctx).parse_args(words[1:])
+        except usage_error:  # options of the program
+            return
+        script = given.get("script")
+        if isinstance(script, str) and script.endswith(".py") and os.path.isfile(script):
+            rest = shlex.join(words[1:])
+            raise ConfigError(
+                f"`{shlex.join(words)}` has two meanings. If {words[0]} is the name of the run: covey run --run "
+                f"{words[0]} {rest}. If it is the program: covey run {program} {rest}"
+            )
 
 
 # What follows the script belongs to the script, options too.

@@ -158,7 +158,8 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
             typer.echo(f"run {program.run!r} has been started on {where}")
             typer.echo(f"`covey logs {program.run} -f` shows its output, `covey stop {program.run}` ends it")
             return 0
-        return SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run, machines)).attend()
+        code = SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run, machines)).attend()
+        return screen.code_of(code)
 
 
 def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
@@ -189,7 +190,8 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
             visit.look(1.0, until=lambda visit: bool(visit.members()))
             return goes_on(visit, program.run)
 
-    return SharedRun(shares, Screen(logs), run_goes_on).attend()
+    screen = Screen(logs)
+    return screen.code_of(SharedRun(shares, screen, run_goes_on).attend())
 
 
 def script_in(folder: Path, program: Program) -> str:

@@ -20,7 +20,7 @@ class Cast(Codec):
     relative: ClassVar[float]
     """Half a unit in the last place, relative to the element."""
     absolute: ClassVar[float]
-    """The same below the smallest normal number."""
+    """Largest absolute error for subnormal elements."""
     largest: ClassVar[float]
     """Elements above this may become infinite."""
 

@@ -111,7 +111,9 @@ def _sizes(found: pb.Sizes, default: Sizes | None) -> Sizes:
 def sizes(least: Any, most: Any, settle: float) -> Sizes:
     """Return sizes, checked; ConfigError if they cannot work."""
     if not 0 < least <= most <= MAX_WORKERS:
-        raise ConfigError(f"a run has 1 to {MAX_WORKERS} workers, and at least as many at most as at least")
+        raise ConfigError(
+            f"min_workers must not exceed max_workers, and both must be 1 to {MAX_WORKERS} (got {least} and {most})"
+        )
     if not (math.isfinite(settle) and 0 <= settle <= LONGEST_SETTLE):
         raise ConfigError(f"workers settle for 0 to {LONGEST_SETTLE:g} seconds")
     return Sizes(least, most, float(settle) if least < most else 0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import secrets
 import threading
 import time
@@ -16,9 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, CoveyError, DeadlineError
+from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.coordinator.client import CALL_SECONDS, CoordinatorClient, is_final
 from covey.coordinator.extra import require_grpc
+from covey.runtime.backoff import Backoff
 from covey.runtime.log_limiter import LimitedLog
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.security import Security
 
-FIRST_PAUSE: Final = 0.1
-LONGEST_PAUSE: Final = 2.0
+PAUSES: Final = Growing(0.1, 2.0)
 """Seconds between attempts to register, shortened at random; below RECONNECT_SECONDS of the coordinator."""
+STEADY_SECONDS: Final = 20.0
+"""After a registration that held for so long, the next attempt counts as the first."""
 UNREGISTER_SECONDS: Final = 3.0
 END_SECONDS: Final = 5.0
 """How long the threads may take to end."""
@@ -148,7 +150,7 @@ class Session:
     # The thread of the registration
 
     def _keep_registered(self) -> None:
-        pause = FIRST_PAUSE
+        tries = Backoff(f"the coordinator at {self._address}", PAUSES, jitter=0.5, level=logging.DEBUG)  # `_note` tells
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -171,10 +173,10 @@ class Session:
                 self._note(error)
             finally:
                 self._is_registered = False
-            if time.monotonic() - began > 10 * LONGEST_PAUSE:
-                pause = FIRST_PAUSE
-            self._closing.wait(pause * random.uniform(0.5, 1.0))
-            pause = min(LONGEST_PAUSE, 2 * pause)
+            if time.monotonic() - began > STEADY_SECONDS:
+                tries.worked()
+            tries.failed(self._progress)
+            tries.rest_on(self._closing)
 
     def _request(self) -> pb.RegisterWorkerRequest:
         from covey.coordinator import coordinator_pb2 as pb

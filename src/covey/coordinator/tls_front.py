@@ -26,7 +26,7 @@ from covey.coordinator.limits import MAX_CONNECTIONS, MAX_HANDSHAKES
 from covey.coordinator.refusal import Reason, RefusalError
 from covey.net.descriptors import explain, raise_limit
 from covey.net.temporary import temporary_folder, writing_to
-from covey.runtime.links.sockets import accepted, no_delay, spell
+from covey.runtime.links.sockets import accept_shortage, accepted, no_delay, spell
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
 
@@ -66,6 +66,7 @@ class TlsFront:
         self._certificates: dict[str, bytes] = {}
         """Of callers, by the name that gRPC has for their connection."""
         self._log = LimitedLog(1.0)
+        self._shortage = accept_shortage("the coordinator")
 
     @property
     def inner(self) -> str:
@@ -118,7 +119,7 @@ class TlsFront:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen):
+        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self._shortage):
             if self._connections - len(self._unproven) >= self._most:
                 self._log.log(logging.WARNING, "a caller was turned away: there are %d connections", self._most)
                 sock.close()

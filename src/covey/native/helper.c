@@ -2,7 +2,8 @@
  *
  * It is started where an idle core exists, with the first large transfer of a lane, and sleeps in between. One transfer at a
  * time: from `helper_post` until `helper_result` says that it is over, the helper alone uses the sending half of the lane
- * and reads the payload. All signals are blocked in it.
+ * and reads the payload. All signals are blocked in it. The descriptor of `helper_fd` is readable if the job is over, or will
+ * be within a moment; it is not while the next job is under way, or the operation's thread would not sleep.
  */
 #include "native.h"
 
@@ -88,11 +89,11 @@ static void *work(void *argument)
         await_work(helper);
         if (atomic_load(&helper->state) == POSTED) {
             helper->outcome = do_job(helper);
+            ring(helper->done[1]); /* first: once the job is over, the next one may be posted, which hushes this ring */
             pthread_mutex_lock(&helper->lock);
             atomic_store(&helper->state, OVER);
             pthread_cond_broadcast(&helper->changed);
             pthread_mutex_unlock(&helper->lock);
-            ring(helper->done[1]);
         } else if (atomic_load(&helper->is_ending))
             return NULL;
     }

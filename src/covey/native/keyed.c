@@ -1,15 +1,24 @@
 /* The keys and ciphers of streams: see keyed.h. */
 #include "keyed.h"
 
+#include "attributes.h"
+
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
 static const char NEXT_LABEL[] = "covey/1/lane/next";
 
 /* libcrypto */
 
 struct libcrypto crypto;
+
+void wipe(void *memory, size_t nbytes)
+{
+    memset(memory, 0, nbytes);
+    __asm__ __volatile__("" : : "r"(memory) : "memory"); /* or a compiler leaves out what is written before a free */
+}
 
 static bool is_loaded;
 
@@ -89,26 +98,32 @@ static bool set_cipher_key(struct keyed *keyed)
         return true;
     bool is_helper = PyGILState_GetThisThreadState() == NULL;
     PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *key = PyMemoryView_FromMemory((char *)keyed->key, KEY_BYTES, PyBUF_READ); /* no copy that would be left */
     bool is_set =
-        succeeded(PyObject_CallMethod(keyed->cipher, "set_key", "y#", keyed->key, (Py_ssize_t)KEY_BYTES), is_helper);
+        key != NULL &&
+        succeeded(PyObject_CallMethodObjArgs(keyed->cipher, attribute_names[CIPHER_SET_KEY], key, NULL), is_helper);
+    Py_XDECREF(key);
     PyGILState_Release(state);
     return is_set;
 }
 
 /* Calls cipher.seal or cipher.open(count, length, from, into), and counts the record. */
-bool work_whole(struct keyed *keyed, const char *method, const uint8_t *length, const uint8_t *from,
-                       int64_t from_bytes, uint8_t *into, int64_t into_bytes)
+bool work_whole(struct keyed *keyed, bool seals, const uint8_t *length, const uint8_t *from,
+                int64_t from_bytes, uint8_t *into, int64_t into_bytes)
 {
     uint64_t count = keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
     bool is_helper = PyGILState_GetThisThreadState() == NULL;
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *source = PyMemoryView_FromMemory((char *)from, (Py_ssize_t)from_bytes, PyBUF_READ);
     PyObject *target = PyMemoryView_FromMemory((char *)into, (Py_ssize_t)into_bytes, PyBUF_WRITE);
+    PyObject *number = PyLong_FromUnsignedLongLong(count), *head = PyBytes_FromStringAndSize((const char *)length, LENGTH_BYTES);
     PyObject *result = NULL;
-    if (source != NULL && target != NULL)
-        result = PyObject_CallMethod(keyed->cipher, method, "Ky#OO", (unsigned long long)count, length,
-                                     (Py_ssize_t)LENGTH_BYTES, source, target);
+    if (source != NULL && target != NULL && number != NULL && head != NULL)
+        result = PyObject_CallMethodObjArgs(keyed->cipher, attribute_names[seals ? CIPHER_SEAL : CIPHER_OPEN], number, head,
+                                            source, target, NULL);
     bool is_done = succeeded(result, is_helper);
+    Py_XDECREF(number);
+    Py_XDECREF(head);
     Py_XDECREF(source);
     Py_XDECREF(target);
     PyGILState_Release(state);
@@ -125,7 +140,7 @@ bool next_key(struct keyed *keyed, bool seals)
     if (crypto.hmac(crypto.sha256(), keyed->key, KEY_BYTES, info, sizeof info, digest, &length) == NULL)
         return false;
     memcpy(keyed->key, digest, KEY_BYTES);
-    memset(digest, 0, sizeof digest);
+    wipe(digest, sizeof digest);
     keyed->rekey_at = keyed->count + REKEY_RECORDS;
     return set_key(keyed, seals) && set_cipher_key(keyed);
 }
@@ -156,7 +171,7 @@ static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *sco
     keyed->scope_bytes = (size_t)scope_bytes;
     keyed->rekey_at = REKEY_RECORDS;
     keyed->ctx = crypto.ctx_new();
-    return keyed->ctx != NULL && set_key(keyed, seals);
+    return keyed->ctx != NULL && set_key(keyed, seals) && set_cipher_key(keyed);
 }
 
 bool keyed_take(PyObject *stream, int *fd, struct keyed *sealer, struct keyed *opener)
@@ -172,6 +187,8 @@ bool keyed_take(PyObject *stream, int *fd, struct keyed *sealer, struct keyed *o
         return false;
     }
     if (cipher_out != Py_None && cipher_in != Py_None) {
+        if (!has_attributes(cipher_out, CIPHER) || !has_attributes(cipher_in, CIPHER))
+            return false;
         Py_INCREF(cipher_out);
         Py_INCREF(cipher_in);
         sealer->cipher = cipher_out;
@@ -180,7 +197,8 @@ bool keyed_take(PyObject *stream, int *fd, struct keyed *sealer, struct keyed *o
     if (key_init(sealer, (const uint8_t *)key_out, (const uint8_t *)scope_out, scope_out_bytes, true) &&
         key_init(opener, (const uint8_t *)key_in, (const uint8_t *)scope_in, scope_in_bytes, false))
         return true;
-    PyErr_SetString(PyExc_RuntimeError, "libcrypto has no AES-128-GCM");
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "libcrypto has no AES-128-GCM");
     return false;
 }
 
@@ -189,6 +207,7 @@ void keyed_release(struct keyed *keyed)
     if (keyed->ctx != NULL)
         crypto.ctx_free(keyed->ctx);
     Py_XDECREF(keyed->cipher);
+    wipe(keyed, sizeof *keyed);
 }
 
 bool seal_record(struct keyed *keyed, const uint8_t *plain, int64_t nbytes, uint8_t *head, bool is_due, bool is_plain)
@@ -204,7 +223,7 @@ bool seal_record(struct keyed *keyed, const uint8_t *plain, int64_t nbytes, uint
         head[index] = (uint8_t)(length >> (8 * index));
     uint8_t *text = head + LENGTH_BYTES, *tag = text + nbytes;
     if (!is_plain && is_long(keyed, nbytes))
-        return work_whole(keyed, "seal", head, plain, nbytes, text, nbytes + TAG_BYTES);
+        return work_whole(keyed, true, head, plain, nbytes, text, nbytes + TAG_BYTES);
     return start_record(keyed, head, true) &&
            crypto.encrypt_update(keyed->ctx, text, &written, plain, (int)nbytes) == 1 &&
            crypto.encrypt_final(keyed->ctx, tag, &written) == 1 &&
@@ -226,7 +245,7 @@ bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8
         return false;
     const uint8_t *text = head + LENGTH_BYTES;
     if (is_long(keyed, nbytes))
-        return work_whole(keyed, "open", head, text, nbytes + TAG_BYTES, into, nbytes);
+        return work_whole(keyed, false, head, text, nbytes + TAG_BYTES, into, nbytes);
     if (start_record(keyed, head, false) && crypto.decrypt_update(keyed->ctx, into, &written, text, (int)nbytes) == 1 &&
         crypto.ctx_ctrl(keyed->ctx, SET_TAG, TAG_BYTES, (void *)(text + nbytes)) == 1 &&
         crypto.decrypt_final(keyed->ctx, nothing, &written) == 1)

@@ -42,6 +42,9 @@ struct libcrypto {
 };
 extern struct libcrypto crypto;
 
+/* Overwrites keys with zeros, also if nothing reads the memory afterwards. */
+void wipe(void *memory, size_t nbytes);
+
 /* One direction of one stream: its key, the count of its records, and when the key has to change. */
 struct keyed {
     void *ctx;
@@ -60,7 +63,7 @@ bool keyed_take(PyObject *stream, int *fd, struct keyed *sealer, struct keyed *o
 void keyed_release(struct keyed *keyed);
 bool next_key(struct keyed *keyed, bool seals);
 bool start_record(struct keyed *keyed, const uint8_t length[LENGTH_BYTES], bool seals);
-bool work_whole(struct keyed *keyed, const char *method, const uint8_t *length, const uint8_t *from, int64_t from_bytes,
+bool work_whole(struct keyed *keyed, bool seals, const uint8_t *length, const uint8_t *from, int64_t from_bytes,
                 uint8_t *into, int64_t into_bytes);
 
 /* The whole of a record at once. `head` is where it begins: the length, which these fill in or read, then the rest. With

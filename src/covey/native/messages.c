@@ -14,6 +14,7 @@
  *   - A thread that waits without the interpreter's lock reads nothing but `turn` and a position of the peer. It clears its
  *     mark in the ring only in its turn, so that it never hides another reader.
  */
+#include "attributes.h"
 #include "messages.h"
 
 #include <errno.h>
@@ -22,8 +23,6 @@
 #include <string.h>
 
 static const int64_t LOOK_NS = 20 * 1000; /* of a receive with the interpreter's lock held */
-
-static PyObject *name_dtype;
 
 /* MessageEnd(memory, capacity, doorbell, first, bell, wake, dtypes, array type, empty, spin ns, yield ns,
  * (eager bytes, credit bytes, credit batch, ack batch, header cost, bytes of a piece)) */
@@ -37,8 +36,6 @@ static int message_end_fill(PyObject *self, PyObject *args)
                           &PyTuple_Type, &dtypes, &array_type, &empty, &spin_ns, &yield_ns, &sizes[0], &sizes[1],
                           &sizes[2], &sizes[3], &sizes[4], &sizes[5]))
         return -1;
-    if (name_dtype == NULL && (name_dtype = PyUnicode_InternFromString("dtype")) == NULL)
-        return -1;
     if (PyObject_GetBuffer(memory, &end->memory, PyBUF_WRITABLE) < 0 || !ring_fits(&end->memory, capacity))
         return -1;
     Py_ssize_t count = PyTuple_Size(dtypes);
@@ -47,7 +44,7 @@ static int message_end_fill(PyObject *self, PyObject *args)
         return -1;
     }
     for (Py_ssize_t code = 0; code < count; code++) {
-        PyObject *itemsize = PyObject_GetAttrString(PyTuple_GetItem(dtypes, code), "itemsize");
+        PyObject *itemsize = get_attribute(PyTuple_GetItem(dtypes, code), DTYPE_ITEMSIZE);
         end->itemsizes[code] = itemsize == NULL ? -1 : PyLong_AsLongLong(itemsize);
         Py_XDECREF(itemsize);
         if (PyErr_Occurred())
@@ -92,7 +89,7 @@ static bool take_array(const struct message_end *end, PyObject *x, int flags, Py
 {
     if ((PyObject *)Py_TYPE(x) != end->array_type)
         return false;
-    PyObject *dtype = PyObject_GetAttr(x, name_dtype);
+    PyObject *dtype = get_attribute(x, ARRAY_DTYPE);
     Py_ssize_t count = PyTuple_Size(end->dtypes);
     *code = 0;
     while (*code < count && PyTuple_GetItem(end->dtypes, *code) != dtype)

@@ -1,5 +1,5 @@
 /* covey._native: the compiled executor of plans, and the loops of the codecs. This file makes the module and its types. */
-#include "native.h"
+#include "attributes.h"
 
 static struct kind *const kinds[] = {
     &ring_kind, &stream_kind, &sealed_kind, &striped_kind, &plan_kind, &reduction_kind, &undo_kind, &recorder_kind, &runner_kind,
@@ -71,6 +71,7 @@ static PyObject *cipher_seconds(PyObject *module, PyObject *arg)
 
 static PyMethodDef module_methods[] = {
     {"cipher_seconds", cipher_seconds, METH_O, "Return how long libcrypto takes to encrypt so many bytes."},
+    {"is_ufunc_as_expected", is_ufunc_as_expected, METH_VARARGS, "Tell whether a ufunc's memory is as expected."},
     {"load_crypto", load_crypto, METH_VARARGS, "Find libcrypto through a library that was linked with it."},
     {NULL, NULL, 0, NULL},
 };
@@ -86,7 +87,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    bool is_made = module != NULL && PyModule_AddFunctions(module, codec_methods) == 0;
+    bool is_made = module != NULL && attributes_load() && PyModule_AddFunctions(module, codec_methods) == 0;
     for (size_t index = 0; is_made && index < KINDS; index++)
         is_made = add_type(module, kinds[index]);
     if (!is_made)

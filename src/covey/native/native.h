@@ -130,6 +130,7 @@ PyObject *lane_close(PyObject *self, PyObject *unused);
 extern PyMethodDef lane_methods[];
 extern PyMemberDef lane_members[];
 enum outcome lane_ended(struct lane *lane, const char *what);
+void say_error(char trouble[TROUBLE_BYTES], int error); /* on any thread, also while others do */
 enum outcome lane_failed(struct lane *lane, int error);
 
 /* What a failed call on a socket means: IDLE if it may work later, else the lane has ended. */
@@ -308,6 +309,9 @@ void runner_finish(struct runner *runner);
 enum reason runner_run(struct runner *runner, bool only_look);
 int64_t monotonic_ns(void);
 void relax(void);
+
+/* Whether numpy's ufuncs are laid out as reduce.c reads them. */
+PyObject *is_ufunc_as_expected(PyObject *module, PyObject *args);
 
 /* libcrypto's functions, from the library that Python's ssl has loaded. */
 bool crypto_load(const char *library, char *trouble, size_t room);

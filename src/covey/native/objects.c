@@ -19,7 +19,7 @@ enum outcome lane_ended(struct lane *lane, const char *what)
     return ENDED;
 }
 
-enum outcome lane_failed(struct lane *lane, int error)
+void say_error(char trouble[TROUBLE_BYTES], int error)
 {
     char text[TROUBLE_BYTES - 32];
 #if defined(__GLIBC__) && defined(_GNU_SOURCE)
@@ -27,7 +27,12 @@ enum outcome lane_failed(struct lane *lane, int error)
 #else
     const char *said = strerror_r(error, text, sizeof text) == 0 ? text : "unknown error";
 #endif
-    PyOS_snprintf(lane->trouble, TROUBLE_BYTES, "[Errno %d] %s", error, said);
+    PyOS_snprintf(trouble, TROUBLE_BYTES, "[Errno %d] %s", error, said);
+}
+
+enum outcome lane_failed(struct lane *lane, int error)
+{
+    say_error(lane->trouble, error);
     return ENDED;
 }
 
@@ -35,12 +40,14 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 enum outcome could_not(struct lane *lane, int error) { return would_block(error) ? IDLE : lane_failed(lane, error); }
 
+/* Shows nothing while a thread moves bytes, without the interpreter's lock: it is that thread's to look. */
 PyObject *lane_peek(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct lane *lane = (struct lane *)self;
     uint8_t header[HEADER_BYTES];
-    bool is_there = lane->functions->peek(lane, header);
+    bool is_free = lane->runner == NULL || !lane->runner->is_running;
+    bool is_there = is_free && lane->functions->peek(lane, header);
     if (PyErr_Occurred())
         return NULL;
     return PyBytes_FromStringAndSize((const char *)header, is_there ? HEADER_BYTES : 0);

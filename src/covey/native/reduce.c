@@ -93,7 +93,8 @@ void combine(const struct reduction *reduction, const uint8_t *left, const uint8
 
 /* Python */
 
-/* The start of numpy's PyUFuncObject, which is part of numpy's binary interface. */
+/* The start of numpy's PyUFuncObject, which is part of numpy's binary interface. A later numpy may change it, so Python asks
+ * `is_ufunc_as_expected` about some ufuncs before it uses the extension. */
 struct numpy_ufunc {
     PyObject_HEAD
     int nin, nout, nargs, identity;
@@ -118,6 +119,31 @@ static bool find_loop(PyObject *object, int type, numpy_loop **loop, void **data
         }
     }
     return false;
+}
+
+/* is_ufunc_as_expected(ufunc, nin, nout, name, type numbers of all loops as bytes): whether its memory has these values
+ * where this file looks for them. Pointers are followed only if all numbers around them are right. */
+PyObject *is_ufunc_as_expected(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *object;
+    int nin, nout;
+    const char *name, *types;
+    Py_ssize_t name_bytes, types_bytes;
+    if (!PyArg_ParseTuple(args, "Oiis#y#", &object, &nin, &nout, &name, &name_bytes, &types, &types_bytes))
+        return NULL;
+    PyObject *size = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__basicsize__");
+    Py_ssize_t basic_bytes = size == NULL ? -1 : PyLong_AsSsize_t(size);
+    Py_XDECREF(size);
+    if (PyErr_Occurred())
+        return NULL;
+    const struct numpy_ufunc *ufunc = (const struct numpy_ufunc *)object;
+    bool is_right = basic_bytes >= (Py_ssize_t)sizeof *ufunc && nin + nout > 0 && ufunc->nin == nin && ufunc->nout == nout &&
+                    ufunc->nargs == nin + nout && ufunc->ntypes == types_bytes / (nin + nout) &&
+                    ufunc->functions != NULL && ufunc->name != NULL && ufunc->types != NULL &&
+                    strncmp(ufunc->name, name, (size_t)name_bytes + 1) == 0 &&
+                    memcmp(ufunc->types, types, (size_t)types_bytes) == 0;
+    return PyBool_FromLong(is_right);
 }
 
 /* Reduction(itemsize, type number, combine, divide or None, divisor) of numpy's loops;

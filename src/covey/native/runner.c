@@ -70,10 +70,12 @@ static uint8_t *range_of(struct runner *runner, int32_t buffer, int64_t start)
     return (uint8_t *)runner->buffers[buffer].buf + start * runner->buffers[buffer].itemsize;
 }
 
-static void save(struct runner *runner, uint8_t *target, int64_t nbytes)
+/* Saves a range before it is overwritten; false if there is no memory: then it must stay as it is. */
+static bool save(struct runner *runner, uint8_t *target, int64_t nbytes)
 {
     if (!undo_save((struct undo *)runner->undo_object, target, nbytes))
         runner->is_out_of_memory = true;
+    return !runner->is_out_of_memory;
 }
 
 static const struct recv_move *current_recv(const struct runner *runner)
@@ -86,7 +88,8 @@ static bool saves(const struct runner *runner, const struct recv_move *recv)
     return runner->undo_object != NULL && recv->saves;
 }
 
-/* Combines `nbytes` at `offset` of the current receive's range with `piece`. */
+/* Combines `nbytes` at `offset` of the current receive's range with `piece`. Nothing more is combined once a range could not
+ * be saved: the operation ends, and what was saved is all that has changed. */
 static void reduce_range(struct runner *runner, int64_t offset, const uint8_t *piece, int64_t nbytes)
 {
     const struct recv_move *recv = current_recv(runner);
@@ -94,12 +97,12 @@ static void reduce_range(struct runner *runner, int64_t offset, const uint8_t *p
     bool is_saved = saves(runner, recv);
     /* Both ranks of a swap combine the same ranges in the same calls: numpy's rounding may depend on the position. */
     int64_t step = is_saved && !runner->is_whole ? BLOCK_BYTES : nbytes;
-    for (int64_t at = 0; at < nbytes; at += step) {
+    for (int64_t at = 0; at < nbytes && !runner->is_out_of_memory; at += step) {
         int64_t length = nbytes - at < step ? nbytes - at : step;
         uint8_t *mine = runner->target + offset + at;
         const uint8_t *theirs = piece + at;
-        if (is_saved)
-            save(runner, mine, length);
+        if (is_saved && !save(runner, mine, length))
+            return;
         combine(reduction, recv->action & LEFT ? theirs : mine, recv->action & LEFT ? mine : theirs, mine,
                 length / runner->in.itemsize, recv->action & FINAL, runner->contributors);
     }
@@ -166,8 +169,8 @@ static bool begin_receive(struct runner *runner, const struct recv_move *recv)
         in->dest = NULL;
     else {
         in->dest = runner->target;
-        if (saves(runner, recv))
-            save(runner, runner->target, nbytes);
+        if (saves(runner, recv) && !save(runner, runner->target, nbytes))
+            return false;
     }
     runner->is_receiving = true;
     return true;
@@ -181,8 +184,8 @@ static void apply(struct runner *runner, const struct recv_move *recv)
         reduce_range(runner, 0, runner->aside, runner->in.nbytes);
         return;
     }
-    if (saves(runner, recv))
-        save(runner, runner->target, runner->in.nbytes);
+    if (saves(runner, recv) && !save(runner, runner->target, runner->in.nbytes))
+        return;
     memcpy(runner->target, runner->aside, (size_t)runner->in.nbytes);
 }
 

@@ -106,7 +106,7 @@ static bool begin_record(struct pipe *pipe, const uint8_t *plain, int64_t nbytes
     if (is_long(&pipe->sealer, nbytes)) {
         int64_t sealed_bytes = nbytes + TAG_BYTES;
         pipe->out_end += sealed_bytes;
-        return work_whole(&pipe->sealer, "seal", head, plain, nbytes, head + LENGTH_BYTES, sealed_bytes);
+        return work_whole(&pipe->sealer, true, head, plain, nbytes, head + LENGTH_BYTES, sealed_bytes);
     }
     pipe->plain = plain;
     pipe->plain_left = nbytes;
@@ -163,8 +163,10 @@ static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
         if (pipe->out_end) {
             ssize_t taken = send(pipe->fd, pipe->out + pipe->out_start, (size_t)(pipe->out_end - pipe->out_start),
                                  MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (taken < 0 && !would_block(errno))
-                return cannot_send(sealed, strerror(errno));
+            if (taken < 0 && !would_block(errno)) {
+                say_error(sealed->out_trouble, errno);
+                return ENDED;
+            }
             if (taken > 0) {
                 outcome = MOVED;
                 pipe->out_start += taken;
@@ -274,7 +276,7 @@ static enum outcome open_more(struct sealed_lane *sealed, struct pipe *pipe, uin
         int64_t sealed_bytes = pipe->record + TAG_BYTES;
         if (pipe->in_end - pipe->in_start < sealed_bytes)
             return IDLE;
-        if (!work_whole(&pipe->opener, "open", pipe->length, pipe->in + pipe->in_start, sealed_bytes, into, pipe->record))
+        if (!work_whole(&pipe->opener, false, pipe->length, pipe->in + pipe->in_start, sealed_bytes, into, pipe->record))
             return forged(sealed, pipe);
         pipe->in_start += sealed_bytes;
         return MOVED;
@@ -453,8 +455,6 @@ static void sealed_release(struct lane *lane)
         free(pipe->out);
         free(pipe->in);
     }
-    if (sealed->pipes != NULL)
-        memset(sealed->pipes, 0, (size_t)sealed->pipe_count * sizeof *sealed->pipes); /* the keys */
     free(sealed->pipes);
     free(sealed->scratch);
 }

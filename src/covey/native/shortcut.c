@@ -9,7 +9,7 @@
  * AtomicOperations before: that the operation runs or, before the first byte of the barrier can be missed, that it is
  * complete.
  */
-#include "native.h"
+#include "attributes.h"
 
 #include <string.h>
 
@@ -45,9 +45,6 @@ struct shortcut {
     int64_t spin_ns, yield_ns, stall_ns;
     struct atomic atomic;
 };
-
-static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_returned, *name_phase, *name_executing,
-    *name_pending;
 
 static void free_entry(struct entry *entry)
 {
@@ -90,21 +87,15 @@ static int shortcut_fill(PyObject *self, PyObject *args)
                           &spin_ns, &yield_ns, &stall_ns, &atomic.operations, &atomic.commit, &atomic.running,
                           &atomic.complete, &atomic.barrier, &atomic.undo))
         return -1;
-    if (name_dtype == NULL) {
-        name_dtype = PyUnicode_InternFromString("dtype");
-        name_sequence = PyUnicode_InternFromString("sequence");
-        name_call = PyUnicode_InternFromString("call");
-        name_entered = PyUnicode_InternFromString("entered");
-        name_returned = PyUnicode_InternFromString("returned");
-        name_phase = PyUnicode_InternFromString("_phase");
-        name_executing = PyUnicode_InternFromString("_is_executing");
-        name_pending = PyUnicode_InternFromString("pending");
-    }
-    if (!is_of(parts[0], &runner_kind) || name_pending == NULL ||
+    if (!is_of(parts[0], &runner_kind) ||
         (atomic.operations != NULL && (!is_of(atomic.barrier, &plan_kind) || !is_of(atomic.undo, &undo_kind)))) {
         PyErr_SetString(PyExc_TypeError, "these are not the parts of a shortcut");
         return -1;
     }
+    if (!has_attributes(parts[1], OPERATION) || !has_attributes(parts[2], CALL_LOG) ||
+        (atomic.operations != NULL &&
+         (!has_attributes(atomic.operations, OPERATIONS) || !has_attributes(atomic.commit, COMMIT))))
+        return -1;
     Py_XINCREF(atomic.operations);
     Py_XINCREF(atomic.commit);
     Py_XINCREF(atomic.running);
@@ -207,12 +198,12 @@ static bool record(struct shortcut *shortcut, const struct entry *entry, uint64_
     if (logged != NULL) {
         Py_ssize_t at = (Py_ssize_t)(sequence % (uint64_t)PyList_Size(shortcut->calls));
         is_recorded = PyList_SetItem(shortcut->calls, at, logged) == 0 &&
-                      PyObject_SetAttr(shortcut->call_log, name_entered, number) == 0 &&
-                      PyObject_SetAttr(shortcut->operation, name_sequence, number) == 0 &&
-                      PyObject_SetAttr(shortcut->operation, name_returned, number) == 0 &&
-                      PyObject_SetAttr(shortcut->operation, name_call, entry->call) == 0;
+                      set_attribute(shortcut->call_log, CALL_LOG_ENTERED, number) &&
+                      set_attribute(shortcut->operation, OPERATION_SEQUENCE, number) &&
+                      set_attribute(shortcut->operation, OPERATION_RETURNED, number) &&
+                      set_attribute(shortcut->operation, OPERATION_CALL, entry->call);
         if (is_recorded && shortcut->atomic.commit != NULL)
-            is_recorded = PyObject_SetAttr(shortcut->atomic.commit, name_returned, number) == 0;
+            is_recorded = set_attribute(shortcut->atomic.commit, COMMIT_RETURNED, number);
     }
     Py_XDECREF(number);
     return is_recorded;
@@ -229,7 +220,7 @@ static bool look_at(const struct shortcut *shortcut, PyObject *x, int flags, Py_
 {
     if ((PyObject *)Py_TYPE(x) != shortcut->array_type)
         return false;
-    *dtype = PyObject_GetAttr(x, name_dtype);
+    *dtype = get_attribute(x, ARRAY_DTYPE);
     if (*dtype == NULL || PyObject_GetBuffer(x, view, flags) < 0) {
         Py_XDECREF(*dtype);
         PyErr_Clear(); /* the long way says what is wrong with it */
@@ -317,8 +308,8 @@ static enum reason look_at_barrier(struct shortcut *shortcut, struct operation *
 static bool hand_over(struct atomic *atomic, bool is_complete)
 {
     return atomic->operations == NULL ||
-           (PyObject_SetAttr(atomic->operations, name_executing, Py_True) == 0 &&
-            PyObject_SetAttr(atomic->commit, name_phase, is_complete ? atomic->complete : atomic->running) == 0);
+           (set_attribute(atomic->operations, OPERATIONS_IS_EXECUTING, Py_True) &&
+            set_attribute(atomic->commit, COMMIT_PHASE, is_complete ? atomic->complete : atomic->running));
 }
 
 static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_t count, int64_t spin_ns)
@@ -335,7 +326,7 @@ static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_
             return NULL;
         Py_RETURN_FALSE;
     }
-    PyObject *last = PyObject_GetAttr(shortcut->operation, name_sequence);
+    PyObject *last = get_attribute(shortcut->operation, OPERATION_SEQUENCE);
     if (last == NULL) {
         runner_finish(runner);
         return NULL;
@@ -380,7 +371,7 @@ static PyObject *run(struct shortcut *shortcut, PyObject *const *args, Py_ssize_
     if (!record(shortcut, entry, sequence))
         return NULL;
     if (shortcut->atomic.commit != NULL && change_pending &&
-        PyObject_SetAttr(shortcut->atomic.commit, name_pending, Py_True) < 0)
+        !set_attribute(shortcut->atomic.commit, COMMIT_PENDING, Py_True))
         return NULL;
     if (runner->recorder != NULL)
         recorder_note(runner->recorder, entry->prefix, sequence, begun_ns);

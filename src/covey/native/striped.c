@@ -12,13 +12,16 @@
 
 #include <errno.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
+
+#if defined(__linux__)
+#include <linux/tcp.h> /* the struct tcp_info of netinet/tcp.h ends before what a stream has acknowledged */
+#endif
 
 enum {
     NUMBER_BYTES = 8,
@@ -139,7 +142,7 @@ static bool flush(struct striped_lane *lane, struct stripe *stripe)
     ssize_t taken = send(stripe->fd, stripe->out + stripe->out_start, (size_t)(stripe->out_end - stripe->out_start),
                          MSG_NOSIGNAL | MSG_DONTWAIT);
     if (taken < 0 && !would_block(errno)) {
-        PyOS_snprintf(lane->out_trouble, TROUBLE_BYTES, "%s", strerror(errno));
+        say_error(lane->out_trouble, errno);
         stripe->cannot_send = true;
     }
     if (taken <= 0)
@@ -238,18 +241,15 @@ static bool repeat(struct striped_lane *lane, bool is_plain, bool *moved)
 static void look_at_path(struct stripe *stripe, int64_t now)
 {
 #if defined(__linux__)
-    uint8_t info[176];
+    struct tcp_info info = {0};
     socklen_t length = sizeof info;
-    uint32_t unacked, unsent;
-    uint64_t acked, busy;
-    if (getsockopt(stripe->fd, IPPROTO_TCP, TCP_INFO, info, &length) < 0 || length < sizeof info)
-        return;
-    memcpy(&unacked, info + 24, sizeof unacked);
-    memcpy(&acked, info + 120, sizeof acked);
-    memcpy(&unsent, info + 144, sizeof unsent);
-    memcpy(&busy, info + 168, sizeof busy);
+    size_t needed = offsetof(struct tcp_info, tcpi_busy_time) + sizeof info.tcpi_busy_time;
+    if (getsockopt(stripe->fd, IPPROTO_TCP, TCP_INFO, &info, &length) < 0 || length < needed)
+        return; /* a stream that is no TCP, or a kernel that does not know all that is needed */
+    uint64_t acked = info.tcpi_bytes_acked, busy = info.tcpi_busy_time;
     /* Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew. */
-    stripe->is_suspect = (unacked && info[2] >= SUSPECT_TIMEOUTS) || (unsent && info[3] >= SUSPECT_TIMEOUTS);
+    stripe->is_suspect = (info.tcpi_unacked && info.tcpi_retransmits >= SUSPECT_TIMEOUTS) ||
+                         (info.tcpi_notsent_bytes && info.tcpi_probes >= SUSPECT_TIMEOUTS);
     if (busy >= stripe->busy_before + LEAST_BUSY_US && acked >= stripe->acked_before + LEAST_BUSY_BYTES) {
         double speed = (double)(acked - stripe->acked_before) / (double)(busy - stripe->busy_before);
         stripe->speed = stripe->speed > 0 ? (stripe->speed + speed) / 2 : speed;
@@ -635,8 +635,6 @@ static void striped_release(struct lane *base)
     while (lane->spare_count)
         free(lane->spare[--lane->spare_count]);
     free(lane->spare);
-    if (lane->stripes != NULL)
-        memset(lane->stripes, 0, (size_t)lane->count * sizeof *lane->stripes); /* the keys */
     free(lane->stripes);
     if (lane->has_lock)
         pthread_mutex_destroy(&lane->lock);

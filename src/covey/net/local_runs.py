@@ -14,10 +14,9 @@ from typing import Final, NamedTuple
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.net.run_folder import LOOKED_AT, PREFIX, base_folders, has_keeper, is_of_this_user
+from covey.net.run_folder import LOOKED_AT, PREFIX, TOKEN, base_folders, has_keeper, is_of_this_user
 
 ABOUT: Final = "about"
-TOKEN: Final = "token"
 TOKEN_LIMIT: Final = 64
 ABOUT_LIMIT: Final = 1000
 MOST_RANKS: Final = 1 << 16

@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
 from covey.net.locks import LockHolder
-from covey.net.temporary import ADVICE, temporary_folder
+from covey.net.temporary import ADVICE, host_folder, temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX: Final = "covey-run-"
 LOCK: Final = "keeper.lock"
+TOKEN: Final = "token"
+"""The file with what proves membership."""
 LIMIT_BYTES: Final = 75
 """Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
 AGE_SECONDS: Final = 60.0
@@ -103,11 +105,16 @@ class RunFolder(LockHolder):
 
 
 def base_folders() -> Iterator[str]:
-    """Yield folders in which a run may have its folder, best first; lazily."""
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+    """Yield folders in which a run may have its folder, best first, each once; lazily."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime:
         yield runtime
-    yield temporary_folder()
-    yield "/tmp"
+    if (shared := host_folder()) != runtime:
+        yield shared
+    if (temporary := temporary_folder()) not in (runtime, shared):
+        yield temporary
+    if "/tmp" not in (runtime, shared, temporary):
+        yield "/tmp"
 
 
 def sweep(base: str) -> None:
@@ -143,20 +150,26 @@ def has_keeper(folder: str) -> bool:
 
 def _sweep_one(folder: str) -> None:
     status = os.lstat(folder)
-    if not is_of_this_user(status) or time.time() < status.st_mtime + AGE_SECONDS:
+    if not is_of_this_user(status):
         return
+    is_old = time.time() >= status.st_mtime + AGE_SECONDS
     with contextlib.ExitStack() as held:
         try:
             lock = _open(os.path.join(folder, LOCK), held)
         except FileNotFoundError:
-            os.rmdir(folder)  # works only if it is empty: its keeper was killed as it started
+            if is_old:
+                os.rmdir(folder)  # works only if it is empty: its keeper was killed as it started
             return
         if os.read(lock, 256) != _this_machine():
             return  # of another machine, or no folder of a run
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, TOKEN))  # a keeper writes it after its lock: this one has ended
+        if not is_old:
+            return
         for name in os.listdir(folder):
-            if name.endswith(
-                ".lock"
-            ):  # ranks have locks, too; where they do not die with their keeper, they may still run
+            if name.endswith(".lock") and name != LOCK:
+                # Ranks have locks, too: where they do not die with their keeper, they may still run.
                 fcntl.flock(_open(os.path.join(folder, name), held), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -28,13 +28,14 @@ LEAST_BUSY_BYTES: Final = 1 << 18
 PATH_CHECK_SECONDS: Final = 0.5
 """How often an operation that makes no progress checks whether the path is dead."""
 
-_TIMEOUTS: Final = struct.Struct("=2xB")
+STUCK: Final = "does not acknowledge what is sent: the path is dead, or swallows long packets (MTU)"
+"""What to say of the other end of a connection that is stuck."""
+
 _TIMEOUTS_AND_PROBES: Final = struct.Struct("=2xBB")
 _NEXT_TIMEOUT: Final = struct.Struct("=8xI")
-_UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK: Final = struct.Struct("=56xI")
-"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_probes, tcpi_rto (microseconds), tcpi_unacked,
-tcpi_last_ack_recv (milliseconds)."""
+"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_probes, tcpi_rto (microseconds), tcpi_last_ack_recv
+(milliseconds)."""
 
 
 _INFO_BYTES: Final = 176
@@ -78,6 +79,11 @@ class Acknowledgements(NamedTuple):
     """Retransmissions in a row without an acknowledgement."""
     next_timeout: float
     """Seconds of the timeout that runs now: twice the one before."""
+    unsent: int = 0
+    """Bytes that the kernel has not sent yet."""
+    probes: int = 0
+    """How often in a row the kernel tried in vain to send some of them. The interface is gone, or this machine's own
+    firewall drops the packets; a receiver that only does not read answers such probes."""
 
     @property
     def is_stuck(self) -> bool:
@@ -85,7 +91,8 @@ class Acknowledgements(NamedTuple):
         is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
         # `seconds_ago` cannot tell for how long bytes have been on the way: the connection may have been idle before.
         is_slow = self.timeouts >= SLOW_TIMEOUTS and self.timed_out_seconds >= STUCK_SECONDS
-        return self.unacknowledged > 0 and (is_overdue or is_slow)
+        is_held_back = self.unsent > 0 and self.probes >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
+        return (self.unacknowledged > 0 and (is_overdue or is_slow)) or is_held_back
 
     @property
     def timed_out_seconds(self) -> float:
@@ -106,11 +113,11 @@ def _tcp_info(sock: Connection, *forms: struct.Struct) -> list[int] | None:
 
 def acknowledgements(sock: Connection) -> Acknowledgements | None:
     """Return what the kernel knows; None on other systems, and for sockets that are not TCP."""
-    known = _tcp_info(sock, _LAST_ACK, _UNACKED, _TIMEOUTS, _NEXT_TIMEOUT)
+    known = _tcp_info(sock, _LAST_ACK, _TIMEOUTS_AND_PROBES, _NEXT_TIMEOUT, _ACKED_AND_UNSENT)
     if known is None:
         return None
-    last, unacked, timeouts, next_timeout = known
-    return Acknowledgements(last / 1e3, unacked, timeouts, next_timeout / 1e6)
+    last, timeouts, probes, next_timeout, unacked, _, unsent = known
+    return Acknowledgements(last / 1e3, unacked, timeouts, next_timeout / 1e6, unsent, probes)
 
 
 def is_stuck(sock: Connection, *, has_moved: bool = False) -> bool:

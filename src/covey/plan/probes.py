@@ -19,22 +19,22 @@ def rotation(rank: int, size: int, step: int, sent: int, received: int, pieces: 
 
 
 @lru_cache(maxsize=64)
-def swaps(partners: tuple[int, ...], times: int) -> Plan:
-    """Return this rank's plan to swap one element with each partner, so many times in a row.
+def swaps(partner: int, times: int) -> Plan:
+    """Return a plan to swap one element with a partner, so many times in a row.
 
     Elements go from buffer 0 to buffer 1. The next one is sent when that of the partner has arrived, so two swaps take
     one round trip.
     """
-    in_order = [partner for partner in partners for _ in range(times)]
-    sends = tuple(Send(partner, 0, 0, 1, after) for after, partner in enumerate(in_order))
-    return Plan(sends, tuple(Recv(partner, 1, 0, 1) for partner in in_order))
+    return Plan(
+        tuple(Send(partner, 0, 0, 1, after) for after in range(times)),
+        tuple(Recv(partner, 1, 0, 1) for _ in range(times)),
+    )
 
 
-def partners(rank: int, size: int, most: int) -> tuple[int, ...]:
-    """Return the ranks with which a rank swaps, in an order in which pairs meet; at most about `most` of them.
+def swap_rounds(size: int, most: int) -> list[int]:
+    """Return the rounds in which pairs swap, about `most` of them: in round k, rank i meets rank i xor k.
 
-    Rank i meets rank i xor k in round k, so each rank is in one pair at a time.
+    So each rank is in one pair at a time; a rank whose partner does not exist rests.
     """
     rounds = range(1, 1 << (size - 1).bit_length())
-    chosen = rounds if size - 1 <= most else [1 << bit for bit in range((size - 1).bit_length())]
-    return tuple(rank ^ number for number in chosen if rank ^ number < size)
+    return list(rounds) if size - 1 <= most else [1 << bit for bit in range((size - 1).bit_length())]

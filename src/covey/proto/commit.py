@@ -81,7 +81,7 @@ class _Phase(enum.Enum):
 
 _IDLE, _ASKED, _RUNNING, _COMPLETE = _Phase
 LENT_PHASES = (_RUNNING, _COMPLETE)
-"""What code that was lent the operations sets `_phase` to, when it hands a running or a complete one over."""
+"""What code that was lent the operations sets `phase` to, when it hands a running or a complete one over."""
 
 
 class Commit:
@@ -93,7 +93,6 @@ class Commit:
 
     __slots__ = (
         "_over",
-        "_phase",
         "_revoked_at",
         "_root",
         "attempt",
@@ -103,6 +102,7 @@ class Commit:
         "live",
         "me",
         "pending",
+        "phase",
         "ranks",
         "returned",
     )
@@ -125,7 +125,9 @@ class Commit:
         rank, it would be complete here."""
         self._revoked_at = 0
         """The first revoked operation; 0 if there is none."""
-        self._phase, self._root = _IDLE, -1
+        self.phase = _IDLE
+        """Of the first operation that is not over. The compiled shortcut sets it, too, to one of `LENT_PHASES`."""
+        self._root = -1
         self._heed(view)
 
     @property
@@ -139,11 +141,11 @@ class Commit:
         Raises:
             RuntimeError: the last operation is not over.
         """
-        if self._phase is not _IDLE:
+        if self.phase is not _IDLE:
             raise RuntimeError(f"operation {self.returned + 1} is not over")
         self._root = root
         if self.is_frozen:
-            self._phase = _ASKED
+            self.phase = _ASKED
             return None
         return self._begin()
 
@@ -152,9 +154,9 @@ class Commit:
 
         `started` is the number of operations that were started here. The other code performs operations without a root
         in this attempt, barrier and all, and sets `returned` after each. The driver stops it before it calls anything
-        here. If it stops in the middle of an operation, it has set `_phase`, and `resume` goes on.
+        here. If it stops in the middle of an operation, it has set `phase`, and `resume` goes on.
         """
-        if self._phase is not _IDLE or self.is_frozen or self.gives_up or self.returned != started:
+        if self.phase is not _IDLE or self.is_frozen or self.gives_up or self.returned != started:
             return False
         self._root = -1
         return True
@@ -162,7 +164,7 @@ class Commit:
     @property
     def is_complete(self) -> bool:
         """Whether the result of the operation in progress is here."""
-        return self._phase is _COMPLETE
+        return self.phase is _COMPLETE
 
     def resume(self) -> Run:
         """Return what to do with an operation that other code has begun."""
@@ -170,9 +172,9 @@ class Commit:
 
     def completed(self, attempt: int) -> bool:
         """Note that the whole result of this attempt is here, where no other rank writes; False if it is too late."""
-        if self._phase is not _RUNNING or attempt != self.attempt or self.is_frozen:
+        if self.phase is not _RUNNING or attempt != self.attempt or self.is_frozen:
             return False
-        self._phase = _COMPLETE
+        self.phase = _COMPLETE
         return True
 
     def passed(self, attempt: int, pending: bool = False) -> Returned | None:
@@ -181,9 +183,9 @@ class Commit:
         Raises:
             RuntimeError: this member is not complete, so it cannot have entered the barrier.
         """
-        if self._phase is _IDLE or attempt != self.attempt or self.is_frozen:
+        if self.phase is _IDLE or attempt != self.attempt or self.is_frozen:
             return None
-        if self._phase is not _COMPLETE:
+        if self.phase is not _COMPLETE:
             raise RuntimeError(f"the barrier of operation {self.returned + 1} was entered before it was complete")
         self.pending |= pending
         return self._return(attempt, self.live)
@@ -203,20 +205,20 @@ class Commit:
         result. So it does not count as complete, unless this member is frozen and has reported it as complete.
         """
         self.give_up()
-        if self._phase is _COMPLETE and not self.is_frozen:
-            self._phase = _RUNNING
+        if self.phase is _COMPLETE and not self.is_frozen:
+            self.phase = _RUNNING
 
     def freeze(self) -> State:
         """Stop the present attempt for good, and return the state of this member."""
         self.is_frozen = True
-        is_trying = self._phase is _RUNNING or self._phase is _COMPLETE
+        is_trying = self.phase is _RUNNING or self.phase is _COMPLETE
         return State(
             self.group,
             self.ranks,
             max(self.returned, self._over),
             self.returned + 1 if is_trying else 0,
             self.attempt if is_trying else 0,
-            self._phase is _COMPLETE,
+            self.phase is _COMPLETE,
             self._root if is_trying else -1,
             self.pending,
             self.gives_up,
@@ -231,10 +233,10 @@ class Commit:
         attempt, live, sequence = self.attempt, self.live, self.returned + 1
         self.attempt, self.live, self.is_frozen = view.number, self._living(view), False
         verdict = self._heed(view)
-        if self._phase is _IDLE:
+        if self.phase is _IDLE:
             return None
         is_over = sequence < verdict.sequence or verdict.fate is Fate.COMMIT
-        if is_over and self._phase is _COMPLETE:
+        if is_over and self.phase is _COMPLETE:
             return self._return(attempt, live)
         if sequence == verdict.sequence and verdict.fate is Fate.RAISE:
             return self._raise()
@@ -266,19 +268,19 @@ class Commit:
         # Operations that ended on other ranks before the revocation have raised if they do not return here. A rank that
         # starts another operation called it differently, and would wait for ever.
         if self._revoked_at and (self.returned + 1 >= self._revoked_at or not self._is_headless()):
-            self._phase = _IDLE
+            self.phase = _IDLE
             return Revoked(self.returned + 1)
         if self._is_headless():
             return self._raise()
-        self._phase = _RUNNING
+        self.phase = _RUNNING
         return Run(self.returned + 1, self.attempt, self.live)
 
     def _return(self, attempt: int, contributors: tuple[int, ...]) -> Returned:
         self.returned += 1
-        self._phase = _IDLE
+        self.phase = _IDLE
         return Returned(self.returned, attempt, contributors)
 
     def _raise(self) -> Raised:
         self.returned += 1
-        self._phase = _IDLE
+        self.phase = _IDLE
         return Raised(self.returned, self._root)

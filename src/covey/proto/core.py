@@ -5,10 +5,11 @@ It answers with effects: messages to send, records to write, news for the progra
 call and performs them in order, and calls `tick` at `next_deadline`. `runtime.driver` does so for any core; the
 simulations in `covey.testing` do it with a virtual clock.
 
-`Membership`, `Joining`, `Health`, `RelayTable` and `Calling` have this shape; `runtime.calls.service` drives the last
-one, under a lock. `Formation` is a part of `Joining`, which wraps its messages into effects. The other cores have no
-deadlines: `Matcher` and `Commit` run on the thread that moves the bytes, and answer its calls directly, as the tables
-of `store` and `transferring` do.
+`Membership`, `Joining`, `Health`, `RelayTable`, `Calling` and `Parting` have this shape; `runtime.calls.service` drives
+`Calling`, under a lock, and `runtime.collectives.farewell` drives `Parting`, on the thread that closes a group.
+`Formation` is a part of `Joining`, which wraps its messages into effects. The other cores have no deadlines: `Matcher`
+and `Commit` run on the thread that moves the bytes, and answer its calls directly, as the tables of `store` and
+`transferring` do.
 """
 
 from __future__ import annotations

@@ -231,6 +231,14 @@ class Matcher:
         """Note that the connection with `peer` ended; what was under way is kept for the next one."""
         self._link(peer).lane_ended()
 
+    def fell_quiet(self, peer: int) -> None:
+        """Note that nothing moves on the connection with `peer` for a moment: see `MessageLink.fell_quiet`."""
+        self._link(peer).fell_quiet()
+
+    def is_unheard(self, peer: int) -> bool:
+        """Tell whether `peer` does not say that it has what was sent, though it says so when nothing moves."""
+        return self._link(peer).is_unheard
+
     def lend(self, peer: int) -> LentStreams | None:
         """Return the state of the streams with `peer` if nothing waits for a message, and no message of `peer` waits.
 
@@ -374,6 +382,7 @@ class Matcher:
             receive.out[:] = store.data
             store = None
         if header.tag in self.listened and store is not None:
+            arrival.receive = None
             self.heard.append((arrival.source, store.tobytes()))
             return
         shape, is_object = header.shape, header.is_object
@@ -381,8 +390,10 @@ class Matcher:
         self.end(receive)
 
     def end(self, operation: Operation, error: BaseException | None = None) -> None:
-        """End an operation."""
+        """End an operation. A receive keeps its arrival for `put_back`, and no arrival keeps a receive that is over."""
         operation.error = error
+        if isinstance(operation, Receive) and operation.arrival is not None:
+            operation.arrival.receive = None  # or else both, and the payload, would wait for the cyclic collector
         self.completed.append(operation)
 
     def _link(self, peer: int) -> MessageLink:
@@ -397,7 +408,7 @@ def _check(rank: int, tag: int, size: int, *, may_be_any: bool) -> None:
     if not 0 <= rank < size and not (may_be_any and rank == ANY):
         raise ConfigError(f"there is no rank {rank} in a group of {size}")
     if not 0 <= tag <= MAX_TAG and not (may_be_any and tag == ANY):
-        raise ConfigError(f"a tag is a number from 0 to 2**63 - 1, not {tag}")
+        raise ConfigError(f"a tag is a number from 0 to 2**62 - 1, not {tag}")
 
 
 def _earliest(unmatched: dict[_Key, deque[Arrival]], source: int, tag: int) -> Arrival | None:

@@ -133,11 +133,20 @@ class MessageLink:
         """By message id: announced messages whose payload is not complete."""
         self._unacknowledged = 0
         """The cost of the frames received since the last acknowledgement."""
+        self._last_acks = (0, 0)
+        """Where the last acknowledgements to the peer that follow each other begin and end in the stream."""
+        self._awaits_start = False
+        """Whether the peer had not said where its stream continues, when the connection was last quiet."""
+        self._said_until = 0
+        """Where the last other frame to the peer ended, when the connection was last quiet."""
+        self._acks_in = self._heard_bytes = 0
+        """The bytes of acknowledgements from the peer, and those of its other frames when it was last quiet."""
 
     # Connections
 
     def lane_opened(self) -> None:
         """Use a new connection: continue where the last one broke."""
+        self._awaits_start = False
         self.inlet.lane_opened()
         self.outlet.lane_opened(self.inlet.received)
         if self.outlet.is_in_doubt:
@@ -149,6 +158,26 @@ class MessageLink:
         self.outlet.lane_ended()
         self._host.ready.discard(self._peer)
         self._host.resuming.discard(self._peer)
+
+    def fell_quiet(self) -> None:
+        """Note that nothing moves on the connection for a moment, and say how much has arrived, if that was not said.
+
+        Both ends do so, so an end that hears nothing of what it said (`is_unheard`) knows that it is lost: a machine on
+        the way has taken it, acknowledged it, and not passed it on. An acknowledgement is no reason for another one.
+        """
+        self._awaits_start = not self.inlet.has_begun  # with which every connection begins, in both directions
+        if self.is_over or self.is_failed or self._awaits_start or self.outlet.has_unsent:
+            return
+        start, end = self._last_acks
+        self._said_until = start if self.outlet.sent == end else self.outlet.sent
+        if (heard := self.inlet.received - self._acks_in) > self._heard_bytes:
+            self._heard_bytes = heard
+            self._acknowledge()
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the peer has not said yet that it has what was said until the connection was last quiet."""
+        return (self._awaits_start or self.outlet.arrived < self._said_until) and not (self.is_over or self.is_failed)
 
     def lend(self) -> LentStreams | None:
         """Return the state of the streams, if no frame and no message is under way: then `take_back` must follow.
@@ -308,11 +337,14 @@ class MessageLink:
 
     def _acknowledge(self) -> None:
         self._unacknowledged = 0
+        begins_at, (start, end) = self.outlet.end, self._last_acks
         self.push(Header(wire.ACK, payload_bytes=self.inlet.received))
+        self._last_acks = start if end == begins_at else begins_at, self.outlet.end
 
     def _note_frame(self, header: Header) -> None:
         if self.is_over:
             raise RemoteProtocolError(f"a frame after END: {header}")
+        self._acks_in += wire.FIXED_BYTES if header.kind == wire.ACK else 0
         self._unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
         if self._unacknowledged >= ACK_BATCH:
             self._acknowledge()

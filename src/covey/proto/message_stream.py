@@ -82,6 +82,11 @@ class Inlet:
         self._landing, self._left = landing, left
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the other end has said on this connection where its stream continues."""
+        return self._resume_bytes == wire.FIXED_BYTES
+
+    @property
     def is_between_frames(self) -> bool:
         """Whether the connection has begun and every byte that has arrived belongs to a whole frame."""
         return self._resume_bytes == wire.FIXED_BYTES and self._landing is None and not self._stop
@@ -221,6 +226,11 @@ class Outlet:
     def sent(self) -> int:
         """The bytes of the stream that were sent."""
         return self._sent
+
+    @property
+    def end(self) -> int:
+        """Where the stream ends with all frames that were pushed, whether they were sent or not."""
+        return self._sent - self._at + sum(len(item.data) for item in self._line)
 
     @property
     def is_idle(self) -> bool:

@@ -6,19 +6,23 @@ only read: so an answer tells that the owner was not replaced before.
 
 Invariants:
 
-1. The order of changes is one sequence, and the log of every copy is a prefix of it. Only an owner appends, on links
-   that keep the order; a new owner first takes the longest log of all members (`Recover`, `Last`), and then brings all
-   others up to it, before it appends anything.
+1. The order of changes is one sequence, and the log of every copy is a prefix of it. Only an owner appends, and members
+   take one after the other; a new owner first takes the longest log of all members (`Recover`, `Last`), and then brings
+   all others up to it, before it appends anything.
 2. A change that was answered is in the log of every member of the configuration in which it was answered, so also in
    that of every later owner.
 3. A member takes changes of its own configuration only. An owner that was excluded by a view gets no acknowledgements
    from the members of that view, and so answers nothing.
 4. A change is applied once: copies keep the answers that their askers may not have received, and askers say which they
-   have.
+   have, one by one: a question that waits for long holds up none that was asked after it.
+5. A question is numbered where it is queued, so numbers ascend. In one configuration the owner takes each number once,
+   also if a message on a link that was replaced arrives late.
+6. Both ends of a link that is new repeat what may be lost or late with the last one (`repeat`).
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -31,6 +35,13 @@ WAITING_LIMIT: Final = 1 << 16
 """Questions that wait until the owner has recovered."""
 EARLY_LIMIT: Final = 4096
 """Messages of a configuration that this member does not know yet."""
+RANGES_LIMIT: Final = 1 << 14
+"""Of the numbers that one asker has used: many more than it can have questions that wait."""
+NOTHING: Final = (1 << 62) - 1
+"""The index of a `Recover` that asks only how far a member is."""
+TRIES: Final = 5
+"""How often an owner asks a member for changes that the member claims to have and does not send."""
+RECOVERS: Final = "the store recovers from a loss; ask again later"
 
 
 class Send(NamedTuple):
@@ -54,6 +65,9 @@ class _Question(NamedTuple):
 
     store: int
     change: wire.Change
+    """A Withdraw once its caller does not wait any more; it stays until the owner has confirmed that."""
+    received: tuple[int, ...]
+    """The answers that it acknowledges, whenever it is sent."""
 
 
 class Replica:
@@ -67,6 +81,9 @@ class Replica:
         """None until this member was given one."""
         self._loading: StoreCopy | None = None
         """A copy of which parts are missing."""
+        self._loading_index, self._loading_from = NO_COPY, NO_COPY
+        self._parts = 0
+        """How many parts of it have come."""
         self._index = NO_COPY
         """The last change that the copy has."""
         self._log: deque[tuple[int, LogEntry]] = deque()
@@ -74,17 +91,24 @@ class Replica:
         self._stable = -1
         self._acked: dict[int, int] = {}
         """Of the owner, by other member: the last change that its copy has."""
-        self._recovering: set[int] = set()
-        """Of the owner: the members that have not said yet how far their copies are."""
+        self._recovering: dict[int, int] = {}
+        """Of the owner: the members whose logs may have changes that it lacks, with how often it has asked each."""
+        self._lasts: dict[int, int] = {}
+        """Of the owner, by member that it recovers from: the last change of that member's copy, as the member said."""
+        self._source: int | None = None
+        """Of an owner without a copy: the member that sends it one."""
         self._unanswered: deque[tuple[int, int, int, int, wire.Answer]] = deque()
         """Of the owner: answers, with the index that all copies must have before they are given."""
-        self._ordered: dict[tuple[int, int], int] = {}
-        """Of the owner, by asker and number: the index of a change that is not stable yet; in the order of indexes."""
+        self._taken: dict[int, Numbers] = {}
+        """Of the owner, by asker: the numbers of the questions that it has ordered in this configuration."""
         self._waiting: deque[tuple[int, int, int, wire.Submit]] = deque()
         """Of the owner: questions that came before it was ready."""
         self._early: list[tuple[int, int, int, wire.Replication]] = []
         self._questions: dict[int, _Question] = {}
-        """Of this process, by number."""
+        """Of this process, by number, in ascending order."""
+        self._asked_so_far = 0
+        self._unsaid: list[int] = []
+        """Questions whose answers this process has and has not acknowledged, above the lowest one without an answer."""
         self._effects: list[Send | Answered] = []
 
     def effects(self) -> list[Send | Answered]:
@@ -109,34 +133,42 @@ class Replica:
         if config <= self._config:
             return
         self._config, self._members = config, members
-        self._acked, self._recovering = {}, set()
-        self._loading = None
+        self._acked, self._recovering, self._lasts = {}, {}, {}
+        self._loading = self._source = None
         self._unanswered.clear()
-        self._ordered.clear()
+        self._taken.clear()
         self._waiting.clear()
         if is_first and self._me in members and self._copy is None:
             self._copy, self._index = StoreCopy(), 0
         if self.owner == self._me:
-            self._recovering = set(members) - {self._me}
+            self._recovering = dict.fromkeys((member for member in members if member != self._me), 0)
             for peer in self._recovering:
-                self._send(peer, wire.Recover(config, self._index))
-            self._recovered()
+                self._recover_from(peer)
+            self._catch_up()
         for number in list(self._questions):
             self._put(number)
         early, self._early = self._early, []
         for message in early:
             self.heard(*message)
 
-    def ask(self, store: int, number: int, change: wire.Question | wire.Open) -> None:
-        """Ask a question of this process; numbers ascend."""
-        self._questions[number] = _Question(store, change)
+    def ask(self, store: int, change: wire.Question | wire.Open) -> int:
+        """Ask a question of this process; return its number, which `Answered` repeats."""
+        self._asked_so_far += 1
+        number = self._asked_so_far
+        self._questions[number] = _Question(store, change, self._take_received())
         self._put(number)
+        return number
 
     def withdraw(self, number: int) -> None:
         """Cancel a question: its caller does not wait any more."""
-        question = self._questions.pop(number, None)
-        if question is not None and self.owner is not None:
-            self._put_change(question.store, number, wire.Withdraw())
+        question = self._questions.get(number)
+        if question is None or isinstance(question.change, wire.Withdraw):
+            return
+        if self.owner is None:  # it was never sent
+            del self._questions[number]
+        else:
+            self._questions[number] = question._replace(change=wire.Withdraw())
+            self._put(number)
 
     def drop(self, peer: int) -> None:
         """Go on without a member, although no view says so: for runs that end with their first loss."""
@@ -145,9 +177,11 @@ class Replica:
         self._members = tuple(member for member in self._members if member != peer)
         if self.owner == self._me:
             self._acked.pop(peer, None)
-            if peer in self._recovering:
-                self._recovering.discard(peer)
-                self._recovered()
+            if self._recovering.pop(peer, None) is not None:
+                self._lasts.pop(peer, None)
+                self._source = None if self._source == peer else self._source
+                self._loading = None if self._loading_from == peer else self._loading
+                self._catch_up()
             else:
                 self._settle()
 
@@ -156,21 +190,25 @@ class Replica:
         if peer == self.owner:
             for number in list(self._questions):
                 self._put(number)
+            if self._me in self._members and peer != self._me:
+                self._send(peer, wire.Last(self._config, self._index))  # an Ack or a Last may be lost
         if self.owner == self._me and peer in self._members:
             if peer in self._recovering:
-                self._send(peer, wire.Recover(self._config, self._index))
+                self._recover_from(peer)
             elif self._is_ready:
                 self._bring_up(peer)
 
     def heard(self, peer: int, store: int, number: int, body: wire.Replication | wire.Answer) -> None:
         """Take a message of another process."""
         if isinstance(body, wire.Done | wire.Refused):
-            if peer == self.owner and self._questions.pop(number, None) is not None:
-                self._effects.append(Answered(number, body))
+            if peer == self.owner:
+                self._conclude(number, body)
             return
         if body.config > self._config:
             if len(self._early) < EARLY_LIMIT:
                 self._early.append((peer, store, number, body))
+            elif isinstance(body, wire.Submit):
+                self._effects.append(Send(peer, store, number, wire.Refused(RECOVERS)))
             return
         if body.config < self._config:
             return
@@ -182,34 +220,51 @@ class Replica:
             case wire.Ack(_, index) if self.owner == self._me and peer in self._acked:
                 self._acknowledged(peer, index)
             case wire.Recover(_, index) if peer == self.owner:
-                if index == NO_COPY and self._copy is not None:
-                    self._send_copy(peer)
-                self._send_log(peer, index)
+                self._send_after(peer, index)
                 self._send(peer, wire.Last(self._config, self._index))
             case wire.Last(_, index) if self._is_recovering(peer):
-                self._recovering.discard(peer)
-                self._acked[peer] = index
-                self._recovered()
-            case wire.Load() | wire.LoadAnswer() | wire.Loaded() if peer == self.owner or self._is_recovering(peer):
-                self._load(store, number, body)
+                self._lasts[peer] = index
+                self._catch_up()
+            case wire.Last(_, index) if self._is_ready and self.owner == self._me and peer in self._acked:
+                self._acked[peer] = max(self._acked[peer], min(index, self._index))
+                self._bring_up(peer)
+            case wire.Load() | wire.LoadAnswer() if peer == self.owner or self._is_recovering(peer):
+                self._load(peer, store, number, body)
+            case wire.Loaded() if peer == self.owner or self._is_recovering(peer):
+                self._loaded(peer, body)
             case _:
                 pass  # of a member that is not what it was, or never was
 
     # Questions
 
     def _put(self, number: int) -> None:
-        question = self._questions[number]
-        self._put_change(question.store, number, question.change)
-
-    def _put_change(self, store: int, number: int, change: wire.Change) -> None:
+        """Send a question to the owner, or order it here."""
         owner = self.owner
         if owner is None:
             return
-        ask = wire.Submit(self._config, min(self._questions, default=number + 1), change)
+        store, change, received = self._questions[number]
+        ask = wire.Submit(self._config, next(iter(self._questions)), change, received)
         if owner == self._me:
             self._asked(self._me, store, number, ask)
         else:
             self._effects.append(Send(owner, store, number, ask))
+
+    def _take_received(self) -> tuple[int, ...]:
+        """Return the acknowledgements that the next question carries."""
+        lowest = next(iter(self._questions), self._asked_so_far)  # the others are below `Submit.settled`
+        unsaid = [number for number in self._unsaid if number > lowest]
+        self._unsaid = unsaid[wire.RECEIVED_LIMIT :]
+        return tuple(unsaid[: wire.RECEIVED_LIMIT])
+
+    def _conclude(self, number: int, answer: wire.Answer) -> None:
+        question = self._questions.pop(number, None)
+        if question is None:
+            return
+        self._unsaid.append(number)
+        if isinstance(answer, wire.Refused):
+            self._unsaid += question.received  # the owner may not have ordered it
+        if not isinstance(question.change, wire.Withdraw):
+            self._effects.append(Answered(number, answer))
 
     def _asked(self, asker: int, store: int, number: int, ask: wire.Submit) -> None:
         if self.owner != self._me:
@@ -218,26 +273,22 @@ class Replica:
             if len(self._waiting) < WAITING_LIMIT:
                 self._waiting.append((asker, store, number, ask))
             else:
-                self._answer(asker, store, number, wire.Refused("the store recovers from a loss; ask again later"))
+                self._answer(asker, store, number, wire.Refused(RECOVERS))
             return
         assert self._copy is not None
-        if isinstance(ask.change, wire.Withdraw):
-            self._append(LogEntry(store, asker, number, ask.settled, ask.change))
-            return
-        if (asker, number) in self._ordered or self._copy.is_settled(asker, number):
-            return
-        known = self._copy.answer_to(asker, number)
+        known, taken = self._copy.answer_to(asker, number), self._taken.setdefault(asker, Numbers())
         if known is not None:  # but perhaps not all copies have the change
             self._unanswered.append((self._index, store, asker, number, known))
             self._settle()
-        elif not any(store_.is_waiting(asker, number) for store_ in self._copy.stores.values()):
-            self._append(LogEntry(store, asker, number, ask.settled, ask.change))
+        elif isinstance(ask.change, wire.Withdraw) or number not in taken:  # else it waits, or its asker has the answer
+            taken.add(number)
+            self._append(LogEntry(store, asker, number, ask.settled, ask.change, ask.received))
 
     def _answer(self, asker: int, store: int, number: int, answer: wire.Answer) -> None:
         if asker != self._me:
             self._effects.append(Send(asker, store, number, answer))
-        elif self._questions.pop(number, None) is not None:
-            self._effects.append(Answered(number, answer))
+        else:
+            self._conclude(number, answer)
 
     # The owner
 
@@ -250,7 +301,6 @@ class Replica:
 
     def _append(self, entry: LogEntry) -> None:
         index = self._index + 1
-        self._ordered[entry.asker, entry.number] = index
         self._log.append((index, entry))
         self._apply(index, entry)
         for peer in self._members[1:]:
@@ -273,8 +323,6 @@ class Replica:
         if not self._is_ready:
             return
         self._trim(min(self._acked.values(), default=self._index))
-        while self._ordered and self._ordered[key := next(iter(self._ordered))] <= self._stable:
-            del self._ordered[key]
         while self._unanswered and self._unanswered[0][0] <= self._stable:
             _, store, asker, number, answer = self._unanswered.popleft()
             self._answer(asker, store, number, answer)
@@ -284,43 +332,63 @@ class Replica:
         while self._log and self._log[0][0] <= self._stable:
             self._log.popleft()
 
+    def _recover_from(self, peer: int) -> None:
+        """Ask a member how far it is, and for what this owner lacks: for a whole copy only one member at a time."""
+        lacks_all = self._copy is None and self._source != peer
+        self._send(peer, wire.Recover(self._config, NOTHING if lacks_all else self._index))
+
+    def _catch_up(self) -> None:
+        """Act on what members have said about their logs: take what this owner lacks, and then begin to order."""
+        for peer, index in list(self._lasts.items()):
+            if index <= self._index or self._recovering[peer] >= TRIES:
+                del self._lasts[peer], self._recovering[peer]
+                self._acked[peer] = min(index, self._index)
+                self._source = None if self._source == peer else self._source
+            elif self._copy is not None or self._source in (None, peer):
+                self._source = peer if self._copy is None else None
+                self._recovering[peer] += 1
+                del self._lasts[peer]
+                self._recover_from(peer)
+        self._recovered()
+
     def _recovered(self) -> None:
-        """Once all members have said how far they are: bring them all to the longest log, and begin to order."""
+        """Once this owner lacks nothing: bring all members to the longest log, and begin to order."""
         if self._recovering or self.owner != self._me:
             return
         if self._copy is None:  # no member has one: all that had one are gone
             self._copy, self._index = StoreCopy(), 0
         for peer in self._acked:
             self._bring_up(peer)
-        self._append(LogEntry(RUN_STORE, self._me, 0, 0, wire.Forget()))
+        self._append(LogEntry(RUN_STORE, self._me, 0, 0, wire.Forget(self._members)))
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self._asked(*message)
 
     def _bring_up(self, peer: int) -> None:
         """Send a member what its copy lacks."""
-        if self._acked[peer] == NO_COPY:
+        self._send_after(peer, self._acked[peer])
+
+    def _send_after(self, peer: int, index: int) -> None:
+        """Send a member the changes after `index`: a whole copy, if the log does not reach back so far."""
+        if self._copy is None:
+            return
+        if index < self._index - len(self._log):
             self._send_copy(peer)
-        self._send_log(peer, self._acked[peer])
-
-    def _send_copy(self, peer: int) -> None:
-        assert self._copy is not None
-        for store, part, number in self._copy.parts():
-            if isinstance(part, wire.Load):
-                body: wire.Replication = wire.Load(self._config, part.change, part.asker, part.versions)
-                self._effects.append(Send(peer, store, number, body))
-            else:
-                body = wire.LoadAnswer(self._config, part.asker, part.answer)
-                self._effects.append(Send(peer, store, number, body))
-        self._send(peer, wire.Loaded(self._config, self._index))
-
-    def _send_log(self, peer: int, index: int) -> None:
         for at, entry in self._log:
             if at > index:
                 self._send_entry(peer, at, entry)
 
+    def _send_copy(self, peer: int) -> None:
+        assert self._copy is not None
+        count = 0
+        for store, part, number in self._copy.parts():
+            body = wire.placed(part, self._config, count, self._index)
+            self._effects.append(Send(peer, store, number, body))
+            count += 1
+        self._send(peer, wire.Loaded(self._config, self._index, count))
+
     def _send_entry(self, peer: int, index: int, entry: LogEntry) -> None:
-        body = wire.Entry(self._config, index, self._stable, entry.asker, entry.settled, entry.change)
+        body = wire.Entry(self._config, index, self._stable, entry.asker, entry.settled, entry.change, entry.received)
         self._effects.append(Send(peer, entry.store, entry.number, body))
 
     def _send(self, peer: int, body: wire.Replication) -> None:
@@ -332,17 +400,24 @@ class Replica:
         if self._copy is None:
             return
         if body.index == self._index + 1:
-            entry = LogEntry(store, body.asker, number, body.settled, body.change)
+            entry = LogEntry(store, body.asker, number, body.settled, body.change, body.received)
             self._log.append((body.index, entry))
             self._apply(body.index, entry)
         if peer == self.owner:
             self._trim(min(body.stable, self._index))
             self._send(peer, wire.Ack(self._config, self._index))
 
-    def _load(self, store: int, number: int, body: wire.Load | wire.LoadAnswer | wire.Loaded) -> None:
-        if self._copy is not None:
+    def _load(self, peer: int, store: int, number: int, body: wire.Load | wire.LoadAnswer) -> None:
+        """Take a part of a copy that is newer than this one. Parts come from one member at a time, each in its turn."""
+        if body.index <= self._index or (self._loading is not None and peer != self._loading_from):
             return
-        loading = self._loading = self._loading or StoreCopy()
+        if not body.part:
+            self._loading, self._parts = StoreCopy(), 0
+            self._loading_index, self._loading_from = body.index, peer
+        if self._loading is None or (body.index, body.part) != (self._loading_index, self._parts):
+            return  # it came late, over a link that was replaced
+        self._parts += 1
+        loading = self._loading
         match body:
             case wire.Load(_, wire.Open(), _, versions):
                 loading.open(store)
@@ -354,11 +429,51 @@ class Replica:
                 loading.stores[store].ask(asker, number, change)
             case wire.LoadAnswer(_, asker, answer):
                 loading.answers.setdefault(asker, {})[number] = answer
-            case wire.Loaded(_, index):
-                self._copy, self._loading = loading, None
-                self._index = self._stable = index
+
+    def _loaded(self, peer: int, body: wire.Loaded) -> None:
+        loading = self._loading
+        if loading is not None and peer == self._loading_from:
+            self._loading = None
+            if (body.index, body.parts) == (self._loading_index, self._parts) and body.index > self._index:
+                self._copy = loading
+                self._index = self._stable = body.index
                 self._log.clear()
-                if self.owner is not None and self.owner != self._me:
-                    self._send(self.owner, wire.Ack(self._config, index))
-            case _:
-                pass
+        if peer == self.owner:  # which sends the copy again, if this one was not whole
+            kind = wire.Ack if self._index >= body.index else wire.Last
+            self._send(peer, kind(self._config, self._index))
+
+
+class Numbers:
+    """A set of numbers, most of which follow each other: as ranges."""
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect.bisect_right(self._firsts, number) - 1
+        return at >= 0 and number <= self._lasts[at]
+
+    def __len__(self) -> int:
+        """The number of ranges."""
+        return len(self._firsts)
+
+    def add(self, number: int) -> None:
+        """Add a number; the lowest range is dropped if there are too many."""
+        at = bisect.bisect_right(self._firsts, number)
+        if at and number <= self._lasts[at - 1]:
+            return
+        follows = at > 0 and self._lasts[at - 1] == number - 1
+        precedes = at < len(self._firsts) and self._firsts[at] == number + 1
+        if follows and precedes:
+            self._lasts[at - 1] = self._lasts.pop(at)
+            del self._firsts[at]
+        elif follows:
+            self._lasts[at - 1] = number
+        elif precedes:
+            self._firsts[at] = number
+        else:
+            self._firsts.insert(at, number)
+            self._lasts.insert(at, number)
+        if len(self._firsts) > RANGES_LIMIT:
+            del self._firsts[0], self._lasts[0]

@@ -6,6 +6,7 @@ want to wait any longer withdraws its question.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from typing import Final, NamedTuple, TypeAlias
 
@@ -18,6 +19,8 @@ WAITING_LIMIT: Final = 1 << 20
 """Bytes of one asker's questions that wait for an answer."""
 OVERHEAD_BYTES: Final = 128
 """The cost of an entry besides its key and value, and of a question for each of its keys."""
+ANSWER_BYTES: Final = wire.BODY_LIMIT - (1 << 10)
+"""Bytes of the values in one answer, with what each of them and each version takes beside its contents."""
 
 
 class Reply(NamedTuple):
@@ -66,7 +69,7 @@ class KeyValueStore:
                 self._wait(asker, number, question)
         except QuestionRefusedError as refusal:
             answer, changed = wire.Refused(str(refusal)[:1000]), []
-        replies = [] if answer is None else [Reply(asker, number, _fitting(answer))]
+        replies = [] if answer is None else [Reply(asker, number, answer)]
         for key in changed:
             replies += self._arrived(key)
         return replies
@@ -105,8 +108,9 @@ class KeyValueStore:
 
     def restore_entry(self, key: str, value: bytes, version: int) -> None:
         """Set an entry as it is in another copy."""
+        changes = self._changes
         self._set(key, value)
-        self._versions[key], self._changes = version, max(self._changes, version)
+        self._versions[key], self._changes = version, max(changes, version)
 
     def restore_changes(self, changes: int) -> None:
         """Set the number of changes as it is in another copy."""
@@ -137,11 +141,11 @@ class KeyValueStore:
                 if not -(1 << 63) <= total < 1 << 63:
                     raise QuestionRefusedError(f"{total} does not fit into 64 bits")
                 return wire.Done(number=total), self._change(key, b"%d" % total)
-            case wire.Swap(key, expected, desired):
-                value = self._entries.get(key, b"")
-                if value != expected:
-                    return wire.Done((value if key in self._entries else expected,)), []
-                return wire.Done((desired,)), self._change(key, desired)
+            case wire.Swap(key, expected, desired, if_missing):
+                found = self._entries.get(key)
+                if found is not None if if_missing else (found or b"") != expected:
+                    return wire.Done(() if found is None else (found,)), []
+                return wire.Done((desired,), 1), self._change(key, desired)
             case wire.Append(key, more):
                 if len(value := self._entries.get(key, b"") + more) > wire.VALUE_LIMIT:
                     raise QuestionRefusedError(
@@ -153,8 +157,10 @@ class KeyValueStore:
                 return wire.Done(number=int(was_there)), ["w" + key] if was_there else []
             case wire.Observe(key, version):
                 return (None if self._versions.get(key, 0) == version else self._seen(key)), []
-            case wire.Names():
-                return wire.Done(tuple(key.encode() for key in self._entries)), []
+            case wire.Names(after):
+                following = sorted(key for key in self._entries if after is None or key > after)
+                names = _fitting([key.encode() for key in following])
+                return wire.Done(names, int(len(names) < len(following))), []
             case wire.Count():
                 return wire.Done(number=len(self._entries)), []
             case wire.Push(key, value):
@@ -176,8 +182,15 @@ class KeyValueStore:
         return wire.Done(() if value is None else (value,), self._versions.get(key, 0))
 
     def _found(self, question: wire.Get | wire.Await) -> wire.Done:
-        keys = question.keys if isinstance(question, wire.Get) else ()
-        return wire.Done(tuple(self._entries[key] for key in keys))
+        """Return the answer to a question whose keys all exist: the values that its asker lacks, at most what fits."""
+        if isinstance(question, wire.Await):
+            return wire.Done()
+        versions = tuple(self._versions[key] for key in question.keys)
+        seen = itertools.chain(question.seen, itertools.repeat(0))
+        lacking = [key for key, version, known in zip(question.keys, versions, seen, strict=False) if version != known]
+        values = _fitting([self._entries[key] for key in lacking], len(versions))
+        is_all = len(values) == len(question.keys)
+        return wire.Done(values, versions=() if is_all else versions)
 
     def _number(self, key: str) -> int:
         text = self._entries.get(key, b"0")
@@ -285,7 +298,7 @@ class KeyValueStore:
                 continue
             if isinstance(question, wire.Observe):
                 self._settle(waiter)
-                replies.append(Reply(*waiter, _fitting(self._seen(question.key))))
+                replies.append(Reply(*waiter, self._seen(question.key)))
                 continue
             self._missing[waiter].discard(key)
             self._want_no_more(key, waiter)
@@ -297,7 +310,7 @@ class KeyValueStore:
                     self._wanted.setdefault(each, {})[waiter] = None
                 continue
             self._settle(waiter)
-            replies.append(Reply(*waiter, _fitting(self._found(question))))
+            replies.append(Reply(*waiter, self._found(question)))
         return replies
 
 
@@ -310,7 +323,11 @@ def _waiting_cost(question: Waiting) -> int:
     return sum(map(_cost, keys))
 
 
-def _fitting(answer: wire.Answer) -> wire.Answer:
-    if isinstance(answer, wire.Done) and sum(len(value) + 8 for value in answer.values) > wire.BODY_LIMIT - 64:
-        return wire.Refused("the answer is too long for one message; ask for fewer keys at a time")
-    return answer
+def _fitting(values: list[bytes], versions: int = 0) -> tuple[bytes, ...]:
+    """Return the first of these values, as many as fit into one message beside so many versions."""
+    room = ANSWER_BYTES - 9 * versions
+    for count, value in enumerate(values):
+        room -= len(value) + 5
+        if room < 0 and count:
+            return tuple(values[:count])
+    return tuple(values)

@@ -16,6 +16,7 @@ STORES_LIMIT: Final = 8
 """Stores at a time; one more drops the oldest."""
 ANSWERS_LIMIT: Final = 4096
 """Answers that one asker has not acknowledged."""
+TOO_MANY: Final = "too many questions of this process wait for their answers; ask from fewer threads at a time"
 LOAD_BYTES: Final = 1 << 18
 """Of one part of a copy."""
 
@@ -28,6 +29,7 @@ class LogEntry(NamedTuple):
     number: int
     settled: int
     change: wire.Change
+    received: tuple[int, ...] = ()
 
 
 class StoreCopy:
@@ -36,31 +38,30 @@ class StoreCopy:
     def __init__(self) -> None:
         self.stores: dict[int, KeyValueStore] = {RUN_STORE: KeyValueStore()}
         self.answers: dict[int, dict[int, wire.Answer]] = {}
-        """By asker and number."""
-        self._settled: dict[int, int] = {}
+        """By asker and number: what the asker may not have received."""
 
     def apply(self, entry: LogEntry) -> list[tuple[int, int, int, wire.Answer]]:
         """Apply a change; return the answers that it gives: store, asker, number, answer."""
-        store, asker, number, settled, change = entry
-        self._settle(asker, settled)
+        store, asker, number, settled, change, received = entry
+        self._settle(asker, settled, received)
         match change:
             case wire.Open():
                 self.open(store)
-                answer: wire.Answer = wire.Done()
-                replies = [(store, asker, number, answer)]
-            case wire.Forget():
-                for each in self.stores.values():
-                    each.forget_all()
+                replies: list[tuple[int, int, int, wire.Answer]] = [(store, asker, number, wire.Done())]
+            case wire.Forget(members):
+                self._forget(members)
                 return []
             case wire.Withdraw():
                 if store in self.stores:
                     self.stores[store].withdraw(asker, number)
-                return []
+                replies = [(store, asker, number, wire.Done())]
+            case _ if len(self.answers.get(asker, ())) >= ANSWERS_LIMIT:
+                # It is not kept, and was not performed: the number is as if it were never asked.
+                return [(store, asker, number, wire.Refused(TOO_MANY))]
             case _:
                 replies = self._ask(store, asker, number, change)
         for _, of, at, given in replies:
-            if at >= self._settled.get(of, 0):
-                self.answers.setdefault(of, {})[at] = given
+            self.answers.setdefault(of, {})[at] = given
         return replies
 
     def open(self, store: int) -> None:
@@ -72,15 +73,22 @@ class StoreCopy:
         """Return the answer that was given, if its asker may not have it."""
         return self.answers.get(asker, {}).get(number)
 
-    def is_settled(self, asker: int, number: int) -> bool:
-        return number < self._settled.get(asker, 0)
+    def _settle(self, asker: int, settled: int, received: tuple[int, ...]) -> None:
+        """Drop answers that their asker has."""
+        known = self.answers.get(asker)
+        if known is None:
+            return
+        for number in [number for number in known if number < settled or number in received]:
+            del known[number]
+        if not known:
+            del self.answers[asker]
 
-    def _settle(self, asker: int, settled: int) -> None:
-        if settled > self._settled.get(asker, 0):
-            self._settled[asker] = settled
-            known = self.answers.get(asker, {})
-            for number in [number for number in known if number < settled]:
-                del known[number]
+    def _forget(self, members: tuple[int, ...]) -> None:
+        """Drop all questions that wait, and the answers for processes that are not members any more."""
+        for store in self.stores.values():
+            store.forget_all()
+        for asker in [asker for asker in self.answers if members and asker not in members]:
+            del self.answers[asker]
 
     def _ask(
         self, store: int, asker: int, number: int, question: wire.Question
@@ -88,8 +96,6 @@ class StoreCopy:
         if store not in self.stores:
             refused = wire.Refused("this store is closed; the process group was made anew")
             return [(store, asker, number, refused)]
-        if len(self.answers.get(asker, ())) >= ANSWERS_LIMIT:
-            return [(store, asker, number, wire.Refused("too many questions of this process wait for their answers"))]
         replies = self.stores[store].ask(asker, number, question)
         return [(store, reply.asker, reply.number, reply.answer) for reply in replies]
 

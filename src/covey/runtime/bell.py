@@ -17,14 +17,14 @@ class Bell:
         self.fd = -1
         """The descriptor to poll: readable from `ring` until `hush`; -1 until `open`."""
         self._write_fd = -1
-        self._is_rung = False
+        self._is_rung = self._is_closed = False
         self._lock = threading.Lock()
         self._descriptors = descriptors
 
     def open(self) -> None:
-        """Make the descriptor, if there is none yet."""
+        """Make the descriptor, if there is none yet; a closed bell has none."""
         with self._lock:
-            if self.fd >= 0:
+            if self.fd >= 0 or self._is_closed:
                 return
             if hasattr(os, "eventfd"):
                 self.fd = self._write_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -54,8 +54,9 @@ class Bell:
                         pass
 
     def close(self) -> None:
-        """Forget the descriptors, which the owner closes."""
+        """Forget the descriptors, which the owner closes next."""
         with self._lock:
+            self._is_closed = True
             self.fd = self._write_fd = -1
 
     def forked(self) -> None:

@@ -1,7 +1,7 @@
 """Checks of this process: whether it is alive, and ready to work. Orchestrators ask for them over HTTP.
 
 A check is a function of the program, so it may hang: each runs on a thread of its own, once at a time, and one that
-takes too long counts as failed until it returns.
+takes too long counts as failed until it returns. What covey itself knows is read at once, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.base.text import printable
+from covey.base.text import printable, spell_error
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.shutdown import is_shutting_down
@@ -57,11 +57,23 @@ class Check:
         try:
             found = self._function()
             reason = None if found is None or found is True else "it returned False" if found is False else str(found)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+        except BaseException as error:  # SystemExit, too: a check that was left running would never run again
+            reason = spell_error(error)
         self._reason = reason
         with self._lock:
             self._running = None
+
+
+class OwnCheck(Check):
+    """A check of covey's own that waits for nothing: it runs on the calling thread, and is never late."""
+
+    def start(self) -> None:
+        """Do nothing: `reason` finds out."""
+
+    def reason(self, until: float) -> str | None:
+        """Return why the check failed, None if it did not."""
+        self._run()
+        return self._reason
 
 
 _added: dict[str, Check] = {}
@@ -133,5 +145,5 @@ def _is_responsive() -> str | None:
     return None if turned.wait(CHECK_SECONDS) else "the control loop does not answer"
 
 
-READY: Final = [Check("joined", _is_joined)]
+READY: Final[list[Check]] = [OwnCheck("joined", _is_joined)]
 ALIVE: Final = [Check("control-loop", _is_responsive)]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 AGEING: Final = 1.05
-"""By how much an old measurement counts as slower with every new one: clocks drift."""
+"""Factor by which a stored round trip is inflated per new sample, so that old offsets expire."""
 
 
 class ClockOffsets:

@@ -46,6 +46,7 @@ KINDS: Final = (
     "lane",
     "moved",
     "striped",
+    "mtu",
     CODEC,
     PLAN,
     CHECKPOINT,
@@ -170,7 +171,7 @@ class Events:
                 try:
                     if event.kind in kinds:
                         listener(event)
-                except Exception:  # the program's listener must not keep others from being called
+                except BaseException:  # SystemExit, too: a listener must not keep others from being called
                     logger.exception("a listener to %s failed", event.kind)
 
     def close(self) -> None:

@@ -157,6 +157,34 @@ def is_shutting_down() -> bool:
     return _closers.is_running
 
 
+def raise_or_exit(error: Exception) -> None:
+    """Raise an error; if the program has ended, write it, and let the process end with exit code 1.
+
+    After the end of a program an exception is not raised anywhere, and the process would end with exit code 0.
+    """
+    global _has_failed
+    if threading.main_thread().is_alive():
+        raise error
+    _has_failed = True
+    print(f"covey.{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+_has_failed = False
+
+
+def _exit_as_failed() -> None:
+    """End the process with exit code 1, if the program failed after its end. One of the last functions at exit."""
+    if _has_failed:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # replaced by the program, or closed
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_exit_as_failed)
+
+
 def arm() -> None:
     """Let the closers run before the handlers of `atexit` that were registered until now, such as that of a group."""
     if not _closers.is_empty:

@@ -2,8 +2,9 @@
 
 A failed join passes through thirty frames of threads, futures and coroutines that do not help the author of a script.
 When an exception ends the program, covey's own frames are left out of the tracebacks of covey's errors and of
-KeyboardInterrupt, together with the exceptions that covey caught on the way. Other exceptions are shown whole, since
-they may be faults in covey. COVEY_DEBUG=1 shows everything.
+KeyboardInterrupt, together with the exceptions that covey caught on the way. Under `covey run`, which passes Ctrl-C on
+to all ranks, each shows one line instead of a traceback. Other exceptions are shown whole, since they may be faults in
+covey. COVEY_DEBUG=1 shows everything.
 
 This is done when the interpreter shows the exception, not where it is raised: a program that catches it sees it whole,
 with its `__cause__`, and collectives are not slowed down.
@@ -42,16 +43,12 @@ def install() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not is_debugging():
-            if (
-                isinstance(error, KeyboardInterrupt)
-                and _IS_NAMED in vars(error)
-                and not _KEEPERS.isdisjoint(os.environ)
-            ):
-                print(error, file=sys.stderr)
-                return
             error.__traceback__ = traceback
             shorten(error)
             traceback = error.__traceback__
+            if isinstance(error, KeyboardInterrupt) and not _KEEPERS.isdisjoint(os.environ):
+                print(_interrupted(error), file=sys.stderr)
+                return
         show(kind, error, traceback)
 
     def thread_excepthook(args: threading.ExceptHookArgs) -> None:
@@ -62,6 +59,20 @@ def install() -> None:
 
     excepthook._is_of_covey = True  # type: ignore[attr-defined]
     sys.excepthook, threading.excepthook = excepthook, thread_excepthook
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> str:
+    """Return where Ctrl-C reached a rank, in one line: each of the ranks shows one, and all of them for one reason."""
+    if _IS_NAMED in vars(interrupt):
+        return str(interrupt)
+    last = interrupt.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return "interrupted"
+    code = last.tb_frame.f_code
+    where = f"{os.path.basename(code.co_filename)}, line {last.tb_lineno}"
+    return f"interrupted in {where}" + (f" ({code.co_qualname})" if code.co_name != "<module>" else "")
 
 
 def name_wait(interrupt: KeyboardInterrupt, waited_for: str) -> None:

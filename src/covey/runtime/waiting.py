@@ -62,12 +62,12 @@ def wait_any(works: Iterable[Work[Any]], *, timeout: float | None = None) -> int
         ended.set()
 
     for work in listed:
-        work.add_done_callback(tell)
+        work.add_waker(tell)
     try:
         ended.wait(limit)
     finally:
         for work in listed:
-            work.remove_done_callback(tell)
+            work.remove_waker(tell)
     for position, work in enumerate(listed):
         if work.done():
             return position

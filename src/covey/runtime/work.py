@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 import time
@@ -58,6 +59,8 @@ class Work(Generic[T]):
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work[T]], None]] = []
+        self._wakers: list[Callable[[Work[T]], None]] = []
+        """Callbacks of covey itself, which return at once and raise nothing."""
         self._result: T
         self._error: BaseException | None = None
 
@@ -73,7 +76,7 @@ class Work(Generic[T]):
         """Wait for the end of the operation, and return the result.
 
         Raises:
-            DeadlineError: it did not end within `timeout` seconds; it continues.
+            DeadlineError: it did not end within `timeout` seconds; it continues. Or its own timeout ended.
             Exception: the error of the operation.
         """
         if not self._done.is_set():
@@ -83,12 +86,33 @@ class Work(Generic[T]):
                 raise DeadlineError(
                     f"{self.description} is not done after the timeout of {timeout} s; it goes on in the background"
                 )
+        self._complete()
         if self._give_back is not None:
             with self._lock:
                 self._is_taken = self._error is None
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the traceback has this frame: the error, which the work has, would refer to the work
         return self._result
+
+    def _complete(self) -> None:
+        """Do what is left to do for the result, on the thread that asks for it, once the operation has ended."""
+
+    def take(self) -> T:
+        """Wait for the end of the operation, and return the result or raise the error, for the last time."""
+        try:
+            return self.wait()
+        finally:
+            self.forget_error()
+
+    def forget_error(self) -> None:
+        """Drop the error, which was raised: for a work that only its caller has.
+
+        The traceback has frames that refer to the work; with the error, both would wait for the cyclic collector.
+        """
+        self._error = None
 
     def result(self) -> T:
         """Wait for the end of the operation, and return the result."""
@@ -126,7 +150,7 @@ class Work(Generic[T]):
         if self._done.wait(ENDING_SECONDS):
             self._return()
         else:
-            self.add_done_callback(Work._return)
+            self.add_waker(Work._return)
 
     def _return(self) -> None:
         with self._lock:
@@ -152,6 +176,19 @@ class Work(Generic[T]):
         """Do not call `callback` any more, if the operation has not ended."""
         with self._lock:
             self._callbacks = [each for each in self._callbacks if each != callback]
+
+    def add_waker(self, waker: Callable[[Work[T]], None]) -> None:
+        """Call `waker(self)` when the operation ends, before the callbacks of the program; at once if it has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._wakers.append(waker)
+                return
+        waker(self)
+
+    def remove_waker(self, waker: Callable[[Work[T]], None]) -> None:
+        """Do not call `waker` any more, if the operation has not ended."""
+        with self._lock:
+            self._wakers = [each for each in self._wakers if each != waker]
 
     def finish(self, result: T) -> None:
         """End the operation with a result. Called by the thread that runs it."""
@@ -180,17 +217,27 @@ class Work(Generic[T]):
             self._done.set()
 
     def notify(self) -> None:
-        """Call the callbacks of an operation that has ended."""
+        """Wake what awaits an operation that has ended, and call its callbacks."""
         with self._lock:
+            wakers, self._wakers = self._wakers, []
             callbacks, self._callbacks = self._callbacks, []
+        for waker in wakers:
+            waker(self)
+        if callbacks:
+            self.call_back(callbacks)
+
+    def call_back(self, callbacks: list[Callable[[Work[T]], None]]) -> None:
+        """Call callbacks of the program."""
         for callback in callbacks:
             self._call(callback)
 
     def _call(self, callback: Callable[[Work[T]], None]) -> None:
         try:
             callback(self)
-        except Exception:  # it must not end the thread that runs all operations
+        except BaseException as error:  # SystemExit, too: it must not end the thread that runs all operations
             logger.exception("a callback of %s failed", self.description)
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                _thread.interrupt_main()  # Ctrl-C came while the callback ran: it comes again when this work is done
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio
@@ -206,18 +253,21 @@ class Work(Generic[T]):
             if not loop.is_closed():  # else nothing awaits it
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(tell)
+        self.add_waker(tell)
         self._awaits += 1
         try:
             yield from ended
         except BaseException:  # the await was cancelled
-            self.remove_done_callback(tell)
+            self.remove_waker(tell)
             if self._awaits == 1:
                 self.release()
             raise
         finally:
             self._awaits -= 1
-        return self.wait(0)
+        try:
+            return self.wait(0)
+        finally:
+            del self  # as in `wait`
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._error else "done"

@@ -16,9 +16,9 @@ from covey.runtime.calls.transport import BackgroundTransport
 from covey.runtime.group.node import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from covey.runtime.calls.transport import CallListener
+    from covey.runtime.calls.transport import CallListener, PartsTaker
 
 
 class _MemoryTransport(BackgroundTransport):
@@ -41,7 +41,7 @@ class _MemoryTransport(BackgroundTransport):
         copies = [np.frombuffer(part, np.uint8).copy() for part in parts]
         self._network.parts.setdefault((self.seat, peer, tag), deque()).append(copies)
 
-    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Take the parts that the sender has left."""
         then(self._network.parts[peer, self.seat, tag].popleft())
 

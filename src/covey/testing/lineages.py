@@ -346,7 +346,7 @@ class Story:
         self.disks = [Disk() for _ in self.ids]
         self.lives = [0] * count
         self.processes: dict[bytes, Process] = {}
-        """Of each node the last one."""
+        """The latest process of each node."""
         self.ended: dict[bytes, bool] = {}
         """Lineages that are over: by a decided view, or because their founding was given up."""
         self._known: dict[bytes, dict[bytes, float]] = defaultdict(dict)

@@ -81,10 +81,11 @@ class Host:
     def popen(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a process here, with pipes for its three streams, and without variables of covey or a launcher.
 
-        COVEY_HOME and TMPDIR are folders of this host. The process leads a group that ends with the network.
+        COVEY_HOME, TMPDIR and XDG_RUNTIME_DIR are folders of this host. The process leads a group that ends with the
+        network.
         """
         clean = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
-        clean |= {"COVEY_HOME": str(self.home), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
+        clean |= {"COVEY_HOME": str(self.home), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": str(self.temp)}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, *argv],
             env=clean | dict(env or {}),

@@ -52,6 +52,7 @@ class Proxy:
         """The limit for each direction of a connection; 0 is no limit."""
         self._flips: dict[Way, dict[int, int]] = {way: {} for way in Way}
         self._ends: dict[Way, int] = {}
+        self._swallowed: set[tuple[_Connection, Way]] = set()
         self._held = False
         self._flips_done = 0
         self._connections: list[_Connection] = []
@@ -78,6 +79,10 @@ class Proxy:
     def truncate(self, way: Way, byte: int) -> None:
         """End every connection, both ways, once `byte` bytes of one direction were forwarded."""
         self._call(lambda: self._ends.__setitem__(way, byte))
+
+    def swallow(self, way: Way) -> None:
+        """Take what comes in one direction of the connections that are open now, and pass it on no more."""
+        self._call(lambda: self._swallowed.update((each, way) for each in self._connections if each.is_open))
 
     def hold(self) -> None:
         """Accept and forward nothing; the kernel still takes connections and bytes, as for a stopped process."""
@@ -216,6 +221,8 @@ class Proxy:
                 if (data := pipe.read()) is None:
                     continue
                 at = pipe.taken - len(data)
+                if data and (connection, way) in self._swallowed:
+                    continue
                 data, ends = self._alter(way, at, data)
                 pipe.put(data, now, delay=self.delay, bytes_per_second=self.bytes_per_second)
                 if ends:

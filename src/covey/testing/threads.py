@@ -29,16 +29,18 @@ def run_threads(
     timeout: float = 250.0,
     settings: Mapping[str, Any] | None = None,
     plan: str = "auto",
+    on_loss: str = "raise",
 ) -> list[T]:
     """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
 
     `lanes` may be memory, unix, tcp, shm, secure or quic. `timeout` is each group's default and bounds the whole.
-    `settings` are those of `covey.join`; `plan="always"` fits plans as if each rank were on a host of its own. If ranks
-    fail, raises an ExceptionGroup of what they raised, each with a note that names its rank.
+    `settings` are those of `covey.join`; `plan="always"` fits plans as if each rank were on a host of its own;
+    `on_loss` is that of `covey.join`. If ranks fail, raises an ExceptionGroup of what they raised, each with a note
+    that names its rank.
     """
     results: list[Any] = [None] * size
     errors: list[Exception] = []
-    config = GroupConfig(lanes=lanes, timeout=timeout, plan=plan, **from_argument(settings or {}))
+    config = GroupConfig(lanes=lanes, timeout=timeout, plan=plan, on_loss=on_loss, **from_argument(settings or {}))
     token = secrets.token_bytes(TOKEN_BYTES)
 
     def rank_main(rank: int, folder: str) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.base.errors import RemoteProtocolError
-from covey.base.text import printable
+from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.text import printable, spell_error
 from covey.wire.calls import PARTS_LIMIT
 from covey.wire.message_header import MAX_NDIM, array_bytes
 
@@ -38,6 +38,10 @@ _TYPE_NAME_LIMIT: Final = 100
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[np.uint8]]"
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class NotAValueError(RemoteProtocolError):
+    """These bytes are none that `pack` makes. Code of the program does not raise it, whatever else it raises."""
 
 
 class Reference(NamedTuple):
@@ -128,20 +132,20 @@ class _Unpacking:
             whose, number = struct.unpack_from("<BQ", data)
             name = printable(bytes(data[9:]).decode("utf-8", "replace"), _TYPE_NAME_LIMIT)
             if whose not in (0, 1) or not 0 < number < 1 << 60:
-                raise RemoteProtocolError("not a reference")
+                raise NotAValueError("not a reference")
             return self.converter.reference(Reference(bool(whose), number, name))
         if code not in (_ARRAY, _PART) or len(data) < 3:
-            raise RemoteProtocolError(f"not a value of a call: extension {code} of {len(data)} bytes")
+            raise NotAValueError(f"not a value of a call: extension {code} of {len(data)} bytes")
         form, dtype, ndim = data[0], data[1], data[2]
         start = 3 + 8 * ndim
         if form > _TENSOR or dtype >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (form == _SCALAR and ndim):
-            raise RemoteProtocolError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
+            raise NotAValueError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
         shape = struct.unpack_from(f"<{ndim}Q", data, 3)
         elements: Any = np.frombuffer(data[start:], np.uint8)
         if code == _PART:
             elements = self._part(bytes(data[start:]))
         if array_bytes(dtype, shape) != len(elements):
-            raise RemoteProtocolError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
+            raise NotAValueError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
         if dtype == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
             elements = elements.astype(bool)
         elif code == _ARRAY:
@@ -155,7 +159,7 @@ class _Unpacking:
         number = int.from_bytes(index, "little")
         part = self._parts.pop(number, None) if len(index) == 4 and number else None
         if part is None:
-            raise RemoteProtocolError(f"part {number} is missing, or used twice")
+            raise NotAValueError(f"part {number} is missing, or used twice")
         array = np.frombuffer(part, np.uint8)
         return array if array.flags.writeable else array.copy()
 
@@ -203,16 +207,22 @@ def decoded(decode: Callable[[Any], Any], body: Bytes, parts: Sequence[Bytes], c
     """Return what `decode` makes of a body.
 
     Raises:
-        TypeError: the value is not of the type that the receiver wants.
+        TypeError: the value is not of the type that the receiver wants, or a type of the program refuses it, with
+            whatever exception.
         RemoteProtocolError: `pack` never made these bytes.
+        CoveyError: a reference is to an object that the sender does not hold.
     """
     token = _unpacking.set(_Unpacking(parts, converter))
     try:
         return decode(body)
     except (msgspec.ValidationError, NotImplementedError) as error:
         raise TypeError(printable(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except CoveyError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"not a value of a call: {error}") from error
+    except Exception as error:
+        raise TypeError(spell_error(error)) from error
     finally:
         _unpacking.reset(token)
 

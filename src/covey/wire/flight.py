@@ -78,6 +78,8 @@ class Flight(Worded, frozen=True, array_like=True):
     offsets: Annotated[tuple[tuple[Whole, Seconds], ...], msgspec.Meta(max_length=RANKS_LIMIT)]
     """By seat: by how many seconds the clock of another process was measured to be ahead."""
     groups: Annotated[tuple[FlownGroup, ...], msgspec.Meta(max_length=GROUPS_LIMIT)]
+    run_id: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    """Equal for processes of one run, and different for two runs of one name; empty if it is not known."""
 
 
 def joined(flights: Sequence[Flight]) -> Flight:

@@ -30,6 +30,8 @@ ADDRESSES_LIMIT: Final = 16
 CARDS_LIMIT: Final = 1000
 """Cards in one message. If they have many addresses, fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
+FOUND_LIMIT: Final = 256
+"""Calls of other ranks that a rank tells the others of when a rank is lost."""
 """Ranks that one message names."""
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
@@ -264,6 +266,10 @@ class Revoke(Worded, frozen=True, array_like=True, tag=10):
     text: Story
     ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=RANKS_LIMIT)]
     """The ranks that caused it, lost or late, in the group's numbering."""
+    calls: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)] = ()
+    """With a loss: the sender's last calls, in the order of their sequences."""
+    found: Annotated[tuple[FoundCall, ...], msgspec.Meta(max_length=FOUND_LIMIT)] = ()
+    """With a loss: what the sender's lanes show of the calls of other ranks."""
 
 
 class NoLane(Worded, frozen=True, array_like=True, tag=11):
@@ -553,6 +559,8 @@ class Calls(msgspec.Struct, frozen=True, array_like=True, tag=29):
     group: int
     runs: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)]
     """In the order of their sequences."""
+    in_order: bool = False
+    """Whether the program closes the group without an error: it calls nothing more, and has missed no call."""
 
 
 class CallRun(Worded, frozen=True, array_like=True):
@@ -561,6 +569,15 @@ class CallRun(Worded, frozen=True, array_like=True):
     first: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     """The number of the first operation."""
     count: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    fingerprint: Annotated[int, msgspec.Meta(ge=0)]
+    call: Text
+
+
+class FoundCall(Worded, frozen=True, array_like=True):
+    """A call of a rank, as the bytes that it sent show it."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    sequence: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     fingerprint: Annotated[int, msgspec.Meta(ge=0)]
     call: Text
 
@@ -588,6 +605,8 @@ class Failing(Worded, frozen=True, array_like=True, tag=31):
 
     reason: Reason
     """The class of the error and the first line of its message."""
+    cause: Bytes = b""
+    """To a keeper: the life of the process whose loss was that error; empty if the sender failed by itself."""
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.wire.call_values import ANYTHING, ValueDecoder, decoded
+from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
+from covey.base.text import spell_error
+from covey.wire.call_values import ANYTHING, NotAValueError, ValueDecoder, decoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,9 +72,12 @@ class Signature:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of a call.
 
+        Types of the program may run code here, such as `__post_init__`, and raise anything: that is a TypeError.
+
         Raises:
-            TypeError: they do not fit the function.
+            TypeError: they do not fit the function, or a type of the program refuses one.
             RemoteProtocolError: they are not the arguments of a call.
+            CallRefusedError: one is a handle of an object that the caller does not hold.
         """
         return decoded(self._arguments, body, parts, converter)  # type: ignore[no-any-return]
 
@@ -94,8 +98,12 @@ class Signature:
     def _value(self, name: str, raw: msgspec.Raw) -> Any:
         try:
             return self._decoders.get(name, self._keywords).decode_raw(raw)
-        except msgspec.ValidationError as error:
+        except (NotAValueError, CallRefusedError):
+            raise
+        except (msgspec.ValidationError, NotImplementedError) as error:
             raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
+        except BaseException as error:  # SystemExit, too: it is an argument that a type of the program refuses
+            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {spell_error(error)}") from None
 
 
 def _annotated(function: Callable[..., Any]) -> Any:

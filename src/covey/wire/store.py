@@ -1,7 +1,7 @@
 """Questions to a key-value store and their answers, and what the members that hold copies of it tell each other.
 
-The process that asks numbers its questions; the answer has the same number. Tags and fields are only added, at the end.
-`proto.replication` has the protocol between the copies.
+The process that asks numbers its questions in the order in which it sends them; the answer has the same number. Tags
+and fields are only added, at the end. `proto.replication` has the protocol between the copies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ KEYS_LIMIT: Final = 4096
 """Keys in one question."""
 VALUE_LIMIT: Final = 1 << 18
 """Bytes of a value."""
+RECEIVED_LIMIT: Final = 256
+"""Answers that one question acknowledges."""
 BODY_LIMIT: Final = (1 << 20) - 256
 """Bytes of a question or an answer: each travels in one frame."""
 
@@ -26,6 +28,7 @@ Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]
 Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
 Value = Annotated[bytes, msgspec.Meta(max_length=VALUE_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Versions = Annotated[tuple[Number, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -35,9 +38,11 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Wait until all of these keys exist, and return their values."""
+    """Wait until all of these keys exist, and return their values, or as many as fit into one message."""
 
     keys: Keys
+    seen: Versions = ()
+    """By key: the version that the sender has the value of, which is not sent again; 0 if it has none."""
 
 
 class Await(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -60,11 +65,16 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Swap(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Set an entry if it has the expected value, and return its value now; a missing entry counts as empty."""
+    """Set an entry if it has the expected value; a missing entry counts as empty.
+
+    Return its value now, none if it does not exist, and the number 1 if it was set.
+    """
 
     key: Key
     expected: Value
     desired: Value
+    if_missing: bool = False
+    """Set the entry only if it does not exist, whatever is expected."""
 
 
 class Append(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -81,7 +91,10 @@ class Delete(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Return the keys of all entries."""
+    """Return the keys of all entries, sorted: as many as fit into one message, and the number 1 if there are more."""
+
+    after: Key | None = None
+    """Only keys behind this one."""
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -110,7 +123,7 @@ class Length(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """The sender no longer waits for the answer to the question of this number."""
+    """Drop the question of this number, if it waits: its caller does not. The answer may be that of the question."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
@@ -118,6 +131,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
     values: tuple[Value, ...] = ()
     number: Number = 0
+    versions: Versions = ()
+    """Of a Get whose values are not all here: by key. The values are the first ones of the keys that were not seen."""
 
 
 class Refused(Worded, frozen=True, array_like=True, tag=16):
@@ -133,6 +148,9 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=17):
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """Drop all questions that wait: after a change of members, processes repeat those that they still wait for."""
 
+    members: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...], msgspec.Meta(max_length=4096)] = ()
+    """Drop the answers for other processes as well, unless it is empty."""
+
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag=19):
     """Wait until an entry has another version than this one; return its value and version, 0 if it does not exist."""
@@ -146,6 +164,7 @@ Answer = Done | Refused
 Change = Question | Withdraw | Open | Forget
 """What is ordered, and applied to every copy in this order."""
 Count64 = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+Received = Annotated[tuple[Count64, ...], msgspec.Meta(max_length=RECEIVED_LIMIT)]
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
@@ -156,6 +175,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
     settled: Count64
     """The sender has the answers to all of its questions with lower numbers."""
     change: Change
+    received: Received = ()
+    """Further questions whose answers the sender has: the one that `settled` names may wait for long."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=33):
@@ -168,6 +189,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=33):
     asker: Count64
     settled: Count64
     change: Change
+    received: Received = ()
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=34):
@@ -178,14 +200,17 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=34):
 
 
 class Recover(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The sender orders the changes from now on, and its copy has those up to `index`: send later ones, then `Last`."""
+    """The sender orders the changes from now on, and lacks those after `index`: send them, then `Last`.
+
+    With -1 it lacks a whole copy.
+    """
 
     config: Count64
     index: Count64
 
 
 class Last(msgspec.Struct, frozen=True, array_like=True, tag=36):
-    """The sender's copy has the changes up to this one; -1 if it has no copy yet."""
+    """The sender's copy has the changes up to this one, -1 if it has no copy, and lacks what follows."""
 
     config: Count64
     index: Count64
@@ -198,8 +223,12 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=37):
     change: Put | Push | Open | Get | Await | Pop | Observe
     asker: Count64 = -1
     """Of a question that waits."""
-    versions: Annotated[tuple[Number, ...], msgspec.Meta(max_length=KEYS_LIMIT)] = ()
+    versions: Versions = ()
     """Of the entries of a Put; of an Open: the number of changes to entries so far."""
+    part: Count64 = 0
+    """Parts are numbered from 0: a receiver takes each in its turn."""
+    index: Count64 = -1
+    """The copy has the changes up to this one: parts of different copies do not fit together."""
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, array_like=True, tag=38):
@@ -208,6 +237,8 @@ class LoadAnswer(msgspec.Struct, frozen=True, array_like=True, tag=38):
     config: Count64
     asker: Count64
     answer: Done | Refused
+    part: Count64 = 0
+    index: Count64 = -1
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=39):
@@ -215,6 +246,13 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=39):
 
     config: Count64
     index: Count64
+    parts: Count64 = 0
+    """How many there were. A receiver that has not got all of them in their turn asks for the whole copy again."""
+
+
+def placed(part: Load | LoadAnswer, config: int, number: int, index: int) -> Load | LoadAnswer:
+    """Return a part with its place: the configuration, its number, and the index of the copy."""
+    return msgspec.structs.replace(part, config=config, part=number, index=index)
 
 
 Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded

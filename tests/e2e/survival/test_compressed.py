@@ -114,19 +114,28 @@ def test_where_losses_raise_all_are_told_of_the_rank_and_residuals_stay_as_they_
 
 
 def choose_and_die(deaths: list[list[int]]) -> Any:
-    """Let "auto" choose over slow lanes. `deaths` are rank, call and phase: there a rank kills itself."""
+    """Let "auto" choose by a clock that says that codecs help. `deaths` are rank, call and phase: there a rank dies."""
     import hashlib
+    from types import SimpleNamespace
 
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.group.internals import node_of
+    from covey.runtime.compressed import automatic
 
-    execute = Attempt.execute
+    execute, reduce = Attempt.execute, automatic.Tuner.reduce
     done = {"call": -1, "phase": 0}
+    clock = SimpleNamespace(now=0.0)
+
+    def timed(tuner: Any, attempt: Any, auto: Any, size: Any, perform: Any) -> Any:
+        def performed(codec: Any) -> None:
+            perform(codec)
+            clock.now += 0.2 if codec is None else 0.06
+
+        return reduce(tuner, attempt, auto, size, performed)
+
+    setattr(automatic, "time", SimpleNamespace(perf_counter=lambda: clock.now))  # noqa: B010
+    setattr(automatic.Tuner, "reduce", timed)  # noqa: B010
     with covey.join(on_loss="continue") as whole:
         mine = {call: phase for rank, call, phase in deaths if rank == whole.rank}
-        node = node_of(whole)
-        assert node is not None
-        node.lanes.factory.bytes_per_second = 2_000_000
         group = whole.split(0)
 
         def counted(self: Any, *given: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.support.sets import first
 from tests.support.survivors import (
     LANES,
     Members,
@@ -328,7 +329,7 @@ def count_losses(count: int) -> Any:
     return {"live": group.live, "sequence": group.sequence}
 
 
-@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
+@pytest.mark.parametrize("is_kept", first(1, [False, True]))
 def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_left(is_kept: bool) -> None:
     size, last = 7, 1
     with Members(size, count_losses, 50_000, is_kept=is_kept) as ranks:

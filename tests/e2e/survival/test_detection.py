@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.support.sets import pairs
 from tests.support.survivors import (
     DEADLINE,
     Members,
@@ -42,31 +43,24 @@ def wait_for_the_victim(on_loss: str, victim: int) -> Any:
         }
 
 
-ways = pytest.mark.parametrize(
-    ("signum", "is_kept", "seconds"),
-    [(signal.SIGKILL, True, 0.5), (signal.SIGKILL, False, 0.5), (signal.SIGSTOP, True, 1.0)],
-    ids=["kill", "kill by hand", "stop"],
-)
+WAYS = {"kill": (signal.SIGKILL, True, 0.5), "kill by hand": (signal.SIGKILL, False, 0.5)}
+WAYS |= {"stop": (signal.SIGSTOP, True, 1.0)}
 """What is done to a rank, whether it has a keeper, and how soon the others know."""
-on_both = pytest.mark.parametrize("on_loss", ["raise", "continue"])
+all_ways = pytest.mark.parametrize(("way", "on_loss"), pairs(list(WAYS), ["raise", "continue"]))
 
 
-@on_both
-@ways
-def test_all_know_of_a_killed_or_stopped_rank_long_before_its_silence_tells_them(
-    signum: int, is_kept: bool, seconds: float, on_loss: str
-) -> None:
+@all_ways
+def test_all_know_of_a_killed_or_stopped_rank_long_before_its_silence_tells_them(way: str, on_loss: str) -> None:
+    signum, is_kept, _ = WAYS[way]
     patient = {"COVEY_HEARTBEAT": "50", "COVEY_HOST_SILENCE": str(DEADLINE), "COVEY_PROCESS_SILENCE": str(DEADLINE)}
     check_loss(signum, is_kept, float("inf"), on_loss, patient)
 
 
 @pytest.mark.thorough
 @pytest.mark.alone
-@on_both
-@ways
-def test_all_know_of_a_killed_rank_in_half_a_second_and_of_a_stopped_one_in_a_second(
-    signum: int, is_kept: bool, seconds: float, on_loss: str
-) -> None:
+@all_ways
+def test_all_know_of_a_killed_rank_in_half_a_second_and_of_a_stopped_one_in_a_second(way: str, on_loss: str) -> None:
+    signum, is_kept, seconds = WAYS[way]
     check_loss(signum, is_kept, seconds, on_loss, {})
 
 

@@ -18,15 +18,17 @@ def measure_and_lose(victim: int, when: str, on_loss: str) -> Any:
     """Add large arrays up; the victim kills itself in the second round of a measurement, or two sums later."""
     import os
 
+    from covey.plan import measurement
     from covey.runtime.collectives import measuring
 
+    measurement.LEAST_PART_SECONDS = 600.0  # type: ignore[misc] # each pass is done in one sum
     speed, rounds = measuring.Arrivals.speed, [0]
 
-    def fatal(self: Any, piece: int) -> float:
+    def fatal(self: Any, piece: int, round_trip: float) -> float:
         rounds[0] += 1
         if rounds[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return speed(self, piece)
+        return speed(self, piece, round_trip)
 
     told: list[Any] = []
     with covey.join(on_loss=on_loss, plan="always") as group:

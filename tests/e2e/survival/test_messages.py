@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.support.sets import only
 from tests.support.survivors import (
     DEADLINE,
     LANES,
@@ -76,7 +77,7 @@ def exchange(victim: int, sizes: list[int]) -> Any:
         return {"right": right, "reports": reports, "counts": counts, "any": any_rank}
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", only(["shm", "tcp"], LANES))
 def test_messages_between_survivors_go_on_and_those_of_the_lost_are_delivered_first(lanes: str) -> None:
     victim = 1
     with Members(3, exchange, victim, [10, 1_000, 300_000, 0, 20_000], lanes=lanes) as ranks:
@@ -204,10 +205,7 @@ def check_talk(reports: list[Any]) -> None:
         assert all(count >= 2 * len(SIZES) for count in report["counts"].values()), (rank, report)
 
 
-@pytest.mark.parametrize(
-    "lanes",
-    [lanes if lanes in ("shm", "secure") else pytest.param(lanes, marks=pytest.mark.thorough) for lanes in LANES],
-)
+@pytest.mark.parametrize("lanes", only(["secure"], LANES))
 def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> None:
     """All connections of one rank after the other break, links and lanes; no rank is lost, and no message either."""
     with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
@@ -223,9 +221,7 @@ def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> N
         assert broken > BREAKS
 
 
-@pytest.mark.parametrize(
-    "lanes", [lanes if lanes in ("unix", "tcp") else pytest.param(lanes, marks=pytest.mark.thorough) for lanes in LANES]
-)
+@pytest.mark.parametrize("lanes", only(["unix"], LANES))
 def test_messages_survive_broken_lanes_in_a_group_that_ends_with_its_first_loss(lanes: str) -> None:
     with Members(3, talk_over_broken_connections, "raise", SIZES, 15, True, lanes=lanes) as ranks:
         check_talk(ranks.results())

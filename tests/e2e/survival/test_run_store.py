@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from tests.support.attackers import call_on_loop, new_cluster
+from tests.support.attackers import until as waits_until
 from tests.support.launched import count_and_die
+from tests.support.runs import SURVIVING, ThreadRun, node_of
 from tests.support.survivors import DEADLINE, Members, attempt, say
 
 import covey
+from covey.proto import store_copy
+from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from covey import Group
 
 
@@ -22,8 +32,12 @@ def test_entries_are_shared_and_every_sum_is_given_once() -> None:
         store = group.node.store
         if group.rank == 0:
             store.set("text", "grüße")
-            assert store.compare_set("text", "no", "other") == "grüße".encode()
-            assert store.compare_set("new", "", b"\x00") == b"\x00"
+            assert store.compare_set("text", "no", "other") == (False, "grüße".encode())
+            assert store.compare_set("new", "", b"\x00") == (True, b"\x00")
+            assert store.compare_set("own", "what was expected", "other") == (False, None)
+            assert store.compare_set("own", None, "once")
+            assert not store.compare_set("own", None, "twice")
+            assert store.delete("own")
         assert store.wait("text", "new", timeout=DEADLINE) == ["grüße".encode(), b"\x00"]
         assert store.get("missing") is None
         assert store.get("missing", b"default") == b"default"
@@ -47,6 +61,120 @@ def test_entries_are_shared_and_every_sum_is_given_once() -> None:
 
     results = run_threads(3, body)
     assert sorted(number for sums in results for number in sums) == list(range(1, 31))
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Let several threads work, and raise what one of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, number) for number in range(count)]:
+            done.result(DEADLINE)
+
+
+def test_threads_with_values_of_many_megabytes_ask_beside_threads_that_wait_all_the_time() -> None:
+    """A link holds 1 MiB, and the answers of a process that does not acknowledge them are 4,096 at most."""
+    large, most = bytes(200_000), store_copy.ANSWERS_LIMIT
+
+    def body(group: Group) -> int:
+        store = group.node.store
+
+        def work(number: int) -> None:
+            if number == 0:
+                store.wait("at the end", timeout=DEADLINE)
+                return
+            for _ in range(4):
+                store.set(f"{group.rank}.{number}", large, timeout=DEADLINE)
+            for _ in range(most // 10):
+                store.add("count", timeout=DEADLINE)
+            if store.add("done", timeout=DEADLINE) == 9:
+                store.set("at the end", b"", timeout=DEADLINE)
+
+        in_threads(4, work)
+        group.barrier()
+        found = store.wait(*(f"{rank}.{number}" for rank in range(3) for number in (1, 2, 3)), timeout=DEADLINE)
+        assert found == [large] * 9  # 1.8 MB
+        total = store.add("count", 0)
+        group.barrier()
+        return total
+
+    with mock.patch.object(store_copy, "ANSWERS_LIMIT", most // 20):
+        assert run_threads(3, body) == [9 * (most // 10)] * 3
+
+
+def test_a_newcomer_gets_a_store_of_64_mib_which_no_link_holds() -> None:
+    parts = {f"part {number}": bytes([number]) * 262_000 for number in range(255)}  # of 64 MiB
+    arrived = threading.Event()
+
+    def first(groups: Iterator[Group]) -> None:
+        for group in groups:
+            store = group.node.store
+            if group.size == 2 and group.rank == 0:
+                for key, value in parts.items():
+                    store.set(key, value, timeout=DEADLINE)
+            group.barrier()
+            arrived.set()
+            if group.size == 3:
+                store.wait("read", timeout=DEADLINE)
+                return
+            while not group.change_pending:
+                group.all_reduce(np.zeros(1))
+
+    def newcomer(groups: Iterator[Group]) -> list[bytes]:
+        for group in groups:
+            group.barrier()
+            found = group.node.store.wait(*parts, timeout=DEADLINE)
+            assert node_of(group).stores._replica.has_copy
+            group.node.store.set("read", b"", timeout=DEADLINE)
+            return found
+        raise AssertionError
+
+    with ThreadRun(new_cluster(), SURVIVING, min_size=2) as thread_run:
+        members = [thread_run.start(first, elastic=True) for _ in range(2)]
+        assert arrived.wait(DEADLINE)
+        late = thread_run.start(newcomer, elastic=True)
+        assert late.result() == list(parts.values())
+        for member in members:
+            member.result()
+
+
+def test_text_that_cannot_be_encoded_is_an_error_and_nothing_is_lost() -> None:
+    def body(group: Group) -> None:
+        store, bad = group.node.store, "x\ud800"
+        for call in (
+            lambda: store.set(bad, b""), lambda: store.set("k", bad), lambda: store.get(bad),
+            lambda: store.wait("k", bad),
+            lambda: store.add(bad), lambda: store.delete(bad), lambda: next(store.watch(bad)),
+            lambda: store.compare_set(bad, "", ""), lambda: store.compare_set("k", bad, ""),
+            lambda: store.compare_set("k", "", bad),
+        ):  # fmt: skip
+            with pytest.raises(covey.ConfigError, match="lone surrogate"):
+                call()
+        assert store.add("n") in (1, 2)
+        assert store.keys() == ["n"]
+        group.barrier()
+
+    run_threads(2, body)
+
+
+def test_a_watch_with_a_timeout_says_that_nothing_has_changed_and_one_without_goes_on() -> None:
+    def body(group: Group) -> list[bytes | None]:
+        store = group.node.store
+        with pytest.raises(covey.DeadlineError, match=r"observe\(quiet\)"):
+            for _ in store.watch("quiet", timeout=0.05):
+                pass
+        asked: list[int] = []
+        ask = store._client.ask
+
+        def noting(question: Any, timeout: float) -> Any:
+            asked.append(getattr(question, "version", 0))
+            if len(asked) == 5:  # it has waited in vain, looked, and waits again
+                store.set("quiet", "changed", timeout=DEADLINE)
+            return ask(question, timeout)
+
+        with mock.patch.object(store, "_seconds", 0.3), mock.patch.object(store._client, "ask", noting):
+            watched = store.watch("quiet")
+            return [next(watched).value, next(watched).value]
+
+    assert run_threads(1, body) == [[None, b"changed"]]
 
 
 def test_a_watched_entry_is_seen_when_it_changes_and_when_it_is_deleted() -> None:
@@ -142,3 +270,47 @@ def test_a_split_group_of_one_is_still_in_the_run() -> None:
         return number
 
     assert sorted(run_threads(3, body)) == [1, 2, 3]
+
+
+def described(call: Callable[[], Any]) -> str:
+    with pytest.raises(covey.CoveyError) as raised:
+        call()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_the_store_and_the_calls_of_an_excluded_process_fail_at_once_each_time() -> None:
+    stop = threading.Event()
+
+    def work(group: Group) -> list[str]:
+        node, generation = group.node, engine_of(group).generation
+        assert generation is not None
+        node.register("never", stop.wait)
+        group.barrier()
+        together()
+        errors: list[str] = []
+        if group.rank == 2:
+            waiting = node.call_async(0, "never", 1000.0)
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(node.store.wait, "never")
+                waits_until(lambda: bool(engine_of(group).node.stores._outcomes))  # type: ignore[union-attr]
+                call_on_loop(generation.withdraw)
+                for failed in (asked.exception(DEADLINE), waiting.exception()):
+                    errors.append(f"{type(failed).__name__}: {failed}")
+            for _ in range(2):
+                errors += [described(lambda: node.store.get("key"))]
+                errors += [described(lambda rank=rank: node.call(rank, "never")) for rank in (0, 1)]  # type: ignore[misc]
+            node.register("double", lambda number: 2 * number)
+            assert node.call(2, "double", 4) == 8
+        together()
+        stop.set()
+        return errors
+
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
+        results = [node.result() for node in [thread_run.start(work) for _ in range(3)]]
+    errors = next(errors for errors in results if errors)
+    assert len(errors) == 8
+    assert all(error.startswith("GroupChangedError: ") for error in errors), errors
+    assert all("without this process" in error and "join the run again" in error for error in errors), errors
+    assert "the store of the run cannot be asked" in errors[0]
+    assert "call of 'never' on rank 0" in errors[1]

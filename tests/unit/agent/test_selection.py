@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.seeds import examples
 
 from covey.agent.selection import Selection, select
 from covey.base.errors import ConfigError
@@ -80,7 +81,7 @@ MACHINES = st.sampled_from((NORTH, SOUTH, EVIL, OTHER))
 
 
 @given(st.dictionaries(MACHINES, HOSTS), st.dictionaries(MACHINES, HOSTS), HOSTS)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_no_claim_makes_a_word_mean_another_machine_than_the_trusted_one(
     there: dict[bytes, str], bound: dict[bytes, str], word: str
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import select
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,13 @@ def test_lines_of_machines_do_not_mix_and_notes_name_their_machine(capfd: pytest
     screen.show("south", 1, b"[south 1] one\n[south 1] tw")
     screen.show("north", 1, b"ep 1\n")
     screen.show("north", 2, b"covey: [north 0] failed with exit code 7\n")
+    screen.show("north", 2, b"error: there is no folder\nssh: no\n\nconnect")
+    screen.show("north", 2, b"ion\n")
     screen.ended("south")
     shown = capfd.readouterr()
     assert shown.out == "[south 1] one\n[north 0] step 1\n[south 1] tw\n"
-    assert shown.err == "covey: north: [north 0] failed with exit code 7\n"
+    notes = "covey: north: [north 0] failed with exit code 7\n"
+    assert shown.err == notes + "[north] error: there is no folder\n[north] ssh: no\n\n[north] connection\n"
 
 
 def test_each_rank_has_a_log_file_without_the_prefix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +103,26 @@ def test_after_a_failure_the_others_are_stopped_unless_the_run_goes_on(monkeypat
     assert asked
 
 
+def test_a_machine_that_was_lost_is_no_failure_of_a_run_that_finishes_without_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shares, "FAILURE_SECONDS", 0.01)
+    lost = Ended(1, "the agent was restarted", is_lost=True)
+    for end, code in ((0, 0), (7, 7)):
+        other = ScriptedShare("south", on_signal={})
+
+        def goes_on(other: ScriptedShare = other, end: int = end) -> bool:
+            other._ends.put(Ended(end))
+            return True
+
+        assert SharedRun([ScriptedShare("north", lost), other], Screen(), goes_on).attend() == code
+    assert "covey: the run finished without north\n" in capfd.readouterr().err
+
+    stopped = ScriptedShare("south", on_signal={signal.SIGTERM: Ended(0)})
+    assert SharedRun([ScriptedShare("north", lost), stopped], Screen(), lambda: False).attend() == 1, "it did not go on"
+    assert SharedRun([ScriptedShare("north", lost)], Screen(), lambda: False).attend() == 1, "no machine finished it"
+
+
 def test_the_exit_code_is_that_of_the_cause_not_of_ranks_that_lost_a_peer() -> None:
     assert failure_code([]) == 0
     assert failure_code([1, 1]) == 1
@@ -140,6 +164,24 @@ def test_a_second_ctrl_c_is_passed_on_too_and_a_third_leaves() -> None:
     assert SharedRun([stubborn], Screen(), lambda: False).attend() == 130
     assert stubborn.signals[:2] == [signal.SIGINT] * 2
     stubborn._ends.put(Ended(130))
+
+
+def test_ctrl_c_that_the_kernel_gives_to_another_thread_is_passed_on() -> None:
+    part = ScriptedShare("a", on_signal={signal.SIGINT: Ended(130)})
+
+    def waits() -> bool:
+        return sys._current_frames()[main].f_code.co_name == "attend"
+
+    def press() -> None:
+        part.began.wait(DEADLINE)
+        for _ in range(5):
+            wait_until(waits)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    main = threading.get_ident()
+    threading.Thread(target=press).start()
+    assert SharedRun([part], Screen(), lambda: False).attend() == 130
+    assert part.signals == [signal.SIGINT]
 
 
 def test_ctrl_c_is_passed_on_while_the_terminal_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:

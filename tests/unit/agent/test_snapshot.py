@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.seeds import examples
 
 from covey.agent import sensitive, snapshot
 from covey.agent.snapshot import LEADS_OUT, OWN, SECRET, LeftOut, take_snapshot
@@ -257,7 +258,7 @@ def plant(folder: Path, files: Sequence[tuple[str, bytes, bool]], links: Sequenc
     st.lists(st.sampled_from(("!**", "!.ssh/", "!.env", "!own/", "data")), max_size=2),
     st.sampled_from((None, *SECRET_NAMES)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_secret_of_a_random_folder_is_ever_in_a_snapshot_unless_it_was_named(
     files: list[tuple[str, bytes, bool]],
     links: list[tuple[str, int]],

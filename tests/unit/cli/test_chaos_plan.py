@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.seeds import seeds
+from tests.support.seeds import examples
 
 from covey.base.errors import ConfigError
 from covey.cli.chaos.faults import KINDS, LONG_STOP, RETURN_SECONDS, SHORT_STOP, Chaos, PlannedFault, plan
@@ -27,7 +27,7 @@ chaos = st.builds(
 
 @given(chaos)
 @example(Chaos(size=3, seed=12055555, kinds=("slow", "cut"), every=1.0765141125925195, count=6))
-@settings(max_examples=len(seeds(50)), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_plan_touches_a_process_that_is_gone_or_leaves_too_few(chosen: Chaos) -> None:
     gone: set[int] = set()
     slots, away = chosen.size, dict[int, float]()

@@ -284,7 +284,7 @@ def test_the_plain_line_has_step_loss_and_times() -> None:
 
 def test_the_summary_compares_with_one_node_that_took_the_same_batches() -> None:
     team, alone = trained(4, 3), alone_for(4, 3)
-    page = rendered(summary.summary(team, alone, victim=None, mark=MARK, cores=2), width=200)
+    page = rendered(summary.summary(team, alone, victim=None, mark=MARK, cores=2, seconds=12.0), width=200)
     table = {line[:16].strip(): line.split() for line in page.splitlines()[:3]}
     assert table["4 nodes"][-1] == table["one node alone"][-1] == "3.700"
     assert "4x is out of reach" in page
@@ -296,7 +296,7 @@ def test_the_summary_compares_with_one_node_that_took_the_same_batches() -> None
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_summary_fits_and_keeps_the_losses(width: int) -> None:
-    page = rendered(summary.summary(disturbed(), alone_for(3, 10), victim=1, mark=MARK, cores=8), width)
+    page = rendered(summary.summary(disturbed(), alone_for(3, 10), victim=1, mark=MARK, cores=8, seconds=12.0), width)
     for line in page.splitlines():
         assert len(line) <= width
         assert line == line.rstrip()
@@ -306,20 +306,29 @@ def test_the_summary_fits_and_keeps_the_losses(width: int) -> None:
 
 
 def test_the_summary_of_a_run_with_a_loss_tells_its_timeline_and_what_was_checked() -> None:
-    page = rendered(summary.summary(disturbed(), alone_for(3, 10), victim=1, mark=MARK, cores=8), width=100)
+    page = rendered(
+        summary.summary(disturbed(), alone_for(3, 10), victim=1, mark=MARK, cores=8, seconds=12.0), width=100
+    )
     assert "3 nodes, one lost" in page
     assert "lost node 1 at step 81: the step took 61 ms" in page
     assert "detect 0 → freeze 2 → agree 9 → reconnect 30 → redo 52 ms" in page
     assert "node 1 came back at step 160, with 1.0 MB of state from 2 nodes in 31 ms" in page
     assert "held-out loss within 0.073 of an undisturbed run (0.0000 apart): yes" in page
     assert page.count(": yes") == 4
+    assert "stopped after" not in page
     assert "out of reach" not in page
 
 
 def test_the_summary_says_when_one_node_had_no_time_for_all_steps_and_compares_where_it_came_to() -> None:
-    page = rendered(summary.summary(trained(4, 5), alone_for(4, 3), victim=None, mark=MARK, cores=8), width=100)
+    page = rendered(
+        summary.summary(trained(4, 5), alone_for(4, 3), victim=None, mark=MARK, cores=8, seconds=12.0), width=100
+    )
     assert "one node alone, cut short" in page
     assert "held-out loss at step 60 within 0.001 of one node (0.0000 apart): yes" in page
+    slow = trained(4, 5)
+    slow.steps *= 2
+    page = rendered(summary.summary(slow, None, victim=None, mark=MARK, cores=8, seconds=12.0), width=200)
+    assert f"stopped after {5 * ROUND:,} of {10 * ROUND:,} steps: the 12 s of training were over (--seconds" in page
 
 
 @pytest.mark.parametrize(("gap", "holds"), [(0.07, True), (0.08, False)])
@@ -361,5 +370,7 @@ def test_the_data_of_a_run_alone_has_nothing_to_compare_with() -> None:
 
 
 def test_disagreement_is_said_aloud() -> None:
-    page = rendered(summary.summary(trained(2, 1, digests=["a", "b"]), None, victim=None, mark=MARK, cores=2))
+    page = rendered(
+        summary.summary(trained(2, 1, digests=["a", "b"]), None, victim=None, mark=MARK, cores=2, seconds=12.0)
+    )
     assert "identical on all nodes: NO" in page

@@ -213,7 +213,7 @@ def test_another_secret_nearby_matters_where_no_node_was_found(nodes: tuple[MetN
     [
         ("says: node a (k) is denied on beta", "covey deny --undo"),
         ("identity k is in use by process 3 on beta (10.0.0.2)", "Remove the `identities` folder"),
-        ("it speaks version 2 of covey's protocol, and we speak 1", "same version"),
+        ("south speaks protocol 2 (covey 9.0), north speaks 1 (covey 8.0): update covey on north", "same version"),
     ],
 )
 def test_a_refusal_is_a_problem_with_its_reason(reason: str, advice: str) -> None:

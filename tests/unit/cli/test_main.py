@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from tests.support.jobs import SOURCE
+from tests.support.sets import only
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
@@ -90,7 +91,7 @@ def test_traceback_after_a_script_is_the_scripts(covey: Covey) -> None:
     assert err.startswith("error: ")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", only([60, 80], WIDTHS))
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_help_fits_the_terminal_and_is_the_same_in_all_three_ways(
     covey: Covey, home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], width: int

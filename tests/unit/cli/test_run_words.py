@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -80,6 +81,23 @@ def test_before_a_python_script_a_word_names_the_run_whatever_else_is_called_so(
 @pytest.mark.parametrize("first", ["sh", "data"])
 def test_a_program_or_a_folder_before_other_words_names_no_run(first) -> None:
     assert parsed(first, "-c", "true") == {"script": first, "arguments": ["-c", "true"]}
+
+
+@pytest.mark.parametrize("options", [("--size", "3"), ("-n", "2", "--on-loss", "continue")])
+def test_a_program_before_options_of_covey_and_a_script_is_an_error_that_names_both_meanings(options) -> None:
+    with pytest.raises(ConfigError, match="two meanings") as raised:
+        parsed("sh", *options, "train.py")
+    rest = " ".join((*options, "train.py"))
+    assert f"covey run --run sh {rest}" in str(raised.value)
+    assert f"covey run {shutil.which('sh')} {rest}" in str(raised.value)
+    assert parsed("--run", "sh", *options, "train.py")["run_name"] == "sh"
+    whole = str(shutil.which("sh"))
+    assert parsed(whole, *options, "train.py") == {"script": whole, "arguments": [*options, "train.py"]}
+
+
+@pytest.mark.parametrize("words", [("-n",), ("-n", "x"), ("--nproc", "2", "train.py"), ("-n", "2", "absent.py")])
+def test_a_program_before_its_own_options_is_that_program(words) -> None:
+    assert parsed("sh", *words) == {"script": "sh", "arguments": list(words)}
 
 
 def test_with_a_module_only_the_option_names_the_run() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
+import msgspec
 import pytest
 
 from covey.base.operations import OPERATIONS
-from covey.cli.trace.command import read_latest, report
+from covey.cli.trace.command import latest_of, read_latest, report
 from covey.cli.trace.merge import FAILED, RETURNED, RUNNING, chrome_trace, clock_offsets, merge
 from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics import flight as files
@@ -133,6 +135,23 @@ def test_files_come_back_as_they_were_and_the_oldest_are_removed(
     latest = read_latest(files.folder())
     assert [each.seat for each in latest] == [0, 1, 2, 2]
     assert {call.operation.sequence for calls in merge(latest).calls.values() for call in calls} == {2, 3, 4, 5}
+
+
+def test_files_of_an_earlier_run_of_the_same_name_are_not_mixed_in(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COVEY_HOME", f"{tmp_path}/home")
+    runs = (("train", b"one", (0, 1, 2)), ("train", b"two", (0, 1)), ("other", b"three", (0,)))
+    for at, (run, run_id, seats) in enumerate(runs, 1_000_000):
+        for seat in seats:
+            made = msgspec.structs.replace(flight(seat, operation(1, 10, 20)), run=run, run_id=run_id)
+            path = files.path_for(made)
+            files.store(made, path)
+            os.utime(path, (at, at))
+    place = files.folder()
+    assert [(each.run, each.seat) for each in read_latest(place)] == [("other", 0)]
+    assert [(each.run_id, each.seat) for each in latest_of(place, "train")] == [(b"two", 0), (b"two", 1)]
+    assert latest_of(place, "absent") == []
 
 
 def test_a_rank_that_wrote_two_files_counts_once() -> None:

@@ -36,17 +36,16 @@ from covey.net.discovery import responder
 from covey.net.keys import clusters
 from covey.net.lanes import striped
 from covey.net.quic import line
-from covey.plan import choose, cost, fit, levels, network, order
-from covey.proto import evidence, health, lease, message_link, overlay, relay_trips
+from covey.plan import choose, cost, fit, levels, measurement, network, order
+from covey.proto import evidence, health, hearing, lease, message_link, overlay, parting, relay_trips
 from covey.proto import store as store_rules
-from covey.proto.calling import outgoing
+from covey.proto.calling import incoming, outgoing
 from covey.proto.formation import deciding
 from covey.proto.membership import leading, need, proposer
 from covey.runtime import checks, environment, events, http_server, recorder, shutdown
-from covey.runtime.calls import functions, handlers, lane_transport
+from covey.runtime.calls import functions, handlers, lane_transport, serving
 from covey.runtime.calls import work as call_work
-from covey.runtime.collectives import drift, lane_trouble, measuring, native_executor, operation, planner
-from covey.runtime.collectives import evidence as mismatches
+from covey.runtime.collectives import call_log, drift, lane_trouble, native_executor, operation, planner
 from covey.runtime.compressed import automatic
 from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
@@ -57,6 +56,7 @@ from covey.runtime.members import (
     group_limits,
     lane_kinds,
     leaving,
+    losses,
     packet_losses,
     path_monitor,
     process_table,
@@ -181,10 +181,10 @@ HELD = {
         f"it is considered for up to {levels.MOST_IN_STAR} ranks",
         f"the exact order of {order.MOST_EXACT} ranks",
         f"Up to {size(SET.exchange_bytes)}, two ranks swap whole buffers and more ranks double recursively",
-        f"{spelled(len(measuring.SHARES)).capitalize()} passes, each with the sizes",
+        f"{spelled(len(measurement.SHARES)).capitalize()} passes, the second with the sizes",
         f"until it takes {percent(planner.COST)}",
         f"it takes at most {spelled(planner.PATIENCE)} of the time that is left to it",
-        f"at the {nth(planner.MEASURING)} large sum of an attempt",
+        f"after the {nth(planner.MEASURING)} large sum of an attempt",
         f"the shortest time of {drift.CALLS} calls",
         f"changed by a factor of {spelled(drift.CHANGE)}, the ranks measure",
         f"tells all members {times(1 / leading.PULSE_EVERY)} a second that it leads",
@@ -194,7 +194,8 @@ HELD = {
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
         f"leaves waits up to a {every(leaving.CLOSE_SECONDS)} for links",
         f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
-        f"waits up to {mismatches.HEARING_SECONDS:g} s for their findings",
+        f"for {spelled(hearing.PATIENCE)} seconds at most, for ranks that are alive",
+        f"them to call its last operation, and {spelled(parting.PATIENCE)} seconds at most",
         f"A challenge of {door.CHALLENGE_BYTES} bytes",
         f"looks every {spelled(server.SWEEP_SECONDS)} seconds whether a side",
         f"The shortest of the last {spelled(relay_trips.SAMPLES)} counts",
@@ -260,9 +261,11 @@ HELD = {
         f"after {SILENCES.suspect_most:g} s. After a wrong suspicion the limit stays at {SILENCES.suspect_most:g} s",
         f"looks every {process_table.LOOK_EVERY:g} s, and every {ms(process_table.LOOK_CLOSELY_EVERY)} while",
         f"The peer has {spelled(need.RELINK)} second to be linked again",
+        f"nothing follows from it for {spelled(losses.RELAYED_SECONDS)} seconds",
         f"{spelled(tcp.STUCK_TIMEOUTS)} retransmissions in a row failed, and nothing was acknowledged for "
         f"{spelled(tcp.STUCK_SECONDS)} seconds",
-        f"packets of {sockets.SHORT_PACKET_BYTES} bytes",
+        f"packets of {sockets.PACKET_LIMITS[0]} bytes, and then of {sockets.PACKET_LIMITS[1]}. Links send packets of "
+        f"{sockets.LINK_PACKET_BYTES} bytes at most",
         f"after {spelled(health.SLEPT)} seconds or more it restarts all its timers",
     ),
     "docs/concepts/lanes-and-plans.md": (
@@ -295,7 +298,11 @@ HELD = {
     "docs/guides/calls.md": (
         f"for {spelled(lane_transport.ANSWERS_SECONDS / 60)} a minute at most",
         f"takes less than {ms(functions.SHORT_SECONDS)} on average",
+        f"once takes more than {ms(shared_driving.LINGER_SECONDS)}",
         f"Up to {SET.call_handlers} run at a time",
+        f"at most {SET.call_handlers} such functions run on",
+        f"refused after {incoming.GRACE_SECONDS:g} s",
+        f"up to {serving.ASIDE_THREADS} of them",
         f"A call carries up to {size(SET.call_bytes)} in each direction",
         f"Streams run up to {call_work.STREAM_CREDIT} items ahead",
     ),
@@ -307,6 +314,8 @@ HELD = {
         f"# in place; op: {' '.join(arithmetic.OPS)}",
         f"A message of up to {size(SET.eager_bytes)} is sent at once; when {size(SET.credit_bytes)} of such messages",
         f"waits for more than {SET.warn_after:g} s logs a warning",
+        f"a rank with such a call among its last {call_log.LOGGED} first waits",
+        f"up to {spelled(parting.PATIENCE)} seconds. A call that the others never made",
     ),
     "docs/guides/command-line.md": (
         f"| {main.FAULT_CODE} | a fault in covey",
@@ -317,19 +326,20 @@ HELD = {
         f"have a scale for each block of {quantisers.BLOCK} elements",
         f"for arrays of less than {size(policy.SMALLEST)}, it chooses none",
         f"{spelled(automatic.PLAIN_CALLS)} calls are sent as they are and timed",
+        f"within the first {spelled(automatic.REVIEWS[-1])} calls",
         f"repeated after {automatic.REVIEW} calls",
         f"The default, {choice.Auto.max_error:g}, allows",
     ),
     "docs/guides/coordinator.md": (
         f"accepted {spelled(coordinator.RECONNECT_SECONDS)} seconds later at the latest",
-        f"growing pauses of up to {spelled(session.LONGEST_PAUSE)} seconds",
+        f"growing pauses of up to {spelled(session.PAUSES.most)} seconds",
         f"not heard for {spelled(coordinator.SILENT_SECONDS / 60)} a minute",
     ),
     "docs/guides/elastic.md": (
         f"stops the other ranks after a {every(keeper.FAILURE_GRACE)}, unless",
         f"`timeout` (default {spelled(generations.WAIT_SECONDS / 60)} minutes)",
-        f"waits {keeper.RESTART_PAUSE:g} s before the first restart, and twice as long before each further one, up to "
-        f"{keeper.RESTART_PAUSE_MOST:g} s",
+        f"waits {keeper.RESTARTS.first:g} s before the first restart, and twice as long before each further one, up to "
+        f"{keeper.RESTARTS.most:g} s",
         f"restarted within {local_keeper.REFOUND_OLD_SECONDS:g} s does the run continue",
         f"chunks of {size(manifest.CHUNK_BYTES)}",
         f"takes more than a {every(state_transfer.PROGRESS_SECONDS)} shows a progress bar",
@@ -375,9 +385,11 @@ HELD = {
         f"{recorder.RECORDS}",
     ),
     "docs/guides/networks.md": (
-        f"At the {nth(planner.MEASURING)} `all_reduce` of {size(choose.PLANNED_BYTES)} or more",
-        f"as the {spelled(planner.PLAIN_CALLS)} sums before it: at least {planner.LEAST_SECONDS:g} s, and "
-        f"{planner.MOST_SECONDS:g} s at most",
+        f"After the {nth(planner.MEASURING)} `all_reduce` of {size(choose.PLANNED_BYTES)} or more",
+        f"what the slowest line carries in a {every(measurement.MOST_SECONDS)} if that is less",
+        f"about {percent(1 / measurement.PARTS)} of what it takes, or by "
+        f"{1000 * measurement.LEAST_PART_SECONDS:g} ms if that is more, "
+        f"and never for a {every(measurement.MOST_SECONDS)}",
         f"at most {percent(planner.COST)} of the time of large sums",
         f"when sums take {times(drift.CHANGE)} as long as they did",
         f"every {drift.CALLS} large sums",

@@ -5,7 +5,7 @@ from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES
 
 from covey.plan.moves import Plan
-from covey.plan.probes import partners, rotation, swaps
+from covey.plan.probes import rotation, swap_rounds, swaps
 
 
 @in_turn(size=[size for size in SIZES if size > 1])
@@ -21,21 +21,20 @@ def test_rotations_send_over_every_link_once_and_pieces_match(size: int) -> None
     assert sorted(seen) == [(one, other) for one, other in product(range(size), repeat=2) if one != other]
 
 
-@in_turn(size=[size for size in SIZES if size > 1])
-def test_every_pair_swaps_and_no_pair_waits_for_a_third_rank_that_waits_for_it(size: int) -> None:
-    met = [partners(rank, size, 100) for rank in range(size)]
-    assert [sorted(each) for each in met] == [[other for other in range(size) if other != rank] for rank in range(size)]
-    plans = [swaps(each, 3) for each in met]
-    assert all(len(plan.sends) == 3 * (size - 1) for plan in plans)
-    _finish(plans)
+@in_turn(size=[size for size in SIZES if 1 < size <= 100])
+def test_every_pair_swaps_once_and_each_rank_is_in_one_pair_at_a_time(size: int) -> None:
+    met: list[tuple[int, int]] = []
+    for number in swap_rounds(size, 100):
+        pairs = {rank: rank ^ number for rank in range(size) if rank ^ number < size}
+        assert all(pairs[partner] == rank for rank, partner in pairs.items())
+        met += pairs.items()
+        _finish([swaps(pairs[rank], 3) if rank in pairs else Plan((), ()) for rank in range(size)])
+    assert sorted(met) == [(one, other) for one, other in product(range(size), repeat=2) if one != other]
 
 
 @pytest.mark.parametrize("size", [17, 33, 128])
 def test_many_ranks_swap_with_a_few(size: int) -> None:
-    met = [partners(rank, size, 15) for rank in range(size)]
-    assert all(1 <= len(each) <= 8 for each in met)
-    assert all(rank in met[other] for rank, each in enumerate(met) for other in each)
-    _finish([swaps(each, 2) for each in met])
+    assert 1 <= len(swap_rounds(size, 15)) <= 8
 
 
 def _finish(plans: list[Plan]) -> None:

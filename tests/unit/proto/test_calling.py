@@ -70,7 +70,7 @@ def test_a_caller_past_its_deadline_is_told_at_once_and_the_call_stays_open_unti
     assert len(core.outgoing) == 0
 
 
-def test_a_function_past_its_deadline_is_stopped_and_its_call_answered_once() -> None:
+def test_a_function_past_its_deadline_is_stopped_and_gives_its_handler_back_and_its_call_is_answered_once() -> None:
     core = Calling(handlers=1)
     core.received(5, request(1, seconds=1.0), 0.0)
     core.received(5, request(2, seconds=1.0), 0.0)
@@ -78,11 +78,61 @@ def test_a_function_past_its_deadline_is_stopped_and_its_call_answered_once() ->
     core.tick(1.0)
     effects = core.effects()
     assert [effect.message.kind for effect in effects if isinstance(effect, done.SendMessage)] == [wire.LATE] * 2  # type: ignore[union-attr]
-    assert done.StopHandler(5, 1, is_running=True) in effects
-    assert core.incoming.running == 1, "until it returns"
+    assert done.StopHandler(5, 1) in effects
+    assert (core.incoming.running, core.incoming.left_over) == (0, 1), "until it returns"
+    core.received(5, request(3, seconds=10.0), 2.0)
+    assert kinds(core) == ["RunHandler"]
     core.incoming.finished(5, 1, wire.CallResult(1, RESULT))
-    assert core.effects() == []
-    assert (len(core.incoming), core.incoming.running) == (0, 0)
+    core.incoming.finished(5, 3, None)
+    assert [message.number for message in sent(core)] == [3]
+    assert (len(core.incoming), core.incoming.running, core.incoming.left_over) == (0, 0, 0)
+
+
+def test_calls_are_refused_when_all_handlers_are_those_of_functions_whose_calls_have_ended() -> None:
+    core = Calling(handlers=1)
+    for number in (1, 2):
+        core.received(5, request(number, seconds=1.0), float(number))
+        core.tick(number + 1.0)
+    assert (core.incoming.running, core.incoming.left_over) == (1, 1)
+    core.received(6, request(1, seconds=60.0), 3.5)
+    assert [message.kind for message in sent(core)] == [wire.LATE] * 2, "the functions may return soon"
+    core.tick(core.next_deadline())
+    (refused,) = sent(core)
+    assert (refused.kind, "no further one is started" in refused.text) == (wire.NO_RESULT, True)
+    core.incoming.finished(5, 1, None)
+    assert (core.incoming.running, core.incoming.left_over) == (0, 1)
+    core.received(6, request(2), 5.0)
+    assert kinds(core) == ["RunHandler"]
+
+
+def test_one_peer_never_has_all_handlers_and_another_gets_one_at_once() -> None:
+    for handlers in (2, 3, 5, 64, 1000):
+        core = Calling(handlers=handlers)
+        for peer in (5, 6, 7):
+            for number in range(1, 3 * handlers // 2 + 1):
+                if number <= CALLS_LIMIT:
+                    core.received(peer, request(number), 0.0)
+        runs = [effect.peer for effect in core.effects() if isinstance(effect, done.RunHandler)]
+        assert 0 < runs.count(5) <= max(1, 3 * handlers // 4)
+        assert runs.count(6) > 0
+        assert runs.count(7) > 0 or handlers < 4
+    core = Calling(handlers=1)
+    core.received(5, request(1), 0.0)
+    assert kinds(core) == ["RunHandler"]
+
+
+def test_the_closing_of_a_stream_takes_no_handler_of_functions() -> None:
+    core = Calling(handlers=1)
+    core.received(5, request(1, credit=1), 0.0)
+    core.incoming.yielded(5, 1, RESULT)
+    core.received(5, wire.CallCancel(1), 0.0)
+    assert kinds(core) == ["RunHandler", "SendMessage", "SendMessage", "CloseStream"]
+    assert (core.incoming.running, core.incoming.left_over, core.incoming.unanswered) == (0, 1, 0)
+    core.received(5, request(2), 0.0)
+    assert kinds(core) == ["RunHandler"]
+    core.incoming.finished(5, 1, None)
+    core.incoming.finished(5, 2, None)
+    assert (len(core.incoming), core.incoming.left_over) == (0, 0)
 
 
 def test_memory_for_arguments_is_given_in_turn_and_given_back() -> None:
@@ -116,12 +166,13 @@ def test_a_lost_node_frees_all_that_it_held() -> None:
     core.received(5, request(4, payload=wire.CallPayload(sizes=(60,))), 0.0)
     core.received(5, request(5, payload=wire.CallPayload(sizes=(60,))), 0.0)
     core.effects()
-    core.lost(5)
+    core.lost(5, 0.0)
     effects = core.effects()
     assert done.Conclude(5, 1, Ending.LOST) in effects
-    assert done.StopHandler(5, 1, is_running=False) in effects
-    assert done.StopHandler(5, 2, is_running=True) in effects
+    assert done.StopHandler(5, 2) in effects
+    assert done.CloseStream(5, 1) in effects
     core.incoming.finished(5, 2, None)
+    core.incoming.finished(5, 1, None)
     core.fetched(5, 4, None, 0.0, is_answer=False)
     assert (len(core.incoming), len(core.outgoing), core.incoming.running) == (0, 0, 0)
     core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)

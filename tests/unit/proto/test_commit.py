@@ -393,7 +393,7 @@ def test_a_lent_operation_that_is_handed_over_counts_as_begun_or_complete(is_com
     ranks.start(1)
     ranks.complete(1)
     ranks.passes(1)
-    ranks[0]._phase = LENT_PHASES[is_complete]
+    ranks[0].phase = LENT_PHASES[is_complete]
     assert ranks[0].resume() == Run(3, 0, (0, 1, 2))
     assert ranks[0].is_complete == is_complete
     ranks.start(1)

@@ -240,6 +240,17 @@ def test_fewer_than_size_are_never_a_view() -> None:
     assert stage.cores["b"].report().waiting == "2 of 3 nodes so far"
 
 
+def test_nodes_that_left_before_a_view_was_agreed_are_named() -> None:
+    """The time of one may be over a moment before that of the others, which then count without it."""
+    stage = Stage("a", "b", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
+    stage.run(5.0)
+    assert stage.cores["a"].report().gone == ()
+    stage.world.crash(id_of("b"))
+    stage.run(5.0)
+    report = stage.cores["a"].report()
+    assert (report.waiting, report.here, report.gone) == ("1 of 3 nodes so far", ("a",), ("b",))
+
+
 def test_joiners_on_other_terms_are_refused_with_the_reason_on_both_sides() -> None:
     stage = Stage("a", "b")
     stage.enter("c", Terms("a run", "eval.py", None, 2, None, "1", "auto"))

@@ -529,6 +529,23 @@ def test_in_a_cluster_a_member_that_is_cut_off_is_waited_for_a_little_longer_if_
     assert seconds <= stage.world.now - since < seconds + 2
 
 
+def test_after_a_loss_all_members_know_the_next_leader_as_soon_as_the_view_begins() -> None:
+    for lost in "abc":
+        stage = Stage("abc", anchor=1)
+        stage.run(2)
+        stage.crash(lost)
+        others = [name for name in "abc" if name != lost]
+        until = stage.world.now + 60
+        while any("1:" not in stage.members().get(name, "") for name in others):
+            stage.run(0.05)
+            assert stage.world.now < until
+        expected = {stage.cores[name].expected_leader(stage.world.now) for name in others}
+        assert len(expected) == 1, expected
+        assert expected < {stage.rank(name) for name in others}
+        stage.run(10)
+        assert {stage.cores[name].leader(stage.world.now) for name in others} == expected
+
+
 def test_only_one_leads_and_after_its_death_another() -> None:
     stage = Stage("abc", anchor=1)
     stage.run(2)

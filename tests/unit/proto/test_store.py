@@ -50,19 +50,22 @@ def test_numbers_are_added_and_anything_else_is_refused() -> None:
 @pytest.mark.parametrize(
     ("before", "expected", "answer", "after"),
     [
-        (None, b"", b"new", b"new"),
-        (None, b"old", b"old", None),
-        (b"old", b"old", b"new", b"new"),
-        (b"else", b"old", b"else", b"else"),
+        (None, b"", wire.Done((b"new",), 1), b"new"),
+        (None, b"old", wire.Done(), None),
+        (None, None, wire.Done((b"new",), 1), b"new"),
+        (b"", None, wire.Done((b"",)), b""),
+        (b"old", None, wire.Done((b"old",)), b"old"),
+        (b"old", b"old", wire.Done((b"new",), 1), b"new"),
+        (b"new", b"old", wire.Done((b"new",)), b"new"),
     ],
 )
-def test_a_value_is_swapped_if_it_is_as_expected(
-    before: bytes | None, expected: bytes, answer: bytes, after: bytes | None
+def test_a_value_is_swapped_if_it_is_as_expected_and_the_answer_says_so(
+    before: bytes | None, expected: bytes | None, answer: wire.Done, after: bytes | None
 ) -> None:
     store = KeyValueStore()
     if before is not None:
         ask(store, put("k", before))
-    assert ask(store, wire.Swap("k", expected, b"new")) == wire.Done((answer,))
+    assert ask(store, wire.Swap("k", expected or b"", b"new", expected is None)) == answer
     assert ask(store, wire.Check(("k",))) == wire.Done(number=int(after is not None))
     if after is not None:
         assert ask(store, wire.Get(("k",))) == wire.Done((after,))
@@ -144,12 +147,68 @@ def test_entries_without_value_are_bounded_and_none_of_several_is_set_if_there_i
     assert ask(store, wire.Get(("0",))) == wire.Done((b"",))
 
 
-def test_a_value_does_not_grow_beyond_its_bound_and_an_answer_fits_into_a_message() -> None:
+def test_a_value_does_not_grow_beyond_its_bound() -> None:
     store, half = KeyValueStore(), bytes(wire.VALUE_LIMIT // 2 + 1)
     ask(store, wire.Append("k", half))
     assert "bytes" in refusal(ask(store, wire.Append("k", half)))
-    assert "fewer keys" in refusal(ask(store, wire.Get(("k",) * 9)))
-    assert "fewer keys" in refusal(ask(store, wire.Get(("k",) * 9)))
+
+
+def answered(store: KeyValueStore, question: wire.Question) -> wire.Done:
+    answer = ask(store, question)
+    assert isinstance(answer, wire.Done)
+    assert len(wire.encode_body(answer)) <= wire.BODY_LIMIT
+    return answer
+
+
+def test_values_that_do_not_fit_into_one_message_come_in_several_which_tell_what_has_changed() -> None:
+    store, size = KeyValueStore(), wire.VALUE_LIMIT
+    keys = tuple(f"{number}" for number in range(9))
+    for number, key in enumerate(keys):
+        ask(store, put(key, bytes([number]) * size))
+    first = answered(store, wire.Get(keys))
+    assert (len(first.values), first.versions) == (3, tuple(range(1, 10)))
+    ask(store, put("1", b"changed"))
+    seen = first.versions[:3]
+    second = answered(store, wire.Get(keys, seen))
+    assert second.versions == (1, 10, *range(3, 10))
+    assert [value[:1] for value in second.values] == [b"c", b"\3", b"\4", b"\5"]
+    third = answered(store, wire.Get(keys, second.versions[:6]))
+    last = answered(store, wire.Get(keys, third.versions))
+    assert ([value[:1] for value in third.values], last.values) == ([b"\6", b"\7", b"\10"], ())
+    assert last.versions == third.versions
+
+
+def test_a_part_of_the_values_waits_if_one_of_the_keys_was_deleted_meanwhile() -> None:
+    store = KeyValueStore()
+    ask(store, wire.Put((("a", b"1"), ("b", b"2"))))
+    ask(store, wire.Delete("a"))
+    assert store.ask(1, 7, wire.Get(("a", "b"), (1, 2))) == []
+    assert store.ask(2, 1, put("a", b"new"))[1:] == [(1, 7, wire.Done((b"new",), versions=(3, 2)))]
+
+
+def test_keys_that_do_not_fit_into_one_message_come_in_several() -> None:
+    store = KeyValueStore()
+    keys = ["", *(f"{number:05}{'k' * 900}" for number in range(3000))]
+    for first in range(0, len(keys), 500):
+        ask(store, wire.Put(tuple((key, b"") for key in reversed(keys[first : first + 500]))))
+    found: list[str] = []
+    answer = answered(store, wire.Names())
+    while answer.number:
+        found += [key.decode() for key in answer.values]
+        answer = answered(store, wire.Names(found[-1]))
+    assert found + [key.decode() for key in answer.values] == keys
+
+
+def test_a_copy_of_an_entry_has_its_version_and_so_has_the_next_change() -> None:
+    store, other = KeyValueStore(), KeyValueStore()
+    for key in ("a", "b", "a"):
+        ask(store, put(key))
+    other.restore_changes(store.changes)
+    for entry in store.entries():
+        other.restore_entry(*entry)
+    for each in (store, other):
+        ask(each, put("c"))
+        assert each.entries() == [("b", b"v", 2), ("a", b"v", 3), ("c", b"v", 4)]
 
 
 def test_what_one_member_waits_for_is_bounded_and_the_others_may_still_wait() -> None:

@@ -392,7 +392,7 @@ def test_a_temporary_folder_with_a_long_path_is_refused_by_name(
     long = tmp_path / ("long" * 30)
     long.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    with pytest.raises(ConfigError, match="too long for a unix socket; set TMPDIR"):
+    with pytest.raises(ConfigError, match="too long for a unix socket; set XDG_RUNTIME_DIR"):
         join_at(find_launched_rank(HAND), GroupConfig())
     assert [path for path in long.iterdir() if path.name != f"covey-{os.getuid()}"] == []
 

@@ -8,8 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
+from covey.runtime.checks import Check
 from covey.runtime.events import Event, Events
 
 if TYPE_CHECKING:
@@ -96,3 +98,21 @@ def test_listeners_have_heard_everything_when_the_run_is_left(path: Path) -> Non
         events.add(event)
     events.close()
     assert heard == told
+
+
+def test_a_listener_or_a_check_that_exits_keeps_no_other_from_being_called(path: Path) -> None:
+    events, heard = Events(), list[Event]()
+
+    def leave(*_: object) -> None:
+        raise SystemExit
+
+    events.listen(leave)
+    events.listen(heard.append)
+    for number in range(3):
+        events.add(Event("leader", time.time(), 0, number))
+    events.close()
+    assert len(heard) == 3
+    check = Check("leaves", leave)
+    for _ in range(2):
+        check.start()
+        assert check.reason(time.monotonic() + DEADLINE) == "SystemExit"

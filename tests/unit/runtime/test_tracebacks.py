@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import subprocess
 import sys
 import threading
@@ -134,3 +135,31 @@ def test_a_script_ends_with_its_own_line_unless_it_is_debugged(tmp_path, debug: 
     assert files[0] == str(script)
     assert (len(files) > 1) == (debug == "1")
     assert ended.stderr.splitlines()[-1].startswith("covey.ConfigError: ")
+
+
+@pytest.mark.parametrize("keeper", ["covey run", "none", "covey run, with COVEY_DEBUG"])
+def test_ctrl_c_is_one_line_of_each_rank_under_covey_run_and_a_traceback_elsewhere(
+    keeper: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("COVEY_KEEPER", "COVEY_KEEPER_ID", "COVEY_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    if keeper != "none":
+        monkeypatch.setenv("COVEY_KEEPER", "/somewhere")
+    if "DEBUG" in keeper:
+        monkeypatch.setenv("COVEY_DEBUG", "1")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    tracebacks.install()
+
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        train()
+    except KeyboardInterrupt as interrupt:
+        sys.excepthook(KeyboardInterrupt, interrupt, interrupt.__traceback__)
+    shown = capsys.readouterr().err
+    if keeper == "covey run":
+        assert re.fullmatch(r"interrupted in test_tracebacks.py, line \d+ \(.*train\)\n", shown)
+    else:
+        assert shown.startswith("Traceback")

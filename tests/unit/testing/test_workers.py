@@ -97,6 +97,28 @@ def test_every_test_runs_once_and_whatever_goes_wrong_is_told(tmp_path: Path) ->
     assert made.split()[2] == "5", "one worker has made what the tests of a file share, and used it for all"
 
 
+SHARED = """
+import os, pytest, time
+
+@pytest.mark.parametrize("number", range(12))
+def test_number(number):
+    with open("ran.txt", "a") as file:
+        print(number, os.getpid(), file=file)
+    until = time.monotonic() + 500
+    while number == 0 and len({line.split()[1] for line in open("ran.txt")}) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+"""
+
+
+def test_a_worker_that_is_done_takes_half_of_a_long_file(tmp_path: Path) -> None:
+    code, out = run_tests(tmp_path, *WITH_WORKERS, "-q", test_a=SHARED, test_b="def test_b(): ...")
+    assert code == 0, out
+    ran = [line.split() for line in (tmp_path / "ran.txt").read_text().splitlines()]
+    assert sorted(int(number) for number, _ in ran) == list(range(12))
+    assert len({pid for _, pid in ran}) == 2
+
+
 def test_it_stops_after_as_many_failures_as_are_allowed(tmp_path: Path) -> None:
     text = "import time\ndef test_it_fails():\n    raise AssertionError\ndef test_it_waits():\n    time.sleep(100)\n"
     code, out = run_tests(tmp_path, *WITH_WORKERS, "-q", "--maxfail", "2", test_a=text, test_b=text)

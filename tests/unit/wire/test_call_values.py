@@ -6,7 +6,10 @@ import dataclasses
 import enum
 import functools
 import struct
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -100,6 +103,10 @@ def test_the_receiver_decides_what_a_value_becomes() -> None:
     assert (got.color, got.numbers, got.array.tolist()) == (Color.RED, {1, 2}, [0.0, 1.0, 2.0])
     plain = there(record)
     assert (plain["color"], sorted(plain["numbers"])) == ("red", [1, 2])
+    assert there(datetime(2026, 1, 2)) == "2026-01-02T00:00:00"
+    assert there(datetime(2026, 1, 2, tzinfo=UTC)) == datetime(2026, 1, 2, tzinfo=UTC)
+    assert [there(Decimal("1.50")), there(UUID(int=5))] == ["1.50", "00000000-0000-0000-0000-000000000005"]
+    assert there(Decimal("1.50"), Decimal) == Decimal("1.50")
     assert there(np.float64(2.5)) == 2.5
     assert there(3, np.int8) == np.int8(3)
     assert isinstance(there(3, np.int8), np.int8)

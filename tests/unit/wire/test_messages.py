@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
+from tests.support.seeds import examples
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat
@@ -133,7 +134,7 @@ def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.recursive(
         st.none() | st.integers(-5, (1 << 64) - 1) | st.binary(max_size=5) | st.text(max_size=5),

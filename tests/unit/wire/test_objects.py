@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
-from tests.support.seeds import seeds
+from tests.support.seeds import examples
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire import objects
 
-unhurried = settings(max_examples=len(seeds(80)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no failure."""
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3, 4), (3, 0, 2), (1,) * 32]

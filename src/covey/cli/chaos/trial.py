@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from covey.cli.chaos.cutting import cut
-from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST
+from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,7 +185,7 @@ class Trial:
             self._restarts[worker.rank] = before + 1
             story.forgiven.add(pid)
             self._coming.add(worker.rank)
-            self._later(min(RESTART_PAUSE * 2**before, RESTART_PAUSE_MOST), lambda: self._start_again(worker.rank))
+            self._later(RESTARTS.after(before + 1), lambda: self._start_again(worker.rank))
             again = f"; starting it again ({before + 1} of {self._chaos.restarts})"
         else:
             again = ""

@@ -76,7 +76,7 @@ def demo(
         print(msgspec.json.encode(data).decode())
     else:
         console.print()
-        console.print(summary(team, alone, victim=victim, mark=show.mark, cores=_cores()))
+        console.print(summary(team, alone, victim=victim, mark=show.mark, cores=_cores(), seconds=seconds))
     if not all(check.holds for check in checks(team, alone, victim=victim)):
         raise typer.Exit(1)
 

@@ -73,10 +73,18 @@ def _last_points(team: Progress, alone: Progress) -> tuple[Point, Point]:
     return mine, other
 
 
-def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark: float, cores: int) -> RenderableType:
-    """Return the closing page: a comparison and what it means, the losses, the checks, and a sample of text."""
+def summary(
+    team: Progress, alone: Progress | None, *, victim: int | None, mark: float, cores: int, seconds: float
+) -> RenderableType:
+    """Return the closing page: a comparison and what it means, the losses, the checks, and a sample of text.
+
+    `seconds` is the limit of the training.
+    """
     scale = f"loss in nats a character: {team.curve[0].loss:.2f} is blind guessing, {mark:.2f} knows letter pairs"
     parts: list[RenderableType] = [_comparison(team, alone), Text(scale, style="dim"), Text()]
+    if team.last.step < team.steps:
+        over = f"the {seconds:g} s of training were over (--seconds changes that)"
+        parts += [Text(f"stopped after {team.last.step:,} of {team.steps:,} steps: {over}"), Text()]
     if alone:
         parts += [Text(meaning(team, alone, cores=cores)), Text()]
     for recovery in team.recoveries.values():

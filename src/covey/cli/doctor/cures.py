@@ -51,7 +51,7 @@ _SIGNS: Final = {
     Obstacle.CLOCK_THERE: ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_EXPIRED"),
     Obstacle.DENIED: ("denied", "approv"),
     Obstacle.IDENTITY: ("identity",),
-    Obstacle.VERSION: ("you speak version", "it speaks version", "incompatible version of covey"),
+    Obstacle.VERSION: ("speaks protocol", "incompatible version of covey"),
 }
 
 

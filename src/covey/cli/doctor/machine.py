@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MOST_PATHS: Final = 1000
 WRITTEN_BYTES: Final = 1 << 16
 """How much is written into a folder to test whether it is writable."""
+_TEMPORARY: Final = ("TMPDIR", "XDG_RUNTIME_DIR")
 SECRETS: Final = ("COVEY_SECRET_FD", "COVEY_TOKEN_FD")
 
 
@@ -53,7 +54,7 @@ def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None])
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=_versions(),
         home=str(home),
-        paths=tuple(_private_paths(home, env.get("COVEY_SECRET_FILE", ""))),
+        paths=tuple(_private_paths(home, env)),
         identities=tuple(_identities(home)),
         clusters=names,
         default_cluster=default,
@@ -91,15 +92,18 @@ def _clusters() -> tuple[tuple[str, ...], str]:
         return (), ""
 
 
-def _private_paths(home: Path, secret_file: str) -> Iterator[PrivatePath]:
-    """Yield the configuration folder, everything in it that can be listed, and the file with the secret."""
-    inside = (Path(folder, name) for folder, _, files in sorted(os.walk(home)) for name in ("", *sorted(files)))
-    for path in itertools.chain([Path(secret_file)] if secret_file else [], itertools.islice(inside, MOST_PATHS)):
+def _private_paths(home: Path, env: Mapping[str, str]) -> Iterator[PrivatePath]:
+    """Yield the configuration folder, the folders and files in it that can be listed, and the file with the secret."""
+    secret_file = env.get("COVEY_SECRET_FILE", "")
+    inside = itertools.islice(_below(home, env), MOST_PATHS)
+    for path in itertools.chain([Path(secret_file)] if secret_file else [], inside):
         try:
             status = path.stat()
         except OSError:  # removed meanwhile, or a broken link
             continue
         is_folder, mode = stat.S_ISDIR(status.st_mode), stat.S_IMODE(status.st_mode)
+        if not is_folder and not stat.S_ISREG(status.st_mode):
+            continue  # a socket or pipe keeps nothing
         yield PrivatePath(
             path=str(path),
             mode=f"{mode:04o}",
@@ -110,13 +114,24 @@ def _private_paths(home: Path, secret_file: str) -> Iterator[PrivatePath]:
         )
 
 
+def _below(home: Path, env: Mapping[str, str]) -> Iterator[Path]:
+    """Yield a folder and what is in it, in order, but for folders of temporary files: those of any program."""
+    temporary = {os.path.realpath(folder) for name in _TEMPORARY if (folder := env.get(name))}
+    for folder, inner, files in os.walk(home):
+        inner[:] = sorted(name for name in inner if os.path.realpath(os.path.join(folder, name)) not in temporary)
+        yield from (Path(folder, name) for name in ("", *sorted(files)))
+
+
 def _folders(env: Mapping[str, str], home: Path) -> Iterator[Folder]:
     """Yield the folders in which covey writes, each with the result of writing an unnamed file there."""
     yield _folder("configuration", home, "COVEY_HOME")
-    temporary = {"TMPDIR": env.get("TMPDIR", "") or "/tmp", "XDG_RUNTIME_DIR": env.get("XDG_RUNTIME_DIR", "")}
-    for variable, path in temporary.items():
-        if path:
-            yield _folder("temporary", Path(path), variable)
+    temporary, runtime = env.get("TMPDIR", "") or "/tmp", env.get("XDG_RUNTIME_DIR", "")
+    if temporary == runtime:
+        yield _folder("temporary", Path(temporary), " and ".join(_TEMPORARY))
+        return
+    yield _folder("temporary", Path(temporary), "TMPDIR")
+    if runtime:
+        yield _folder("temporary", Path(runtime), "XDG_RUNTIME_DIR")
 
 
 def _folder(role: str, path: Path, variable: str) -> Folder:

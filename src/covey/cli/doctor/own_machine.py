@@ -76,7 +76,8 @@ def _folders(facts: Facts) -> Iterator[Finding]:
             text, first = f"{what} cannot be written: {folder.problem}.", "Make it writable for this user"
         has_another = folder.role == "temporary" and not (is_full or facts.search_problem or facts.host_problem)
         if has_another:
-            text += " covey uses another folder, and may not find processes that use this one."
+            may_miss = ", and may not find processes that use this one" if folder.variable != "TMPDIR" else ""
+            text += f" covey uses another folder{may_miss}."
         remedy = f"{first}, or set {folder.variable} to a folder that can be written."
         yield Finding("warning" if has_another else "problem", f"{folder.role}-folder", text, remedy)
 

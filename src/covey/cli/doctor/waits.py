@@ -133,7 +133,12 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
     if here.version != there.version:
         yield finding("has covey", here.version, there.version, "Install the same version of covey everywhere.")
     if here.lanes != there.lanes:
-        yield finding("uses lanes", repr(here.lanes), repr(there.lanes), "Set COVEY_LANES to the same on all machines.")
+        yield finding(
+            "uses lanes",
+            repr(here.lanes),
+            repr(there.lanes),
+            "Start all of them with the same --lanes (or COVEY_LANES, or lanes in covey.toml).",
+        )
 
 
 def _sizes(wait: Wait) -> str:

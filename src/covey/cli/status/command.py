@@ -70,11 +70,9 @@ def status(
         ),
     ] = None,
 ) -> None:
-    """Show the nodes of the cluster by run, and the links between them.
+    """Show the nodes of the cluster by run, the links between them, its agents, and the runs of covey run -n here.
 
-    On a machine that is in no cluster, show the runs of covey run -n.
-
-    Exits with 0 if there is a node, and with 1 if there is none.
+    Exits with 0 if there is a node, an agent or a run here, and with 1 if there is none.
     """
     env = effective_environment()
     config = group_config(env)
@@ -95,14 +93,17 @@ def status(
         if watch:
             return _watch(visit, console, as_json=as_json)
         seen = take(visit, has_events=as_json)
+    here = local_runs() if cluster is None else []
     if as_json:
-        typer.echo(json.dumps(to_json(seen)))
+        typer.echo(json.dumps(to_json(seen) | {"local": [run._asdict() for run in here]}))
     else:
-        if seen.runs or seen.silent or seen.refused:
+        if seen.runs or seen.silent or seen.refused or seen.agents:
             console.print(view(seen, room()), soft_wrap=True)
         if seen.is_empty:
             say(nothing_found(seen.cluster), err=True)
-    raise typer.Exit(1 if seen.is_empty else 0)
+        if here:
+            console.print(local_view(here, room()), soft_wrap=True)
+    raise typer.Exit(1 if seen.is_empty and not here else 0)
 
 
 def _show_alone(here: list[LocalRunFound], console: Console, *, as_json: bool) -> None:
@@ -125,7 +126,7 @@ def take(visit: Visit, *, has_events: bool) -> Picture:
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     mesh = visit.mesh
-    drawn = picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
+    drawn = picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals), visit.agents())
     return with_events(drawn, last_events(visit, tellers(seen, answers))) if has_events else drawn
 
 

@@ -75,6 +75,18 @@ class Run:
 
 
 @dataclass(frozen=True)
+class AgentSeen:
+    """A machine on which `covey up` runs."""
+
+    id: str
+    name: str
+    host: str
+    address: str
+    """The best of its addresses."""
+    version: str
+
+
+@dataclass(frozen=True)
 class Picture:
     """A cluster, as a visitor saw it."""
 
@@ -84,16 +96,21 @@ class Picture:
     """One sentence for each node that was found and did not answer."""
     refused: Mapping[str, str]
     """Nodes that were refused here, and why."""
+    agents: tuple[AgentSeen, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not self.runs and not self.silent
+        return not self.runs and not self.silent and not self.agents
 
 
 def picture(
-    cluster: str, seen: Sequence[PeerReport], answers: Sequence[Answer | CoveyError], refused: Mapping[str, str]
+    cluster: str,
+    seen: Sequence[PeerReport],
+    answers: Sequence[Answer | CoveyError],
+    refused: Mapping[str, str],
+    agents: Sequence[Card] = (),
 ) -> Picture:
-    """Combine how nodes are `seen` from here with what each of them answered to Ask."""
+    """Combine how nodes are `seen` from here with what each of them answered to Ask; add the agents."""
     told: dict[str, list[tuple[PeerReport, Tell]]] = {}
     silent = []
     for state, answer in zip(seen, answers, strict=True):
@@ -101,7 +118,17 @@ def picture(
             told.setdefault(answer.run, []).append((state, answer))
         elif isinstance(answer, DeadlineError):
             silent.append(str(answer))
-    return Picture(cluster, tuple(_run(name, told[name]) for name in sorted(told)), tuple(silent), dict(refused))
+    runs = tuple(_run(name, told[name]) for name in sorted(told))
+    return Picture(cluster, runs, tuple(silent), dict(refused), tuple(map(_agent, agents)))
+
+
+def _agent(card: Card) -> AgentSeen:
+    return AgentSeen(card.id.hex(), card.name, card.host_name, _best_address(card), card.version)
+
+
+def _best_address(card: Card) -> str:
+    best = card.contact.addresses[0] if card.contact.addresses else None
+    return _spell(best.ip, best.port) if best is not None else ""
 
 
 def tellers(seen: Sequence[PeerReport], answers: Sequence[Answer | CoveyError]) -> dict[str, Card]:
@@ -134,7 +161,7 @@ def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
             rank=ranks.get(card.id),
             host=card.host_name,
             pid=card.pid,
-            address=_spell(address.ip, address.port) if address is not None else "",
+            address=_best_address(card),
             interface=address.interface if address is not None else "",
             version=card.version,
             state=state,

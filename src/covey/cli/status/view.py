@@ -42,6 +42,8 @@ def view(picture: Picture, width: int | None) -> Text:
         ]
         for run in picture.runs
     ]
+    if picture.agents:
+        blocks.append(_agents(picture, width))
     problems = [*picture.silent, *(f"{name} was refused: {why}" for name, why in sorted(picture.refused.items()))]
     if problems:
         blocks.append([Text(line, "yellow") for each in problems for line in _wrapped(each, width)])
@@ -51,6 +53,19 @@ def view(picture: Picture, width: int | None) -> Text:
 def _apart(blocks: list[list[Text]]) -> Iterable[list[Text]]:
     for number, block in enumerate(blocks):
         yield block if number == 0 else [Text(), *block]
+
+
+def _agents(picture: Picture, width: int | None) -> list[Text]:
+    """Return the machines that start programs for `covey run --on`."""
+    agents = picture.agents
+    columns = [
+        Column("agent", [agent.name for agent in agents]),
+        Column("host", [agent.host for agent in agents], leave_out=2),
+        Column("address", [agent.address for agent in agents], leave_out=1),
+        Column("covey", [agent.version for agent in agents], leave_out=3),
+    ]
+    hint = "no run of the cluster goes on" if not picture.runs else ""
+    return [*_texts(lay_out(columns, width, "dim")), *(Text(line) for line in _wrapped(hint, width) if line)]
 
 
 def nothing_found(cluster: str) -> str:

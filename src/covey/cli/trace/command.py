@@ -46,12 +46,17 @@ def trace(
         typer.Argument(
             metavar="[RUN | FILE...]",
             help="A run on this machine or of the cluster, or files that ranks have written.",
-            show_default="the latest files here",
+            show_default="the latest files here, of one run",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write the trace.", show_default="RUN.trace.json"),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where to write the trace.",
+            show_default="traces/RUN.trace.json of covey's folder",
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
@@ -65,18 +70,23 @@ def trace(
     The trace is for ui.perfetto.dev, or for chrome://tracing.
 
     A rank writes its last operations to a file when its group fails, and when it gets SIGUSR1; so does covey run for
-    all its ranks when it gets SIGUSR1.
+    all its ranks when it gets SIGUSR1. Of a run that has ended, the latest files here are shown.
     """
     words = what or []
     run, measured = "", None
     if not words:
         flights = read_latest(folder())
     elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
-        run, flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
+        try:
+            run, flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
+        except ConfigError:
+            if cluster is not None or not (flights := latest_of(folder(), words[0])):
+                raise
+            say(f"no run {words[0]!r} goes on; these are the last operations of the latest that failed here", err=True)
     else:
         flights = [read(Path(word)) for word in words]
     timeline = merge(flights, measured)
-    target = out or Path(f"{_file_name(run or flights[0].run)}.trace.json")
+    target = out or folder() / f"{_file_name(run or flights[0].run)}.trace.json"
     try:
         target.write_text(json.dumps(chrome_trace(timeline)))
     except OSError as error:
@@ -108,13 +118,29 @@ def read(path: Path) -> Flight:
 
 def read_latest(place: Path) -> list[Flight]:
     """Return what the processes of the run whose file is the newest have written around that time."""
-    files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if not files:
+    flights = latest_of(place)
+    if not flights:
         raise ConfigError(f"there are no files of ranks in {place}; name a run that goes on{here()}, or the files")
-    newest, at = read(files[0]), files[0].stat().st_mtime
-    flights = [newest]
-    for path in files[1:]:
-        if at - path.stat().st_mtime <= TOGETHER_SECONDS and (flight := read(path)).run == newest.run:
+    return flights
+
+
+def latest_of(place: Path, run: str = "") -> list[Flight]:
+    """Return what the processes of one run have written around the time of its newest file; nothing if there is none.
+
+    Without a name, that is the run whose file is the newest. Two runs of one name are never mixed.
+    """
+    files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    flights: list[Flight] = []
+    newest_at = 0.0
+    for path in files:
+        at = path.stat().st_mtime
+        if flights and newest_at - at > TOGETHER_SECONDS:
+            break
+        flight = read(path)
+        if flights and (flight.run, flight.run_id) != (flights[0].run, flights[0].run_id):
+            continue
+        if flights or not run or flight.run == run:
+            newest_at = newest_at or at
             flights.append(flight)
     return sorted(flights, key=lambda flight: flight.seat)
 

@@ -93,7 +93,9 @@ class HostRegistry(LockHolder):
         """Announce where this node listens, until it is closed or dies; replaces an earlier announcement."""
         note = msgspec.json.encode(RegisteredNode(port=port, socket=path, pid=os.getpid()))
         if len(note) > _MOST_BYTES:
-            raise ConfigError(f"the path of the socket has {len(path)} characters; set TMPDIR to a shorter folder")
+            raise ConfigError(
+                f"the path of the socket has {len(path)} characters; set XDG_RUNTIME_DIR to a shorter folder"
+            )
         own, lock = self._write(note)
         self._withdraw()
         self._own, self._lock = own, lock

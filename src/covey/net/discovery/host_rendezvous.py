@@ -20,7 +20,7 @@ from typing import Final
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.descriptors import explain
 from covey.net.locks import LockHolder, only_one
-from covey.net.temporary import temporary_folder, writing_to
+from covey.net.temporary import host_folder, writing_to
 
 TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
@@ -30,10 +30,8 @@ def rendezvous_folder(name: str) -> Path:
     """Return the folder for the ranks of job `name`; ConfigError if its parent is not private to this user."""
     import hashlib  # slow to load: it loads OpenSSL
 
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(temporary_folder())
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:20].strip("-.") or "job"
-    folder = base / f"covey-{os.getuid()}" / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    folder = Path(host_folder()) / _users_folder() / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
     _own_folder(folder.parent)
     return folder
 
@@ -46,10 +44,10 @@ def check_folder(folder: Path) -> Path:
         raise ConfigError(f"the folder {folder} of the run is not there: {explain(error)}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
-            f"{folder} must be a folder of yours with mode 0700; remove it, or set TMPDIR to another place"
+            f"{folder} must be a folder of yours with mode 0700; remove it, or set XDG_RUNTIME_DIR to another place"
         )
     if len(os.fsencode(folder)) + len("/99999.sock") > _PATH_LIMIT:
-        raise ConfigError(f"{folder} is too long for a unix socket; set TMPDIR to a shorter folder")
+        raise ConfigError(f"{folder} is too long for a unix socket; set XDG_RUNTIME_DIR to a shorter folder")
     return folder
 
 
@@ -108,24 +106,37 @@ class HostRendezvous(LockHolder):
         return sock
 
     def leave(self) -> None:
-        """Stop listening and release the rank; the last rank removes a shared folder. Leaving twice is fine."""
-        import shutil  # slow to load, and rarely needed
+        """Stop listening and release the rank; the last rank removes a shared folder. Leaving twice is fine.
 
+        A process without a free descriptor cannot look for other ranks: the folder stays for the next job to remove.
+        """
         if self._lock < 0:
             return
         self.sock.close()
-        with _only_one_below(self._parent):
+        try:
+            with _only_one_below(self._parent):
+                self._leave_folder()
+        except (ConfigError, OSError):
+            self._remove_own_files()
+
+    def _leave_folder(self) -> None:
+        import shutil  # slow to load, and rarely needed
+
+        self._remove_own_files()
+        folder = self.path.parent
+        if self._parent is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _remove_own_files(self) -> None:
+        with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
-            self.let_go()
-            folder = self.path.parent
-            if self._parent is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
-                shutil.rmtree(folder, ignore_errors=True)
+        self.let_go()
 
 
 def _only_one_below(folder: Path | None) -> contextlib.AbstractContextManager[None]:
     """Let one process at a time enter or leave the folders below `folder`."""
-    return only_one(folder / "door", setting="TMPDIR") if folder is not None else contextlib.nullcontext()
+    return only_one(folder / "door", setting="XDG_RUNTIME_DIR") if folder is not None else contextlib.nullcontext()
 
 
 def _remove_abandoned_beside(folder: Path) -> None:
@@ -159,11 +170,13 @@ def _lock_rank(path: Path, rank: int) -> int:
 
 
 def _is_taken(path: Path) -> bool:
-    """Tell whether a living process holds this lock."""
+    """Tell whether a living process holds this lock; it may, if that cannot be found out."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -190,6 +203,21 @@ def _shared_token(folder: Path) -> bytes:
 def socket_path(folder: Path, rank: int) -> Path:
     """Return the path at which rank `rank` listens."""
     return folder / f"{rank}.sock"
+
+
+def about_rendezvous(path: str) -> str:
+    """Return a sentence about where ranks meet, from the path of a rank's socket; empty if a launcher gave the folder.
+
+    For ranks that wait in vain: which folder it is depends on the environment of each rank.
+    """
+    folder = Path(path).parent
+    if folder.parent.name != _users_folder():
+        return ""
+    return f"The ranks of this host meet in {folder}: do all have the same user, /tmp and XDG_RUNTIME_DIR?"
+
+
+def _users_folder() -> str:
+    return f"covey-{os.getuid()}"
 
 
 def check_peer(sock: socket.socket) -> None:

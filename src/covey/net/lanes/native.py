@@ -99,12 +99,12 @@ def has_slow_libcrypto() -> bool:
 class LongCipher:
     """Seals or opens the long records of one direction of one stream, for the compiled lane; see `wire.seal`."""
 
-    def __init__(self, key: bytes, scope: bytes) -> None:
+    def __init__(self, scope: bytes) -> None:
         self._scope = scope
-        self.set_key(key)
+        self._cipher: Any = None
 
-    def set_key(self, key: bytes) -> bool:
-        """Use another key from now on."""
+    def set_key(self, key: memoryview) -> bool:
+        """Use another key from now on: memory of the lane, which wipes it."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._cipher = AESGCM(key)
@@ -144,10 +144,7 @@ def _with_keys(
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keys = lane_keys(secret, lane, stream)
         scopes = scope(lane, stream, mine), scope(lane, stream, theirs)
-        ciphers = [
-            LongCipher(*pair) if has_slow_libcrypto() else None
-            for pair in zip((keys[mine], keys[theirs]), scopes, strict=True)
-        ]
+        ciphers = [LongCipher(each) if has_slow_libcrypto() else None for each in scopes]
         streams.append((sock.fileno(), keys[mine], scopes[0], ciphers[0], keys[theirs], scopes[1], ciphers[1]))
     return tuple(streams)
 

@@ -59,6 +59,9 @@ def create(nbytes: int) -> tuple[int, mmap.mmap]:
     try:
         if _LINUX:
             fcntl.fcntl(descriptor, _LINUX.F_ADD_SEALS, _SEALS)
+            # Both mappings keep descriptors of the segment open. A write to one of them, by code that takes its number
+            # for that of a file it had, begins at the end, where the seals forbid it: no word of a ring changes.
+            os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor, mmap.mmap(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)

@@ -16,14 +16,10 @@ if TYPE_CHECKING:
 class Calling:
     """The calls that this node makes (`outgoing`) and serves (`incoming`). Peers are seats; one may be this node."""
 
-    def __init__(
-        self, *, handlers: int = HANDLERS, handlers_per_peer: int = HANDLERS, message_bytes: int = MESSAGE_BYTES
-    ):
+    def __init__(self, *, handlers: int = HANDLERS, message_bytes: int = MESSAGE_BYTES) -> None:
         self._effects: list[CallEffect] = []
         self.outgoing = OutgoingCalls(self._effects)
-        self.incoming = IncomingCalls(
-            self._effects, handlers=handlers, handlers_per_peer=handlers_per_peer, message_bytes=message_bytes
-        )
+        self.incoming = IncomingCalls(self._effects, handlers=handlers, message_bytes=message_bytes)
 
     def received(self, peer: int, message: wire.CallMessage, now: float) -> None:
         """Take a message of another node.
@@ -35,7 +31,7 @@ class Calling:
             case wire.CallRequest():
                 self.incoming.called(peer, message, now)
             case wire.CallCancel(number):
-                self.incoming.cancelled(peer, number)
+                self.incoming.cancelled(peer, number, now)
             case wire.StreamCredit():
                 self.incoming.credited(peer, message)
             case wire.CallResult() | wire.CallFailure():
@@ -52,10 +48,10 @@ class Calling:
         else:
             self.incoming.fetched(peer, number, parts)
 
-    def lost(self, peer: int) -> None:
+    def lost(self, peer: int, now: float) -> None:
         """End all calls with a node that is gone."""
         self.outgoing.lost(peer)
-        self.incoming.lost(peer)
+        self.incoming.lost(peer, now)
 
     def close(self) -> None:
         """End all calls, because this node leaves."""

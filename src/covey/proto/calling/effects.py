@@ -84,12 +84,17 @@ class StepStream(NamedTuple):
 
 
 class StopHandler(NamedTuple):
-    """Cancel a function, or close a stream: its caller is gone or does not wait any more."""
+    """Cancel a function that runs: its caller is gone or does not wait any more. `finished` is called all the same."""
 
     peer: int
     number: int
-    is_running: bool
-    """Whether `finished` must be called when it has stopped; a stream between two items has stopped already."""
+
+
+class CloseStream(NamedTuple):
+    """Close the generator of a stream that is between two items, and report that to `finished`."""
+
+    peer: int
+    number: int
 
 
 class ReleaseObject(NamedTuple):
@@ -109,5 +114,6 @@ CallEffect: TypeAlias = (
     | RunHandler
     | StepStream
     | StopHandler
+    | CloseStream
     | ReleaseObject
 )

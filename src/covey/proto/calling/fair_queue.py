@@ -38,3 +38,11 @@ class FairQueue(Generic[T]):
         self._items[peer].remove(item)
         if not self._items[peer]:
             del self._items[peer]
+
+    def peers(self) -> list[int]:
+        """Return the peers that have items here."""
+        return list(self._items)
+
+    def of(self, peer: int) -> list[T]:
+        """Return the items of a peer, in order."""
+        return list(self._items.get(peer, ()))

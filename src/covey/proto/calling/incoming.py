@@ -2,7 +2,13 @@
 
 A call waits for the parts of its arguments, then for a handler; each queue serves the peers in turn. It is answered
 once: with what its function returned, or before that, because it was cancelled, its deadline passed, or this node
-leaves. A function that still runs after the answer keeps its handler until it returns.
+leaves.
+
+A thread cannot be ended. So a function that still runs after the answer gives its handler back and is *left over*; so
+is the closing of a stream that was answered. As many functions may be left over as there are handlers; beyond that, a
+function keeps its handler, and a closing waits. A peer is refused whose calls would wait only for functions that have
+gone on for GRACE_SECONDS after the answer. So at most twice the number of handlers run, no peer has all of them, and
+whatever functions do, calls are answered.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import (
     CallEffect,
+    CloseStream,
     FetchParts,
     RefuseParts,
     RunHandler,
@@ -23,6 +30,7 @@ from covey.proto.calling.effects import (
     StopHandler,
 )
 from covey.proto.calling.fair_queue import FairQueue
+from covey.proto.calling.handler_shares import HandlerShares
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.wire import calls as wire
 
@@ -30,6 +38,9 @@ HANDLERS: Final = 64
 """Functions that run at the same time on one node."""
 MESSAGE_BYTES: Final = 1 << 30
 """Bytes of the arguments, or of the result, of one call."""
+
+GRACE_SECONDS: Final = 5.0
+"""How long calls wait for functions whose own calls were answered to return."""
 
 
 class _CallState(enum.Enum):
@@ -41,8 +52,13 @@ class _CallState(enum.Enum):
     READY = "ready"
     """It waits for a handler: to begin, or, as a stream, to go on."""
     RUNNING = "running"
+    """Its function has a handler; if the call is answered, it waits to be left over."""
     PARKED = "parked"
     """A stream that has no credit."""
+    UNCLOSED = "unclosed"
+    """A stream that was answered between two items, and waits for its closing."""
+    LEFT_OVER = "left over"
+    """It was answered, and its function runs on, or its stream is being closed."""
     DONE = "done"
 
 
@@ -62,6 +78,8 @@ class _Served:
     """What was fetched."""
     is_answered: bool = False
     has_begun: bool = False
+    is_stuck: bool = False
+    """Whether its function still has its handler GRACE_SECONDS after the answer."""
 
 
 class IncomingCalls:
@@ -72,12 +90,11 @@ class IncomingCalls:
         effects: list[CallEffect],
         *,
         handlers: int = HANDLERS,
-        handlers_per_peer: int = HANDLERS,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """Serve up to `handlers` calls at a time, and arguments of up to `message_bytes` in all and for each call."""
         self._effects = effects
-        self._handlers, self._per_peer, self._message_bytes = handlers, handlers_per_peer, message_bytes
+        self._message_bytes = message_bytes
         self._calls: dict[tuple[int, int], _Served] = {}
         """Not answered, or still running."""
         self._open_from: dict[int, int] = {}
@@ -86,9 +103,13 @@ class IncomingCalls:
         """By peer: the number of its last call."""
         self._for_memory: FairQueue[_Served] = FairQueue()
         self._for_handler: FairQueue[_Served] = FairQueue()
+        self._answered: FairQueue[_Served] = FairQueue()
+        """Answered calls that wait to be left over."""
         self._held_bytes = 0
-        self._running = 0
-        self._running_of: dict[int, int] = {}
+        self._handlers, self._left_over = HandlerShares(handlers), HandlerShares(handlers)
+        self._stuck: dict[int, int] = {}
+        """By peer: functions that are stuck."""
+        self._now = 0.0
         self._is_closing = False
         self.deadlines = Deadlines()
 
@@ -97,8 +118,18 @@ class IncomingCalls:
 
     @property
     def running(self) -> int:
-        """The number of functions that run, and of streams that make an item."""
-        return self._running
+        """The number of functions that have a handler, streams that make an item among them."""
+        return self._handlers.taken
+
+    @property
+    def left_over(self) -> int:
+        """The number of functions that run on without a handler, and of streams that are being closed."""
+        return self._left_over.taken
+
+    @property
+    def unanswered(self) -> int:
+        """The number of calls without an answer."""
+        return sum(self._open_from.values())
 
     # What the caller sends
 
@@ -114,7 +145,7 @@ class IncomingCalls:
             raise RemoteProtocolError(f"more than {CALLS_LIMIT} calls at a time")
         if request.payload.inline and request.payload.sizes:
             raise RemoteProtocolError("a payload with parts and their sizes")
-        self._last[peer] = request.number
+        self._last[peer], self._now = request.number, now
         deadline = now + request.seconds
         served = _Served(peer, request.number, request, deadline, _CallState.NEW, request.credit)
         self._calls[peer, request.number] = served
@@ -133,9 +164,10 @@ class IncomingCalls:
             self._queue(served)
         self._proceed()
 
-    def cancelled(self, peer: int, number: int) -> None:
+    def cancelled(self, peer: int, number: int, now: float) -> None:
         """Cancel a call for its caller; if it was answered meanwhile, nothing happens."""
         self._check_number(peer, number)
+        self._now = now
         served = self._calls.get((peer, number))
         if served is not None and not served.is_answered:
             self._fail(served, wire.CANCELLED, "the caller cancelled the call")
@@ -178,13 +210,11 @@ class IncomingCalls:
 
     def yielded(self, peer: int, number: int, payload: wire.CallPayload, parts: Any = None) -> None:
         """Send the item that a stream has made."""
-        served = self._calls.get((peer, number))
-        if served is None or served.state is not _CallState.RUNNING:
+        served = self._stop_running(peer, number)
+        if served is None:
             return
-        self._stop_running(served)
         if served.is_answered:
-            self._effects.append(StopHandler(peer, number, is_running=False))
-            self._forget(served)
+            self._leave_over(served, _CallState.UNCLOSED)
         else:
             served.credit -= 1
             self._effects.append(SendMessage(peer, wire.StreamItem(number, payload), parts))
@@ -197,11 +227,10 @@ class IncomingCalls:
     def finished(
         self, peer: int, number: int, answer: wire.CallResult | wire.CallFailure | None, parts: Any = None
     ) -> None:
-        """Answer a call whose function has ended; `answer` is None for one that was stopped."""
-        served = self._calls.get((peer, number))
-        if served is None or served.state is not _CallState.RUNNING:
+        """Answer a call whose function has ended; `answer` is None for one that was stopped, or a closed stream."""
+        served = self._stop_running(peer, number)
+        if served is None:
             return
-        self._stop_running(served)
         if served.is_answered:
             self._forget(served)
         else:
@@ -211,15 +240,23 @@ class IncomingCalls:
         self._proceed()
 
     def tick(self, now: float) -> None:
-        """Fail the calls whose deadline has passed."""
+        """Fail the calls whose deadline has passed, and note functions that do not return."""
+        self._now = now
         for key in self.deadlines.take_due(now):
             served = self._calls[key]
-            text = f"{served.request.name!r} was not done within its timeout of {served.request.seconds:.3g} s"
-            self._fail(served, wire.LATE, text)
+            if served.is_answered:
+                served.is_stuck = True
+                self._stuck[served.peer] = self._stuck.get(served.peer, 0) + 1
+            else:
+                text = f"{served.request.name!r} was not done within its timeout of {served.request.seconds:.3g} s"
+                waits = served.state is _CallState.READY and not served.has_begun
+                text += f": it waited for one of {self.running} functions to return" if waits else ""
+                self._fail(served, wire.LATE, text)
         self._proceed()
 
-    def lost(self, peer: int) -> None:
+    def lost(self, peer: int, now: float) -> None:
         """Drop the calls of a node that is gone, and stop their functions."""
+        self._now = now
         for served in [served for served in self._calls.values() if served.peer == peer]:
             if not served.is_answered:
                 self._end(served)
@@ -236,6 +273,7 @@ class IncomingCalls:
         for served in list(self._calls.values()):
             if not served.is_answered:
                 self._fail(served, wire.CLOSING, "the node that was called is leaving")
+        self._proceed()
 
     # Helpers
 
@@ -246,22 +284,41 @@ class IncomingCalls:
             served.held_bytes = served.request.payload.total_bytes
             self._held_bytes += served.held_bytes
             self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
-        while self._running < self._handlers:
-            served = self._for_handler.pop(self._has_handler)
-            if served is None:
-                break
+        while (served := self._answered.pop(lambda peer, _: self._left_over.may_take(peer))) is not None:
+            self._left_over.take(served.peer)
+            if served.state is _CallState.RUNNING:
+                self._free_handler(served)
+            else:
+                self._effects.append(CloseStream(served.peer, served.number))
+            served.state = _CallState.LEFT_OVER
+        while (served := self._for_handler.pop(lambda peer, _: self._handlers.may_take(peer))) is not None:
             served.state = _CallState.RUNNING
-            self._running += 1
-            self._running_of[served.peer] = self._running_of.get(served.peer, 0) + 1
+            self._handlers.take(served.peer)
             if served.has_begun:
                 self._effects.append(StepStream(served.peer, served.number))
             else:
                 served.has_begun = True
                 parts, served.parts = served.parts, None
                 self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
+        if self._stuck and self._refuse_hopeless():
+            self._proceed()
 
-    def _has_handler(self, peer: int, _served: _Served) -> bool:
-        return self._running_of.get(peer, 0) < self._per_peer
+    def _refuse_hopeless(self) -> bool:
+        """Refuse the calls that can get a handler only when a stuck function returns; tell whether there were any."""
+        has_refused, are_all_stuck = False, sum(self._stuck.values()) == self._handlers.limit
+        for peer in self._for_handler.peers():
+            has = self._handlers.of(peer)
+            if are_all_stuck or (has and self._stuck.get(peer) == has):
+                count = self._handlers.of(peer) + self._left_over.of(peer)
+                text = (
+                    f"{count} functions that this node called, and {self.running + self.left_over} of all nodes, still "
+                    "run though their calls have ended, and no further one is started before some of them return; a "
+                    "long function should return when node.caller().is_cancelled"
+                )
+                for served in self._for_handler.of(peer):
+                    self._fail(served, wire.NO_RESULT, text)
+                    has_refused = True
+        return has_refused
 
     def _has_memory(self, _peer: int, served: _Served) -> bool:
         return not self._held_bytes or self._held_bytes + served.request.payload.total_bytes <= self._message_bytes
@@ -270,12 +327,33 @@ class IncomingCalls:
         served.state = _CallState.READY
         self._for_handler.push(served.peer, served)
 
-    def _stop_running(self, served: _Served) -> None:
+    def _leave_over(self, served: _Served, state: _CallState) -> None:
+        """Let an answered call wait until it may be left over."""
+        served.state = state
+        self._answered.push(served.peer, served)
+
+    def _stop_running(self, peer: int, number: int) -> _Served | None:
+        """Note that a function has returned, or that a stream is closed; None if there is no such function."""
+        served = self._calls.get((peer, number))
+        if served is None or served.state not in (_CallState.RUNNING, _CallState.LEFT_OVER):
+            return None
+        if served.state is _CallState.LEFT_OVER:
+            self._left_over.give_back(peer)
+        else:
+            if served.is_answered:
+                self._answered.remove(peer, served)
+            self._free_handler(served)
         served.state = _CallState.DONE
-        self._running -= 1
-        self._running_of[served.peer] -= 1
-        if not self._running_of[served.peer]:
-            del self._running_of[served.peer]
+        return served
+
+    def _free_handler(self, served: _Served) -> None:
+        self._handlers.give_back(served.peer)
+        self.deadlines.discard((served.peer, served.number))
+        if served.is_stuck:
+            served.is_stuck = False
+            self._stuck[served.peer] -= 1
+            if not self._stuck[served.peer]:
+                del self._stuck[served.peer]
 
     def _fail(self, served: _Served, kind: int, text: str) -> None:
         self._answer(served, wire.CallFailure(served.number, kind, "", text))
@@ -296,16 +374,19 @@ class IncomingCalls:
             case _CallState.FETCHING:
                 return  # until the parts are here
             case _CallState.RUNNING:
-                self._effects.append(StopHandler(peer, number, is_running=True))
+                self.deadlines.add((peer, number), self._now + GRACE_SECONDS)
+                self._effects.append(StopHandler(peer, number))
+                self._leave_over(served, _CallState.RUNNING)
                 return  # until its function returns
             case _CallState.WAITS_FOR_MEMORY:
                 self._for_memory.remove(peer, served)
             case _CallState.READY:
                 self._for_handler.remove(peer, served)
+        if served.has_begun and served.state is not _CallState.DONE:
+            self._leave_over(served, _CallState.UNCLOSED)
+            return  # until its stream is closed
         if sizes and served.state in (_CallState.NEW, _CallState.WAITS_FOR_MEMORY):
             self._effects.append(RefuseParts(peer, number, sizes, is_answer=False))
-        if served.has_begun and served.state is not _CallState.DONE:
-            self._effects.append(StopHandler(peer, number, is_running=False))
         self._forget(served)
 
     def _forget(self, served: _Served) -> None:

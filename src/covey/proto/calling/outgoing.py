@@ -178,9 +178,9 @@ class OutgoingCalls:
         self._waiting.pop(peer, None)
         self._open_to.pop(peer, None)
 
-    def close(self) -> None:
-        """End all calls, because this node leaves."""
-        for peer in sorted({*self._waiting, *self._open_to}):
+    def close(self, but: int | None = None) -> None:
+        """End all calls, except those to one node, because this node is not in the run any more."""
+        for peer in sorted({*self._waiting, *self._open_to} - {but}):
             self.lost(peer, Ending.CLOSED)
 
     def _of(self, peer: int) -> Iterator[_Made]:

@@ -56,6 +56,8 @@ class Report:
     """Names of the members of a run that this node knows, if it has a link with none of them."""
     in_use: tuple[bytes, ...]
     """Ids of which two lives have links at once: a copied identity."""
+    gone: tuple[str, ...] = ()
+    """Names of nodes that could have been in the view, and have left: their own time may have been over before."""
 
 
 class Formation:
@@ -130,6 +132,13 @@ class Formation:
         if formed is None or any(lineage < formed.lineage for lineage in self.rivals):
             return ()
         return tuple(peer.id for peer in newcomers(self._links.peers, self._me.life, formed.lineage))
+
+    def objection_to(self, peer_id: bytes) -> str:
+        """Return why a node that asks for this run cannot be in it; empty if it can, or is in another run."""
+        peer = self._links.peers.get(peer_id)
+        if peer is None or peer.here is None or peer.here.terms.run != self._terms.run:
+            return ""
+        return peer.objection
 
     def is_member_of_ours(self, peer_id: bytes, lineage: bytes) -> bool:
         """Tell whether a peer with the same terms says that it is in the run of this lineage."""
@@ -345,6 +354,7 @@ class Formation:
             elsewhere=() if other is None else other.names,
             awaited=() if other is not None else self.lineages.names(self.lineages.current),
             in_use=tuple(sorted(self._links.in_use)),
+            gone=tuple(sorted(self._links.gone.values())),
         )
 
     def waits_for(self) -> str:

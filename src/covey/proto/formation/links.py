@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 MOST_PAST_LIVES: Final = 4096
 """Lives that are known to be over. A member that starts anew very often makes a node forget the first of them."""
 
+MOST_GONE: Final = 16
+"""Nodes that were here and are named when a run was not formed in time."""
+
 
 class JoinerLinks:
     """The nodes that one joiner has a link with: one life of each."""
@@ -26,6 +29,8 @@ class JoinerLinks:
         """Their lives, in order."""
         self.in_use: set[bytes] = set()
         """Ids of which two lives had links at once: a copied identity."""
+        self.gone: dict[bytes, str] = {}
+        """By id: the names of nodes that could have been in the view, and whose links have ended."""
         self._outgoing: list[tuple[bytes, Message]] = []
         self._last_life: dict[bytes, bytes] = {}
         self._past_lives: dict[tuple[bytes, bytes], None] = {}
@@ -40,6 +45,7 @@ class JoinerLinks:
         if (peer_id, peer_life) in self._past_lives:
             return False
         self.in_use.discard(peer_id)
+        self.gone.pop(peer_id, None)
         if known is None:
             self.peers[peer_id] = RemoteJoiner(peer_id, peer_life)
             bisect.insort(self.lives, peer_life)
@@ -56,6 +62,10 @@ class JoinerLinks:
         if (peer := self.peers.pop(peer_id, None)) is None:
             return False
         del self.lives[bisect.bisect_left(self.lives, peer.life)]
+        if peer.here and not peer.objection:
+            self.gone[peer_id] = peer.name
+            if len(self.gone) > MOST_GONE:
+                del self.gone[next(iter(self.gone))]
         return True
 
     def is_linked(self, member: Member) -> bool:

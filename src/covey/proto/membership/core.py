@@ -111,6 +111,10 @@ class Membership:
         """Return the leading rank, as far as this node knows; at most one node at a time returns its own."""
         return self._leading.leader(now)
 
+    def expected_leader(self, now: float) -> int | None:
+        """Return the leading rank, or the one that leads when the lease of an earlier leader has ended."""
+        return self._leading.expected(now, hears_quorum=self.hears_quorum)
+
     def next_deadline(self) -> float:
         """Return when to call `tick`; inf for never."""
         return min(self._need.next_deadline(), self._leading.next_deadline(), self._answerer.repeat_at)

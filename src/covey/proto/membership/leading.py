@@ -44,6 +44,20 @@ class Leading:
             owner = position.view.ranks[0]
         return owner if is_leading and owner in position.view.ranks else None
 
+    def expected(self, now: float, *, hears_quorum: bool) -> int | None:
+        """Return the leading rank, or the one that leads next: it is known as soon as a view begins.
+
+        A new leader waits for the lease of an earlier one to end. If the owner of the highest ballot is not in the
+        view, the first member claims to lead.
+        """
+        position = self._position
+        leader, owner = self.leader(now), position.owner(position.ballot)
+        if leader is not None or not hears_quorum or not position.view.ranks or owner == position.keeper:
+            return leader
+        if owner == position.me:
+            return owner if position.claims else None
+        return None if owner in position.view.ranks else position.view.ranks[0]
+
     def promise(self, ballot: int, now: float) -> None:
         """Promise a ballot: nothing in an earlier one is accepted any more, and its owner leads."""
         self._position.acceptor.promised = ballot

@@ -1,6 +1,7 @@
-"""Runs the functions that other nodes call: plain ones on a few threads, asynchronous ones on a loop of their own.
+"""Threads and a loop for code of the program: functions that other nodes call, callbacks, and what frees its objects.
 
-Neither runs on the control loop, nor on a thread that moves messages: a function may take as long as it likes.
+Nothing of it runs on the control loop, or on a thread while that moves messages: it may take as long as it likes, and
+raise what it likes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -22,36 +24,40 @@ IDLE_SECONDS: Final = 10.0
 
 
 class HandlerThreads:
-    """Threads that run functions. There are as many as run at the same time; its owner bounds that."""
+    """Threads that run jobs: as many as there are jobs at the same time, up to a number; then jobs wait."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, most: float = math.inf) -> None:
+        self._name, self._most = name, most
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._threads = self._idle = 0
-        """Threads, and how many of them wait for a job that is not queued yet."""
+        """Threads, and how many of them wait for a job that is not queued yet; below 0: so many jobs wait."""
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job, which raises nothing, on some thread. Returns at once.
+        """Run a job on some thread; what it raises is logged. Returns at once.
 
         Raises:
             RuntimeError: the system starts no thread, and there is none yet that could run it later.
         """
         with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            else:
+            if self._is_closed:
+                threading.Thread(target=self._run_safely, args=(job,), name=self._name, daemon=True).start()
+                return
+            if self._idle <= 0 and self._threads < self._most:
                 self._start_one()
+            else:
+                self._idle -= 1
         self._jobs.put(job)
 
     def _start_one(self) -> None:
         try:
-            threading.Thread(target=self._work, name=f"{self._name} handler", daemon=True).start()
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._threads += 1
         except RuntimeError:
             if not self._threads:
                 raise
-            self._idle -= 1  # below 0: the job waits for one of the busy threads
+            self._idle -= 1
 
     def _work(self) -> None:
         while True:
@@ -66,17 +72,21 @@ class HandlerThreads:
                 continue
             if job is None:
                 return
-            try:
-                job()
-            except BaseException:  # functions are guarded; this is a fault of covey
-                logger.exception("a handler thread goes on after an error")
+            self._run_safely(job)
             del job  # it holds the arguments
             with self._lock:
                 self._idle += 1
 
+    def _run_safely(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException:  # SystemExit, too: a thread of covey does not end by what the program raises
+            logger.exception("%s: a thread goes on after an error", self._name)
+
     def close(self) -> None:
-        """End the threads, each after the function that it runs."""
+        """End the threads, each after the job that it runs; jobs that still come get a thread of their own."""
         with self._lock:
+            self._is_closed = True
             for _ in range(self._threads):
                 self._jobs.put(None)
 
@@ -96,23 +106,46 @@ class HandlerLoop:
     ) -> None:
         """Run a coroutine, which raises nothing, as the task of this key. Returns at once.
 
-        A task can be cancelled before its coroutine runs for the first time: then `never_ran` is called, on the loop.
+        A task can be cancelled before its coroutine runs for the first time: then `never_ran` is called, on the loop;
+        or here, once the loop is closed.
+
+        Raises:
+            RuntimeError: the system starts no thread for the loop.
         """
         with self._lock:
-            if self._is_closed:
+            try:
+                if not self._is_closed:
+                    if self._loop is None:
+                        self._start_loop()
+                    assert self._loop is not None
+                    self._loop.call_soon_threadsafe(self._start, key, coroutine, never_ran)
+                    return
+            except BaseException:
                 coroutine.close()
-                return
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._serve, args=(self._loop,), name=f"{self._name} loop", daemon=True).start()
-            self._loop.call_soon_threadsafe(self._start, key, coroutine, never_ran)
+                raise
+        coroutine.close()
+        never_ran()
+
+    def _start_loop(self) -> None:
+        loop = asyncio.new_event_loop()
+        try:
+            threading.Thread(target=self._serve, args=(loop,), name=f"{self._name} loop", daemon=True).start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop = loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
-            loop.run_forever()
+            while True:
+                try:
+                    loop.run_forever()
+                    break
+                except BaseException:  # SystemExit of a task or a callback that a function has left behind
+                    logger.exception("%s: the loop of asynchronous functions goes on after an error", self._name)
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 loop.run_until_complete(asyncio.gather(*self._tasks.values(), return_exceptions=True))
                 loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
@@ -132,8 +165,9 @@ class HandlerLoop:
 
     def cancel(self, key: object) -> None:
         """Cancel the task of a key, if it runs."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel, key)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks have ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cancel, key)
 
     def _cancel(self, key: object) -> None:
         if (task := self._tasks.get(key)) is not None:
@@ -144,7 +178,8 @@ class HandlerLoop:
         with self._lock:
             self._is_closed = True
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._stop, self._loop)
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._stop, self._loop)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         for task in self._tasks.values():

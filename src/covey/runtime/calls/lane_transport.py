@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
-    from covey.runtime.calls.transport import CallListener
+    from covey.runtime.calls.transport import CallListener, PartsTaker
+    from covey.runtime.fault import Fault
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
@@ -46,6 +47,9 @@ class LaneTransport:
         self._small_call_at = 0.0
         self._parted: dict[Seat, set[str]] = {}
         """By peer: the lanes that have delivered all that came from it, and carry nothing more."""
+        self._timers: list[asyncio.TimerHandle] = []
+        """For peers that have parted on one kind of lanes; used on the control loop only."""
+        self._is_shut = False
         self._answers: set[Work[None]] = set()
         """The parts of answers that are not delivered."""
 
@@ -96,8 +100,8 @@ class LaneTransport:
         if (messenger := self._small.used_messenger) is not None:
             messenger.flush()
 
-    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
-        """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
+        """Receive the parts of a payload; see `CallTransport.fetch_parts`."""
         try:
             parts = [np.empty(size, np.uint8) for size in sizes]
             messenger = self._large.messenger(peer)
@@ -105,8 +109,8 @@ class LaneTransport:
             self.refuse_parts(peer, tag, len(sizes))
             then(None)
             return
-        except ClosedError:
-            then(None)
+        except ClosedError as error:
+            then(error)
             return
         left = [len(parts)]
 
@@ -115,7 +119,7 @@ class LaneTransport:
                 self.listener.broke_protocol(peer, RemoteProtocolError(f"a part of another size: {error}"))
             left[0] = -1 if error is not None else left[0] - 1
             if left[0] in (0, -1):
-                then(None if error is not None else parts)
+                then(parts if error is None else error)
 
         for part in parts:
             messenger.pull(peer, tag, part.data).add_done_callback(ended)
@@ -146,10 +150,10 @@ class LaneTransport:
         if (messenger := self._small.used_messenger) is not None:
             messenger.attend()
 
-    def run_soon(self, job: Callable[[], None]) -> bool:
-        """Run a short job on this thread, once what has arrived is handled; return False if this thread cannot."""
+    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
+        """Run a short job on this thread; see `ListeningMessenger.run_soon`."""
         messenger = self._small.used_messenger
-        return messenger is not None and messenger.run_soon(job)
+        return messenger is not None and messenger.run_soon(job, elsewhere)
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
@@ -169,6 +173,7 @@ class LaneTransport:
         """Deliver what was sent, within a few seconds, and free everything."""
         self._small.shut()
         self._large.shut()
+        control.soon(self._stop_timers)
 
     # What the lanes report
 
@@ -184,7 +189,23 @@ class LaneTransport:
         if other.name in known or other.used_messenger is None:
             self.listener.lost(peer)
         elif len(known) == 1:  # the last part of an answer may be on its way to the call
-            control.soon(lambda: asyncio.get_running_loop().call_later(PART_SECONDS, self.listener.lost, peer))
+            control.soon(self._await_other, peer)
+
+    def _await_other(self, peer: Seat) -> None:
+        if not self._is_shut:
+            self._timers = [timer for timer in self._timers if timer.when() > asyncio.get_running_loop().time()]
+            self._timers.append(asyncio.get_running_loop().call_later(PART_SECONDS, self.listener.lost, peer))
+
+    def _stop_timers(self) -> None:
+        """Cancel the timers, which refer to the node: it is to be freed at once."""
+        self._is_shut = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def ended(self, fault: Fault) -> None:
+        """Pass on that this node is in no generation any more."""
+        self.listener.ended(fault)
 
     def close(self) -> None:
         """Pass on that this node leaves."""

@@ -69,6 +69,8 @@ class LaneListener(Protocol):
 
     def parted(self, name: str, peer: Seat) -> None: ...
 
+    def ended(self, fault: Fault) -> None: ...
+
     def close(self) -> None: ...
 
     def forked(self) -> None: ...
@@ -99,8 +101,6 @@ class CallLanes:
     is_closed = False
     has_rings = False
     """Its threads sleep between messages, and a socket wakes them with fewer system calls."""
-    generation: Generation | None = None
-    survives = True
     has_happened = False
 
     def __init__(
@@ -124,7 +124,8 @@ class CallLanes:
         self.config, self.rank = node.config, Rank(node.seat)
         self.members = self.roster = _Seats(node)
         self._descriptors: list[int] = []
-        self.routing = _CallRouting(self, Bell(self._descriptors))
+        self._bell = Bell(self._descriptors)
+        self.routing = _CallRouting(self, self._bell)
         self._messenger: ListeningMessenger | None = None
         node.groups.register(self.id, cast("Any", self))
 
@@ -149,6 +150,7 @@ class CallLanes:
         if is_first and self.node is not None:
             self.routing.close(time.monotonic() + FLUSH_SECONDS)
             self.node.groups.forget(self.id, 0)
+            self._bell.close()
             for descriptor in self._descriptors:
                 os.close(descriptor)
             self._descriptors.clear()
@@ -197,6 +199,16 @@ class CallLanes:
 
     # As a group of its node, on the control loop (`members.group_registry.RegisteredGroup`)
 
+    @property
+    def generation(self) -> Generation | None:
+        """The last one of the node: calls go on from generation to generation."""
+        return None if self.node is None else self.node.generation
+
+    @property
+    def survives(self) -> bool:
+        """Whether the calls need views to go on: the process is in the run only as long as views say so."""
+        return self.config.on_loss == "continue"
+
     def heard(self, peer: Seat, message: GroupMessage) -> None:
         """Do nothing: no control message is about calls."""
 
@@ -215,16 +227,20 @@ class CallLanes:
         return self.routing.lane_arrived(Rank(peer), lane)
 
     def end(self, fault: Fault) -> None:
-        """Do nothing: calls do not end with a generation."""
+        """Report that this node is in no generation any more: the others have nothing to do with it."""
+        self.listener.ended(fault)
 
     def fail(self, fault: Fault) -> None:
-        """Do nothing, as above."""
+        """Do nothing: calls do not end with the operations of the groups."""
 
     def forked(self) -> None:
         """Forget everything: this process is a fork of the one that joined."""
         self.is_closed, self.node = True, None
         self.routing.forked()
         self.listener.forked()
+
+    def confirm(self) -> None:
+        """Compare nothing: calls are no operations of a group."""
 
     def close(self) -> None:
         """Close with the node."""

@@ -87,11 +87,16 @@ class MadeCalls:
             state.arrived(slot, self._decode(peer, made, payload.inline))
             return
 
-        def then(parts: list[Any] | None) -> None:
-            if parts is not None:
+        def then(parts: list[Any] | BaseException | None) -> None:
+            if isinstance(parts, list):
                 state.arrived(slot, self._decode(peer, made, parts))
+                return
+            if parts is None:
+                size = payload.total_bytes
+                state.end(CallRefusedError(f"{made.description}: there is no memory for an item of {size} bytes"))
             else:
-                self._maker.cancel(peer, number)
+                state.end(self._transport.lost_error(peer, made.rank, made.description))
+            self._maker.cancel(peer, number)  # unless the last message of the stream has come
 
         self._transport.fetch_parts(peer, parts_tag(number, is_answer=True), payload.sizes, then)
 
@@ -106,13 +111,17 @@ class MadeCalls:
                 made.work.forked(error)
 
     def _decode(self, peer: Seat, made: MadeCall, parts: Sequence[Any]) -> Callable[[], Any]:
-        """Return what decodes a result or an item, on the thread that asks for it."""
+        """Return what decodes a result or an item, on the thread that asks for it.
+
+        It does not refer to the call: a stream keeps it, and the call keeps the stream.
+        """
+        decoder, description = made.decoder, made.description
 
         def decode() -> Any:
             try:
-                return made.decoder.decode(parts[0] if parts else b"", parts, self._converter_for(peer))
+                return decoder.decode(parts[0] if parts else b"", parts, self._converter_for(peer))
             except (TypeError, RemoteProtocolError) as error:
-                raise CallRefusedError(f"{made.description}: the result cannot be used: {error}") from error
+                raise CallRefusedError(f"{description}: the result cannot be used: {error}") from error
 
         return decode
 
@@ -126,4 +135,4 @@ class MadeCalls:
             case Ending.LOST:
                 return self._transport.lost_error(peer, made.rank, made.description)
             case Ending.CLOSED:
-                return ClosedError(f"{made.description}: this node left its run before the answer came")
+                return self._maker.ending_error(made.description)

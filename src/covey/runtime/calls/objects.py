@@ -5,10 +5,12 @@ An object is exported until its owner has dropped its own handle, and every node
 
 from __future__ import annotations
 
+import inspect
 import threading
+import types
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import CallRefusedError, RemoteProtocolError
 from covey.runtime import loop as control
@@ -72,6 +74,9 @@ class Handle:
         return f"<Handle of {self._type_name} {self._target}>"
 
 
+_MISSING: Final = object()
+
+
 class _Exported:
     """An object, and which nodes hold how many handles of it."""
 
@@ -113,21 +118,37 @@ class ExportedObjects:
         with self._lock:
             return self._exported(target, peer).value
 
-    def method(self, target: int, name: str, peer: Seat) -> CallableFunction:
+    def known_method(self, target: int, name: str, peer: Seat) -> CallableFunction | None:
+        """Return a method that `find_method` has found before, for a node that holds a handle; runs no other code.
+
+        Raises:
+            CallRefusedError: it holds none.
+        """
+        with self._lock:
+            return self._exported(target, peer).methods.get(name)
+
+    def find_method(self, target: int, name: str, peer: Seat) -> CallableFunction:
         """Return the method of an object, for a node that holds a handle of it.
+
+        A property is no method, and is not asked for its value. What else binds a name, such as `__getattr__` or a
+        descriptor, and the annotations of the method, are code of the program: call this on a handler thread only.
 
         Raises:
             CallRefusedError: it holds none, or there is no such public method.
+            ConfigError: its annotations cannot be used.
         """
         with self._lock:
             exported = self._exported(target, peer)
-            found = exported.methods.get(name)
-            value = exported.value
-        if found is None:
-            method = getattr(value, name, None) if name == "__call__" or not name.startswith("_") else None
-            if not callable(method):
-                raise CallRefusedError(f"a {type(value).__qualname__} has no public method {name!r}")
-            found = callable_function(name, method)
+        value, method, is_attribute = exported.value, None, False
+        if name == "__call__" or not name.startswith("_"):
+            bound = inspect.getattr_static(value, name, _MISSING)
+            is_attribute = bound is not _MISSING
+            if isinstance(bound, types.MemberDescriptorType) or not inspect.isdatadescriptor(bound):
+                method = getattr(value, name, None)
+        if not callable(method):
+            raise CallRefusedError(f"a {type(value).__qualname__} has no public method {name!r}")
+        found = callable_function(name, method)
+        if is_attribute:  # names that `__getattr__` answers are without end
             exported.methods[name] = found
         return found
 
@@ -137,8 +158,11 @@ class ExportedObjects:
             raise CallRefusedError(f"object {target} is not exported to this node, or was released")
         return exported
 
-    def drop(self, target: int, peer: Seat, references: int = 1) -> None:
-        """Note that a node has dropped handles; RemoteProtocolError if it never had so many."""
+    def drop(self, target: int, peer: Seat, references: int = 1) -> list[Any]:
+        """Note that a node has dropped handles; RemoteProtocolError if it never had so many.
+
+        Return the object if no handle is left. The caller lets go of it where its destructor may run.
+        """
         with self._lock:
             exported = self._objects.get(target)
             if exported is None or exported.holders[peer] < references:
@@ -146,20 +170,21 @@ class ExportedObjects:
                     f"{references} handles of object {target} are dropped, and so many never were"
                 )
             exported.holders[peer] -= references
-            self._free(target, exported)
+            return self._free([target])
 
-    def lost(self, peer: Seat) -> None:
-        """Drop all handles of a node that is gone."""
+    def lost(self, peer: Seat) -> list[Any]:
+        """Drop all handles of a node that is gone; return the objects that have no handle any more, as `drop` does."""
         with self._lock:
-            for target, exported in list(self._objects.items()):
+            for exported in self._objects.values():
                 exported.holders.pop(peer, None)
-                self._free(target, exported)
+            return self._free(list(self._objects))
 
-    def clear(self) -> None:
-        """Drop all objects."""
+    def clear(self) -> list[Any]:
+        """Drop all objects, and return them, as `drop` does."""
         with self._lock:
-            self._objects.clear()
+            objects, self._objects = self._objects, {}
+        return list(objects.values())
 
-    def _free(self, target: int, exported: _Exported) -> None:
-        if not +exported.holders:
-            del self._objects[target]
+    def _free(self, targets: list[int]) -> list[Any]:
+        free = [target for target in targets if not +self._objects[target].holders]
+        return [self._objects.pop(target) for target in free]

@@ -13,7 +13,7 @@ from covey.base.errors import (
     DeadlineError,
     RemoteCallError,
 )
-from covey.base.text import printable
+from covey.base.text import printable, spell_error
 from covey.wire import calls as wire
 
 _TEXT_LIMIT: Final = 4000
@@ -41,8 +41,26 @@ def failure_error(failure: wire.CallFailure, what: str, rank: int) -> CoveyError
     return CallRefusedError(f"{what}: {failure.text}")
 
 
-def raised(number: int, error: BaseException) -> wire.CallFailure:
-    """Return the failure that tells a caller of an exception of a function, without the frames of covey."""
+class UnservedError(Exception):
+    """A call has no result, for this reason: `kind` is one of those of `wire.calls`."""
+
+    def __init__(self, kind: int, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def failure_of(number: int, error: BaseException) -> wire.CallFailure:
+    """Return the failure that tells a caller what was raised instead of a result, whatever it is."""
+    if isinstance(error, UnservedError):
+        return wire.CallFailure(number, error.kind, "", str(error))
+    try:
+        return _raised(number, error)
+    except BaseException:  # the exception's own code raises: `__str__`, a metaclass, a line of the source that is gone
+        return wire.CallFailure(number, wire.RAISED, type(error).__name__, spell_error(error))
+
+
+def _raised(number: int, error: BaseException) -> wire.CallFailure:
+    """Return the failure for an exception of a function, without the frames of covey."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename) and trace.tb_next is not None:
         trace = trace.tb_next

@@ -14,18 +14,21 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
+    from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.calls.service import CallService
+    from covey.runtime.fault import Fault
     from covey.runtime.members.node import Node
 
 
 class AwaitedCalls:
     """The calls of one node before the first one is made or comes: makes the service then. Any thread may call it."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, functions: FunctionRegistry | None = None) -> None:
+        self._node, self._functions = node, functions
         self._making = threading.Lock()
         self._service: CallService | None = None
         self._lost: set[Seat] = set()
+        self._fault: Fault | None = None
         self._is_closed = self._is_draining = False
         self._transport = LaneTransport(node, self)
 
@@ -35,15 +38,24 @@ class AwaitedCalls:
             if self._service is None:
                 from covey.runtime.calls.service import CallService
 
-                self._service = CallService(lambda _: self._transport, self._node.config, self._node.run)
+                self._service = CallService(
+                    lambda _: self._transport, self._node.config, self._node.run, self._functions
+                )
                 self._transport.listener = self._service
                 for peer in self._lost:
                     self._service.lost(peer)
+                if self._fault is not None:
+                    self._service.ended(self._fault)
                 if self._is_draining:
                     self._service.drain()
                 if self._is_closed:
                     self._service.close()
             return self._service
+
+    @property
+    def functions(self) -> FunctionRegistry | None:
+        """The functions that were registered, if any were."""
+        return self._functions if self._service is None else self._service.functions
 
     # What the transport reports until there is a service
 
@@ -62,6 +74,14 @@ class AwaitedCalls:
     def broke_protocol(self, peer: Seat, error: CoveyError) -> None:
         """Pass on that a node broke the protocol."""
         self.service().broke_protocol(peer, error)
+
+    def ended(self, fault: Fault) -> None:
+        """Note that the other nodes have nothing to do with this one any more."""
+        with self._making:
+            self._fault = self._fault or fault
+            service = self._service
+        if service is not None:
+            service.ended(fault)
 
     def forked(self) -> None:
         """Make the calls unusable: this process is a fork of the one that joined."""
@@ -98,16 +118,21 @@ class AwaitedCalls:
             self._transport.shut()
 
 
-def await_calls(node: Node) -> None:
-    """Have calls of other nodes answered from now on."""
+def await_calls(node: Node, functions: FunctionRegistry | None = None) -> None:
+    """Have calls of other nodes answered from now on, with these functions, if this process registered some before."""
     if node.calls is None:
-        node.calls = AwaitedCalls(node)
+        node.calls = AwaitedCalls(node, functions)
 
 
 def deliver_answers(node: Node) -> None:
     """Wait until the answers to calls that this node has given are delivered, because it is about to leave its run."""
     if isinstance(node.calls, AwaitedCalls):
         node.calls.deliver_answers()
+
+
+def registered_functions(node: Node) -> FunctionRegistry | None:
+    """Return the functions that this process has registered in a run, if any; also after it has left."""
+    return node.calls.functions if isinstance(node.calls, AwaitedCalls) else None
 
 
 def serve_calls(node: Node) -> CallService:

@@ -6,6 +6,7 @@ one that caused them, or another one that performs effects already. None of them
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -21,7 +22,7 @@ from covey.base.errors import (
     CoveyError,
     RemoteProtocolError,
 )
-from covey.base.numbers import Seat
+from covey.base.numbers import Rank, Seat
 from covey.base.text import printable
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.runtime.calls.transport import CallListener, CallTransport
+    from covey.runtime.fault import Fault
     from covey.runtime.work import Work
 
 logger = logging.getLogger("covey")
@@ -63,22 +65,28 @@ def _description(kind: str, name: str, rank: int) -> str:
 class CallService:
     """Makes and serves the calls of one node."""
 
-    def __init__(self, connect: Callable[[CallListener], CallTransport | None], config: GroupConfig, name: str) -> None:
+    def __init__(
+        self,
+        connect: Callable[[CallListener], CallTransport | None],
+        config: GroupConfig,
+        name: str,
+        functions: FunctionRegistry | None = None,
+    ) -> None:
         """`connect` returns the transport that reports to this service, None for a node that is alone.
 
-        `name` is that of the run.
+        `name` is that of the run. `functions` were registered by an earlier service of this process.
         """
         self._config, self._name = config, name
-        self._core = Calling(
-            handlers=config.call_handlers, handlers_per_peer=config.call_handlers, message_bytes=config.call_bytes
-        )
+        self._core = Calling(handlers=config.call_handlers, message_bytes=config.call_bytes)
         self._lock = threading.Lock()
         self._queue: deque[done.CallEffect] = deque()
         self._performing = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._is_closed = False
-        self.functions = FunctionRegistry()
+        self._fault: Fault | None = None
+        """Why the other nodes have nothing to do with this one any more, if they do not."""
+        self.functions = FunctionRegistry() if functions is None else functions
         self._converters: dict[Seat, ValueConverter] = {}
         self._transport = Loopback(self, connect(self))
         self.seat = self._transport.seat
@@ -160,8 +168,10 @@ class CallService:
             raise CallRefusedError(
                 f"{made.description}: {too_large(1, 'the list of arguments', size, self._config.call_bytes).text}"
             )
-        if not 0 < len(name) <= wire.NAME_LIMIT:
-            raise CallRefusedError(f"{made.description}: a name has 1 to {wire.NAME_LIMIT} characters")
+        if not 0 < len(name) <= wire.NAME_LIMIT or not name.isprintable():
+            raise CallRefusedError(
+                f"{made.description}: a name has 1 to {wire.NAME_LIMIT} printable characters, and no lone surrogates"
+            )
         payload, now = wire.payload_of(parts), time.monotonic()
         apart = parts if payload.sizes else None
         if apart is None:
@@ -170,6 +180,8 @@ class CallService:
             with self._lock:
                 if self._is_closed:
                     raise ClosedError(f"{made.description}: this node has left its run; join again")
+                if self._fault is not None and peer != self.seat:
+                    raise self.ending_error(made.description)
                 number = self._core.outgoing.call(
                     peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
                 )
@@ -182,15 +194,17 @@ class CallService:
 
     def cancel(self, peer: Seat, number: int) -> bool:
         """Cancel a call; return False if it had ended already."""
-        with self._lock:
-            is_cancelled = self._core.outgoing.cancel(peer, number, Ending.CANCELLED)
-            at = self._take_effects()
-        self._go_on(at)
+        with HeldSignals():
+            with self._lock:
+                is_cancelled = self._core.outgoing.cancel(peer, number, Ending.CANCELLED)
+                at = self._take_effects()
+            self._go_on(at)
         return is_cancelled
 
     def taken(self, peer: Seat, number: int, items: int) -> None:
         """Ask for more items of a stream."""
-        self._tell(self._core.outgoing.give_credit, peer, number, items)
+        with HeldSignals():
+            self._tell(self._core.outgoing.give_credit, peer, number, items)
 
     def drive(self, work: Work[Any], deadline: float | None) -> None:
         """Wait for a call, and receive messages meanwhile."""
@@ -199,6 +213,10 @@ class CallService:
     def work_ended(self) -> None:
         """Wake the thread that waits for a call which has ended."""
         self._transport.work_ended()
+
+    def aside(self, job: Callable[[], None]) -> None:
+        """Run a callback of the program where it holds nothing up."""
+        self._serving.aside(job)
 
     # Exported objects
 
@@ -217,7 +235,7 @@ class CallService:
         if self._is_closed:
             return
         if owner == self.seat:
-            self.exported.drop(target, owner)
+            self._serving.let_go(self.exported.drop(target, owner))
         else:
             self._transport.send(owner, wire.encode_call_message(wire.ReferenceRelease(target, 1)))
             self._transport.flush()
@@ -246,8 +264,23 @@ class CallService:
 
     def lost(self, peer: Seat) -> None:
         """End all calls with a node that is gone."""
-        self.exported.lost(peer)
-        self._tell(self._core.lost, peer)
+        self._serving.let_go(self.exported.lost(peer))
+        self._tell(self._core.lost, peer, time.monotonic())
+
+    def ended(self, fault: Fault) -> None:
+        """End all calls to other nodes, now and later: a view has excluded this node, or the run is over."""
+        with self._lock:
+            self._fault = self._fault or fault
+            self._core.outgoing.close(but=self.seat)
+            at = self._take_effects()
+        self._go_on(at)
+
+    def ending_error(self, what: str) -> CoveyError:
+        """Return the error of a call that ended because this node is not in the run any more."""
+        if self._fault is None:
+            return ClosedError(f"{what}: this node left its run before the answer came")
+        fault = dataclasses.replace(self._fault, text=f"{what}: {self._fault.text}")
+        return fault.error(rank=Rank(self.seat), host="", operation=what, sequence=0, group=self._name)
 
     def broke_protocol(self, peer: Seat, error: CoveyError) -> None:
         """Have nothing more to do with a node that broke the protocol."""
@@ -272,7 +305,7 @@ class CallService:
     @property
     def is_busy(self) -> bool:
         """Whether calls of other nodes have no answer yet."""
-        return len(self._core.incoming) > 0
+        return self._core.incoming.unanswered > 0
 
     def close(self) -> None:
         """End all calls, because this node leaves its run. Closing twice is fine."""
@@ -283,9 +316,10 @@ class CallService:
                 at = self._take_effects()
         if is_first:
             self._go_on(at)
+            control.soon(self._set_timer)  # it refers to the node, which is to be freed before the last deadline
             self._transport.shut()
+            self._serving.let_go(self.exported.clear())
             self._serving.close()
-            self.exported.clear()
 
     def forked(self) -> None:
         """Make the calls unusable: this process is a fork of the one that joined. Threads of it may have held locks."""
@@ -336,13 +370,13 @@ class CallService:
         self._transport.flush()
 
     def _set_timer(self) -> None:
-        """Call the core at its next deadline. On the control loop."""
+        """Call the core at its next deadline, until the calls are closed. On the control loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         with self._lock:
             self._timer_at = at = self._core.next_deadline()
-        if at != math.inf:
+        if at != math.inf and not self._is_closed:
             self._timer = control.control_loop().call_later(max(0.001, at - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
@@ -353,7 +387,7 @@ class CallService:
     def _perform_safely(self, effect: done.CallEffect) -> None:
         try:
             self._perform(effect)
-        except Exception:  # a fault of covey must not end the thread that performs the effects of all calls
+        except BaseException:  # a fault of covey must not end the thread that performs the effects of all calls
             logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
 
     def _perform(self, effect: done.CallEffect) -> None:
@@ -371,8 +405,10 @@ class CallService:
                 self._serving.run(effect)
             case done.StepStream(peer, number):
                 self._serving.step(Seat(peer), number)
-            case done.StopHandler(peer, number, is_running):
-                self._serving.stop(Seat(peer), number, is_running=is_running)
+            case done.StopHandler(peer, number):
+                self._serving.stop(Seat(peer), number)
+            case done.CloseStream(peer, number):
+                self._serving.close_stream(Seat(peer), number)
             case done.FetchParts(peer, number, sizes, is_answer):
                 tag = parts_tag(number, is_answer=is_answer)
                 report = functools.partial(self._fetched, peer, number, is_answer)
@@ -390,13 +426,17 @@ class CallService:
             self._transport.send_parts(peer, tag, parts)
         self._transport.send(peer, wire.encode_call_message(message))
 
-    def _fetched(self, peer: int, number: int, is_answer: bool, parts: list[Any] | None) -> None:
+    def _fetched(self, peer: int, number: int, is_answer: bool, parts: list[Any] | BaseException | None) -> None:
+        if isinstance(parts, BaseException):
+            if is_answer:
+                return  # the loss of the peer ends the call, and is its error
+            parts = None
         report = functools.partial(self._core.fetched, is_answer=is_answer)
         self._tell(report, peer, number, parts, time.monotonic())
 
     def _release(self, peer: Seat, target: int, references: int) -> None:
         try:
-            self.exported.drop(target, peer, references)
+            self._serving.let_go(self.exported.drop(target, peer, references))
         except RemoteProtocolError as error:
             self.broke_protocol(peer, error)
 

@@ -1,30 +1,34 @@
 """Serves the calls of other nodes: finds the function, decodes its arguments, runs it, and reports its end to the core.
 
-Each call under way is a `_Serving`. Functions run on handler threads or on the loop of asynchronous functions. Those
-that were short so far run on the thread that has received the call (`functions.CallPace`). A stream is advanced one
-item at a time, so that it holds no thread between two items.
+Each call under way is a `_Serving`. Its code runs piece by piece: the whole function, or one item of a stream, so that
+a stream holds no thread between two items. A piece runs on a handler thread, on the loop of asynchronous functions, or,
+if the function was short so far (`functions.CallPace`), on the thread that has received the call, after it has left the
+receiving to another one.
+
+Invariant: the core hears of every piece exactly once, in the `finally` of `_do` or `_do_async`. All code of the program
+runs inside: decoding of arguments, lookup of methods, functions, packing of results, closing of streams.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import inspect
+import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
+from covey.base.text import spell_error
 from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
-from covey.runtime.calls.outcomes import raised, too_large
+from covey.runtime.calls.outcomes import UnservedError, failure_of, too_large
 from covey.wire import calls as wire
 from covey.wire.call_values import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from covey.base.errors import CoveyError
     from covey.proto.calling.effects import RunHandler
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from covey.runtime.calls.values import ValueConverter
 
 logger = logging.getLogger("covey")
+
+ASIDE_THREADS: Final = 16
+"""Threads for callbacks of the program, and for the destructors of its objects."""
 
 
 class ServedCalls(Protocol):
@@ -48,18 +55,41 @@ class ServedCalls(Protocol):
         """Have nothing more to do with a peer."""
 
 
+class _CallEnd(NamedTuple):
+    """The call is over; without an answer, because it was stopped, or its stream is closed."""
+
+    answer: wire.CallResult | wire.CallFailure | None
+    parts: Any = None
+
+
+class _StreamItem(NamedTuple):
+    """The stream has made an item."""
+
+    payload: wire.CallPayload
+    parts: Any
+
+
+_Outcome: TypeAlias = _CallEnd | _StreamItem | None
+"""What a piece has come to; None: another piece goes on, and reports."""
+_STOPPED: Final = _CallEnd(None)
+
+
 class _Serving:
     """A call under way: its function, its caller, and the generator of a stream."""
 
-    def __init__(self, peer: Seat, number: int, caller: Caller, converter: ValueConverter) -> None:
-        self.peer, self.number, self.caller, self.converter = peer, number, caller, converter
+    def __init__(self, peer: Seat, request: wire.CallRequest, deadline: float, converter: ValueConverter) -> None:
+        self.peer, self.number, self.converter = peer, request.number, converter
+        self.caller = Caller(peer, request.name, deadline)
+        self.wants_stream, self.is_large = bool(request.credit), bool(request.payload.sizes)
         self.function: CallableFunction | None = None
         self.generator: Any = None
         self.context = contextvars.Context()
         """That of the function's own code; the next item of a stream may run on another thread."""
-        self.context.run(current_caller.set, caller)
-        self.is_closed = False
-        """Whether its generator must not be advanced any more."""
+        self.context.run(current_caller.set, self.caller)
+        self.breach: RemoteProtocolError | None = None
+        """What no correct node sends, if the arguments were that."""
+        self.unended = wire.CallFailure(self.number, wire.NO_RESULT, "", "the function ended, and its end was lost")
+        """The answer if there is no memory to make another one."""
 
     @property
     def key(self) -> tuple[Seat, int]:
@@ -67,7 +97,7 @@ class _Serving:
 
 
 class Serving:
-    """The functions of this node that run for other nodes."""
+    """The functions of this node that run for other nodes, and other code of the program that messages cause to run."""
 
     def __init__(
         self,
@@ -76,238 +106,278 @@ class Serving:
         exported: ExportedObjects,
         converter_for: Callable[[Seat], ValueConverter],
         *,
-        run_soon: Callable[[Callable[[], None]], bool],
+        run_soon: Callable[[Callable[[], None], Callable[[], None]], bool],
         name: str,
         message_bytes: int,
     ) -> None:
-        """`run_soon` runs a short job on the calling thread after it has handled messages; False if it cannot."""
+        """For `run_soon`, see `CallTransport`."""
         self._run_soon = run_soon
         self._calls, self._functions, self._exported = calls, functions, exported
         self._converter_for, self._message_bytes = converter_for, message_bytes
-        self._threads, self._loop = HandlerThreads(name), HandlerLoop(name)
+        self._threads, self._loop = HandlerThreads(f"{name} handler"), HandlerLoop(name)
+        self._aside = HandlerThreads(f"{name} callbacks", ASIDE_THREADS)
         self._under_way: dict[tuple[Seat, int], _Serving] = {}
 
-    # What the core wants; none of these blocks
+    # What the core wants; none of these blocks, or runs code of the program
 
     def run(self, effect: RunHandler) -> None:
         """Run the function of a call."""
         peer, request = Seat(effect.peer), effect.request
-        parts = list(effect.parts or request.payload.inline)
-        caller = Caller(peer, request.name, effect.deadline)
-        serving = _Serving(peer, effect.number, caller, self._converter_for(peer))
+        serving = _Serving(peer, request, effect.deadline, self._converter_for(peer))
         self._under_way[serving.key] = serving
-        try:
-            function = serving.function = self._find(serving, request)
-        except CallRefusedError as error:
-            self._refuse(serving, wire.UNKNOWN, str(error))
-            return
-        except ConfigError as error:
-            self._refuse(serving, wire.ARGUMENTS, str(error))
-            return
-        if request.payload.sizes and not parts:
-            size = request.payload.total_bytes
-            self._refuse(serving, wire.TOO_LARGE, f"there is no memory for arguments of {size} bytes")
-        elif function.is_stream != bool(request.credit):
-            use = "stream, which makes items: use node.stream" if function.is_stream else "function: use node.call"
-            self._refuse(serving, wire.ARGUMENTS, f"{request.name!r} is a {use}")
-        elif function.is_async:
-            self._loop.run(serving.key, self._run_async(serving, parts), lambda: self._never_ran(serving))
-        else:
-            is_short = function.pace.is_short and not request.payload.sizes
-            if not is_short or function.is_stream or not self._run_soon(lambda: self._run(serving, parts)):
-                self._on_thread(serving, lambda: self._run(serving, parts))
+        parts = list(effect.parts or request.payload.inline)
+        self._guard(serving, functools.partial(self._find, serving, request, parts))
 
     def step(self, peer: Seat, number: int) -> None:
         """Make the next item of a stream."""
-        serving = self._under_way[peer, number]
+        self._advance(peer, number, self._next, self._next_async)
+
+    def close_stream(self, peer: Seat, number: int) -> None:
+        """Close the generator of a stream that is between two items."""
+        self._under_way[peer, number].caller.cancelled()
+        self._advance(peer, number, _close, _close_async)
+
+    def _advance(
+        self,
+        peer: Seat,
+        number: int,
+        piece: Callable[[_Serving], _Outcome],
+        async_piece: Callable[[_Serving], Awaitable[_Outcome]],
+    ) -> None:
+        serving = self._under_way[peer, number]  # from the first item to the end of the stream
         assert serving.function is not None
         if serving.function.is_async:
-            self._loop.run(serving.key, self._step_async(serving), lambda: self._never_ran(serving))
+            self._guard(serving, lambda: self._on_loop(serving, lambda: async_piece(serving)))
         else:
-            self._on_thread(serving, lambda: self._step(serving))
+            self._guard(serving, lambda: self._on_thread(self._job(serving, lambda: piece(serving))))
 
-    def stop(self, peer: Seat, number: int, *, is_running: bool) -> None:
-        """Cancel a function, or close a stream that is between two items."""
+    def stop(self, peer: Seat, number: int) -> None:
+        """Cancel a function that runs."""
         serving = self._under_way.get((peer, number))
-        if serving is None:
-            return
-        serving.caller.cancelled()
-        assert serving.function is not None
-        if is_running:
-            if serving.function.is_async:
+        if serving is not None:
+            serving.caller.cancelled()
+            if serving.function is not None and serving.function.is_async:
                 self._loop.cancel(serving.key)
-            return
-        serving.is_closed = True
-        del self._under_way[peer, number]
-        if serving.generator is not None and serving.function.is_async:
-            self._loop.run(serving.key, _close_async(serving.generator))
-        elif serving.generator is not None:
-            self._threads.run(lambda: serving.context.run(_close, serving.generator))
+
+    def aside(self, job: Callable[[], None]) -> None:
+        """Run code of the program that no call waits for: callbacks, destructors of objects."""
+        if not self._run_soon(job, lambda: self._aside.run(job)):
+            self._aside.run(job)
+
+    def let_go(self, objects: list[Any]) -> None:
+        """Drop objects of the program, whose destructors may run then."""
+        if objects:
+            self._aside.run(objects.clear)
 
     def close(self) -> None:
         """Cancel asynchronous functions, and end the threads, each after the function that it runs."""
         self._loop.close()
         self._threads.close()
+        self._aside.close()
 
-    def _on_thread(self, serving: _Serving, job: Callable[[], None]) -> None:
+    # From the core to a thread
+
+    def _guard(self, serving: _Serving, start: Callable[[], None]) -> None:
+        """Start something for a call. If that fails, nothing runs, and the call is over."""
+        try:
+            start()
+        except BaseException as error:
+            self._report(serving, _CallEnd(failure_of(serving.number, error)))
+
+    def _find(self, serving: _Serving, request: wire.CallRequest, parts: list[Any]) -> None:
+        """Find the function by its name alone; a method that was not called yet is looked up on a handler thread."""
+        if serving.is_large and not parts:
+            size = request.payload.total_bytes
+            raise UnservedError(wire.TOO_LARGE, f"there is no memory for arguments of {size} bytes")
+        if not request.target:
+            function = self._functions.get(request.name)
+            if function is None:
+                raise UnservedError(wire.UNKNOWN, self._functions.unknown(request.name))
+            self._begin(serving, function, parts)
+            return
+        try:
+            known = self._exported.known_method(request.target, request.name, serving.peer)
+        except CallRefusedError as error:
+            raise UnservedError(wire.UNKNOWN, str(error)) from None
+        if known is not None:
+            self._begin(serving, known, parts)
+        else:
+            self._on_thread(self._job(serving, lambda: self._look_up(serving, request, parts)))
+
+    def _begin(self, serving: _Serving, function: CallableFunction, parts: list[Any]) -> None:
+        """Have the function run."""
+        serving.function = function
+        if function.is_stream != serving.wants_stream:
+            use = "stream, which makes items: use node.stream" if function.is_stream else "function: use node.call"
+            raise UnservedError(wire.ARGUMENTS, f"{function.name!r} is a {use}")
+        if function.is_async:
+            self._on_loop(serving, lambda: self._call_async(serving, parts))
+            return
+        job = self._job(serving, lambda: self._call(serving, parts))
+        is_short = function.pace.is_short and not serving.is_large and not function.is_stream
+        if not is_short or not self._run_soon(job, lambda: self._guard(serving, lambda: self._on_thread(job))):
+            self._on_thread(job)
+
+    def _on_thread(self, job: Callable[[], None]) -> None:
         try:
             self._threads.run(job)
         except RuntimeError as error:
-            self._refuse(serving, wire.NO_RESULT, f"no thread could be started for the function: {error}")
+            raise UnservedError(wire.NO_RESULT, f"no thread could be started for the function: {error}") from None
 
-    # On handler threads; short functions on the thread that receives messages
+    def _on_loop(self, serving: _Serving, piece: Callable[[], Awaitable[_Outcome]]) -> None:
+        self._loop.run(serving.key, self._do_async(serving, piece), lambda: self._never_ran(serving))
+        if serving.caller.is_cancelled and serving.generator is None:  # `stop` may have come before there was a task
+            self._loop.cancel(serving.key)
 
-    def _find(self, serving: _Serving, request: wire.CallRequest) -> CallableFunction:
-        if request.target:
-            return self._exported.method(request.target, request.name, serving.peer)
-        function = self._functions.get(request.name)
-        if function is None:
-            raise CallRefusedError(self._functions.unknown(request.name))
-        return function
+    def _never_ran(self, serving: _Serving) -> None:
+        """Note that a function was cancelled before it began, or a stream before it made its next item."""
+        if serving.generator is None:
+            self._report(serving, _STOPPED)
+        else:
+            self._loop.run(
+                serving.key,
+                self._do_async(serving, lambda: _close_async(serving)),
+                lambda: self._report(serving, _STOPPED),
+            )
 
-    def _arguments(self, serving: _Serving, parts: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments; None if the call is over because they do not fit."""
+    # Where every piece ends
+
+    def _job(self, serving: _Serving, piece: Callable[[], _Outcome]) -> Callable[[], None]:
+        return functools.partial(self._do, serving, piece)
+
+    def _do(self, serving: _Serving, piece: Callable[[], _Outcome]) -> None:
+        """Run a piece, and report what it has come to, whatever it raises."""
+        outcome: _Outcome = _CallEnd(serving.unended)
+        try:
+            outcome = piece()
+        except BaseException as error:  # SystemExit, too: it must not end the thread
+            outcome = _CallEnd(failure_of(serving.number, error))
+        finally:
+            self._report(serving, outcome)
+
+    async def _do_async(self, serving: _Serving, piece: Callable[[], Awaitable[_Outcome]]) -> None:
+        """Do the same on the loop of asynchronous functions."""
+        current_caller.set(serving.caller)
+        outcome: _Outcome = _CallEnd(serving.unended)
+        try:
+            outcome = await piece()
+        except asyncio.CancelledError:
+            outcome = _STOPPED
+        except BaseException as error:
+            outcome = _CallEnd(failure_of(serving.number, error))
+        finally:
+            self._report(serving, outcome)
+
+    def _report(self, serving: _Serving, outcome: _Outcome) -> None:
+        if isinstance(outcome, _StreamItem):
+            self._calls.yielded(serving.peer, serving.number, outcome.payload, outcome.parts)
+        elif outcome is not None:
+            self._under_way.pop(serving.key, None)
+            self._calls.finished(serving.peer, serving.number, outcome.answer, outcome.parts)
+        if serving.breach is not None:
+            self._calls.broke_protocol(serving.peer, serving.breach)
+
+    # Pieces: they run code of the program
+
+    def _look_up(self, serving: _Serving, request: wire.CallRequest, parts: list[Any]) -> _Outcome:
+        try:
+            function = self._exported.find_method(request.target, request.name, serving.peer)
+        except CallRefusedError as error:
+            raise UnservedError(wire.UNKNOWN, str(error)) from None
+        except ConfigError as error:
+            raise UnservedError(wire.ARGUMENTS, str(error)) from None
+        self._begin(serving, function, parts)
+        return None
+
+    def _arguments(self, serving: _Serving, parts: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert serving.function is not None
         try:
             return serving.function.signature.arguments(parts[0] if parts else b"", parts, serving.converter)
         except RemoteProtocolError as error:
-            self._refuse(serving, wire.ARGUMENTS, str(error))
-            self._calls.broke_protocol(serving.peer, error)
+            serving.breach = error
+            raise UnservedError(wire.ARGUMENTS, str(error)) from None
         except (TypeError, CallRefusedError) as error:
-            self._refuse(serving, wire.ARGUMENTS, str(error))
-        return None
+            raise UnservedError(wire.ARGUMENTS, str(error)) from None
+        finally:
+            parts.clear()
 
-    def _run(self, serving: _Serving, parts: list[Any]) -> None:
-        found = self._arguments(serving, parts)
-        if found is None:
-            return
-        assert serving.function is not None
-        args, named = found
-        del found, parts
+    def _call(self, serving: _Serving, parts: list[Any]) -> _Outcome:
+        function = serving.function
+        assert function is not None
+        args, named = self._arguments(serving, parts)
         began = time.monotonic()
         try:
-            result = serving.context.run(serving.function.function, *args, **named)
-        except BaseException as error:  # SystemExit, too: it must not end the thread
-            self._raised(serving, error)
-            return
+            result = serving.context.run(function.function, *args, **named)
         finally:
-            serving.function.pace.took(time.monotonic() - began)
-        if serving.function.is_stream:
-            serving.generator = result
-            self._step(serving)
-        else:
-            self._finish(serving, result)
+            function.pace.took(time.monotonic() - began)
+        if not function.is_stream:
+            return self._result(serving, result)
+        serving.generator = result
+        return self._next(serving)
 
-    def _step(self, serving: _Serving) -> None:
+    def _next(self, serving: _Serving) -> _Outcome:
         try:
             item = serving.context.run(next, serving.generator)
         except StopIteration:
-            self._finish(serving, None)
-        except BaseException as error:
-            self._raised(serving, error)
-        else:
-            self._yield(serving, item)
-
-    # On the loop of asynchronous functions
-
-    async def _run_async(self, serving: _Serving, parts: list[Any]) -> None:
-        current_caller.set(serving.caller)
-        found = self._arguments(serving, parts)
-        if found is None:
-            return
-        assert serving.function is not None
-        args, named = found
-        del found, parts
+            return self._result(serving, None)
         try:
-            result = serving.function.function(*args, **named)
-            if not serving.function.is_stream:
-                result = await result
-        except asyncio.CancelledError:
-            self._stopped(serving)
-        except BaseException as error:
-            self._raised(serving, error)
-        else:
-            if serving.function.is_stream:
-                serving.generator = result
-                await self._step_async(serving)
-            else:
-                self._finish(serving, result)
+            return _StreamItem(*self._packed(serving, item, "an item"))
+        except UnservedError:
+            _close(serving)
+            raise
 
-    async def _step_async(self, serving: _Serving) -> None:
-        current_caller.set(serving.caller)
+    async def _call_async(self, serving: _Serving, parts: list[Any]) -> _Outcome:
+        function = serving.function
+        assert function is not None
+        args, named = self._arguments(serving, parts)
+        result = function.function(*args, **named)
+        if not function.is_stream:
+            return self._result(serving, await result)
+        serving.generator = result
+        return await self._next_async(serving)
+
+    async def _next_async(self, serving: _Serving) -> _Outcome:
         try:
             item = await anext(serving.generator)
         except StopAsyncIteration:
-            self._finish(serving, None)
-        except asyncio.CancelledError:
-            self._stopped(serving)
-        except BaseException as error:
-            self._raised(serving, error)
-        else:
-            self._yield(serving, item)
+            return self._result(serving, None)
+        try:
+            return _StreamItem(*self._packed(serving, item, "an item"))
+        except UnservedError:
+            await _close_async(serving)
+            raise
 
-    def _never_ran(self, serving: _Serving) -> None:
-        """Note that a function was cancelled before it began, or a stream before it made its next item."""
-        if serving.generator is not None:
-            self._loop.run(serving.key, _close_async(serving.generator))
-        self._stopped(serving)
+    def _result(self, serving: _Serving, result: Any) -> _Outcome:
+        payload, parts = self._packed(serving, result, "the result")
+        return _CallEnd(wire.CallResult(serving.number, payload), parts)
 
-    # Ends
-
-    def _finish(self, serving: _Serving, result: Any) -> None:
-        payload, parts, failure = self._packed(serving, result, "the result")
-        self._under_way.pop(serving.key, None)
-        answer = failure or wire.CallResult(serving.number, payload)
-        self._calls.finished(serving.peer, serving.number, answer, parts)
-
-    def _yield(self, serving: _Serving, item: Any) -> None:
-        payload, parts, failure = self._packed(serving, item, "an item")
-        if failure is None:
-            self._calls.yielded(serving.peer, serving.number, payload, parts)
-            return
-        with contextlib.suppress(BaseException):
-            if not inspect.isasyncgen(serving.generator):
-                serving.generator.close()
-        self._under_way.pop(serving.key, None)
-        self._calls.finished(serving.peer, serving.number, failure, None)
-
-    def _packed(
-        self, serving: _Serving, value: Any, what: str
-    ) -> tuple[wire.CallPayload, Any, wire.CallFailure | None]:
-        """Return the payload of a value and its parts if they travel apart, or why it cannot be sent."""
-        nothing = wire.CallPayload()
+    def _packed(self, serving: _Serving, value: Any, what: str) -> tuple[wire.CallPayload, Any]:
+        """Return the payload of a value, and its parts if they travel apart; UnservedError if it cannot be sent."""
         try:
             parts = pack(value, serving.converter)
         except (TypeError, CallRefusedError) as error:
-            return nothing, None, wire.CallFailure(serving.number, wire.NO_RESULT, "", f"{what}: {error}")
+            raise UnservedError(wire.NO_RESULT, f"{what}: {error}") from None
+        except BaseException as error:  # code of the program, such as a property of what it returned
+            raise UnservedError(wire.NO_RESULT, f"{what}: {spell_error(error)}") from None
         size = sum(map(len, parts))
         if size > self._message_bytes:
-            return nothing, None, too_large(serving.number, what, size, self._message_bytes)
+            failure = too_large(serving.number, what, size, self._message_bytes)
+            raise UnservedError(failure.kind, failure.text)
         payload = wire.payload_of(parts)
-        return payload, parts if payload.sizes else None, None
-
-    def _raised(self, serving: _Serving, error: BaseException) -> None:
-        self._under_way.pop(serving.key, None)
-        self._calls.finished(serving.peer, serving.number, raised(serving.number, error), None)
-
-    def _stopped(self, serving: _Serving) -> None:
-        self._under_way.pop(serving.key, None)
-        self._calls.finished(serving.peer, serving.number, None, None)
-
-    def _refuse(self, serving: _Serving, kind: int, text: str) -> None:
-        self._under_way.pop(serving.key, None)
-        self._calls.finished(serving.peer, serving.number, wire.CallFailure(serving.number, kind, "", text), None)
+        return payload, parts if payload.sizes else None
 
 
-def _close(generator: Any) -> None:
+def _close(serving: _Serving) -> _Outcome:
     try:
-        generator.close()
+        serving.context.run(serving.generator.close)
     except BaseException:
         logger.exception("a stream raised when it was closed")
+    return _STOPPED
 
 
-async def _close_async(generator: Any) -> None:
+async def _close_async(serving: _Serving) -> _Outcome:
     try:
-        await generator.aclose()
+        await serving.generator.aclose()
     except BaseException:
         logger.exception("a stream raised when it was closed")
+    return _STOPPED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
+    from covey.runtime.fault import Fault
     from covey.runtime.work import Work
+
+
+PartsTaker: TypeAlias = "Callable[[list[Any] | BaseException | None], None]"
 
 
 class CallListener(Protocol):
@@ -29,6 +33,9 @@ class CallListener(Protocol):
 
     def broke_protocol(self, peer: Seat, error: CoveyError) -> None:
         """Note that a peer sent what no correct node sends."""
+
+    def ended(self, fault: Fault) -> None:
+        """Note that the other nodes have nothing to do with this one any more, and why."""
 
     def close(self) -> None:
         """Note that this node leaves its run."""
@@ -56,8 +63,11 @@ class CallTransport(Protocol):
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
 
-    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
-        """Receive the parts of a payload; `then` gets their memory, or None if they do not come."""
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
+        """Receive the parts of a payload; `then` gets their memory, None if there is none, or why they do not come.
+
+        The second means that the peer is lost, or that this node leaves.
+        """
 
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
         """Let the peer know that the parts of a payload are not wanted."""
@@ -71,8 +81,11 @@ class CallTransport(Protocol):
     def attend(self) -> None:
         """Expect messages that no thread waits for."""
 
-    def run_soon(self, job: Callable[[], None]) -> bool:
-        """Run a short job on this thread, once what has arrived is handled; return False if this thread cannot."""
+    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
+        """Run a short job on this thread, once what has arrived is handled and another thread may receive.
+
+        If another job takes long before it, `elsewhere` is called instead. Return False if this thread cannot run jobs.
+        """
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
@@ -103,7 +116,7 @@ class BackgroundTransport:
     def attend(self) -> None:
         """Do nothing: messages are received all the time."""
 
-    def run_soon(self, job: Callable[[], None]) -> bool:
+    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
         """Return False: functions do not run on the threads that receive."""
         return False
 
@@ -149,7 +162,7 @@ class Loopback:
         elif self._others is not None:
             self._others.send_parts(peer, tag, parts)
 
-    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: Callable[[list[Any] | None], None]) -> None:
+    def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Receive the parts of a payload."""
         if peer == self.seat:
             then(self._take(tag))
@@ -187,9 +200,9 @@ class Loopback:
         if self._others is not None:
             self._others.attend()
 
-    def run_soon(self, job: Callable[[], None]) -> bool:
+    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
         """Run a short job on this thread; False if there are no other nodes."""
-        return self._others is not None and self._others.run_soon(job)
+        return self._others is not None and self._others.run_soon(job, elsewhere)
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""

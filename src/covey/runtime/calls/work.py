@@ -13,6 +13,7 @@ from covey.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
 
 T = TypeVar("T")
@@ -35,6 +36,12 @@ class CallMaker(Protocol):
 
     def work_ended(self) -> None:
         """Wake the thread that waits for a call which has ended. On any thread."""
+
+    def aside(self, job: Callable[[], None]) -> None:
+        """Run a callback of the program where it holds nothing up. On any thread."""
+
+    def ending_error(self, what: str) -> CoveyError:
+        """Return the error of a call that ended because this node is not in the run any more."""
 
 
 class CallWork(Work[T]):
@@ -64,6 +71,11 @@ class CallWork(Work[T]):
         if self._drive is not None:  # else this process is a fork, and threads of the parent may have held locks
             self._maker.work_ended()
 
+    def call_back(self, callbacks: list[Callable[[Work[T]], None]]) -> None:
+        """Have callbacks of the program called on a thread that meanwhile receives nothing for other calls."""
+        if self._drive is not None:
+            self._maker.aside(lambda: super(CallWork, self).call_back(callbacks))
+
     def answered(self, decode: Callable[[], T]) -> None:
         """End with a result, which `decode` computes on the thread that first asks for it."""
         self._decode = decode
@@ -74,14 +86,7 @@ class CallWork(Work[T]):
         self._decoding, self._drive = threading.Lock(), None
         super().forked(error)
 
-    def wait(self, timeout: float | None = None) -> T:
-        """Wait for the end of the call, and return the result.
-
-        Raises:
-            DeadlineError: it did not end within `timeout` seconds; it continues. Or its own timeout ended.
-            Exception: the error of the call.
-        """
-        super().wait(timeout)
+    def _complete(self) -> None:
         with self._decoding:
             if self._decode is not None:
                 try:
@@ -89,14 +94,11 @@ class CallWork(Work[T]):
                 except Exception as error:
                     self._error = error
                 self._decode = None
-        if self._error is not None:
-            raise self._error
-        return self._result
 
     def wait_or_cancel(self) -> T:
-        """Wait for the end of the call; cancel it if the wait is interrupted (Ctrl-C)."""
+        """Wait for the end of a call that only its caller has; cancel it if the wait is interrupted (Ctrl-C)."""
         try:
-            return self.wait()
+            return self.take()
         except BaseException:
             self.cancel()
             raise
@@ -107,6 +109,8 @@ class CallWork(Work[T]):
         except BaseException:
             self.cancel()
             raise
+        finally:
+            del self  # as in `Work.wait`
 
 
 class _Slot:
@@ -143,9 +147,9 @@ class StreamState:
         self._tell()
 
     def end(self, error: BaseException | None) -> None:
-        """End the stream after the items that have come; with an error, at once after those that are complete."""
+        """End the stream after the items that have come; with an error (the first one), after those that are whole."""
         with self._changed:
-            self._is_over, self._error = True, error
+            self._is_over, self._error = True, self._error or error
             self._changed.notify_all()
         self._tell()
 

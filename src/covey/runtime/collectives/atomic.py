@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.base.numbers import Rank
+from covey.base.pace import Growing
 from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     Step = Run | Returned | Raised | Revoked
 
-MOST_PAUSE_SECONDS: Final = 2.0
-"""The longest pause before an attempt whose predecessors failed too."""
+PAUSES: Final = Growing(0.04, 2.0)
+"""Before an attempt whose predecessors failed too; the first that follows a failure comes at once."""
 SURPLUS_SECONDS: Final = 30.0
 """How long after the end of `patience` a view may still be decided; then none will be."""
 
@@ -55,7 +56,7 @@ class AtomicOperations(EnginePart):
             from covey.runtime.collectives.native_executor import NativeUndoBuffer
 
             self._undo = NativeUndoBuffer()
-        self._is_executing = False
+        self.is_executing = False
         """Whether a thread runs an attempt. The shortcut sets it, too, before it hands an operation over."""
         self._is_handed_over = False
         """Whether the shortcut has begun an operation that `perform` has not gone on with yet."""
@@ -113,7 +114,7 @@ class AtomicOperations(EnginePart):
                 step = self._commit.resume()
             else:
                 step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
-                self._is_executing = type(step) is Run
+                self.is_executing = type(step) is Run
         result = None
         try:
             while True:
@@ -160,7 +161,10 @@ class AtomicOperations(EnginePart):
         attempt, result = self.attempt, None
         is_in_barrier = is_begun and self._commit.is_complete
         try:
-            attempt.begin(knows_change=engine.knows_change, begun=HandedOver(is_begun + is_in_barrier))
+            # The headers of a barrier that has begun say what this rank knew then: nothing new counts in it.
+            attempt.begin(
+                knows_change=engine.knows_change and not is_in_barrier, begun=HandedOver(is_begun + is_in_barrier)
+            )
             try:
                 result = body(attempt)
             except DisagreedError as disagreement:
@@ -191,7 +195,7 @@ class AtomicOperations(EnginePart):
                     self.engine.failure.end_here(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None
-            self._is_executing = type(step) is Run
+            self.is_executing = type(step) is Run
             return step
 
     # The shortcut
@@ -206,8 +210,14 @@ class AtomicOperations(EnginePart):
     def open_shortcut(self, started: int) -> None:
         """Let operations take the shortcut, unless a view is being decided; `started` is the number of operations."""
         with self._lock:
-            if not self._is_executing and self._halt_number < 0 and self._commit.lend(started):
+            if not self.is_executing and self._halt_number < 0 and self._commit.lend(started):
                 self.attempt.open_shortcut()
+
+    def drop_shortcut(self) -> None:
+        """Let every operation go the long way, now that the node is elastic; not while a view brings a shortcut."""
+        with self._lock:
+            self.attempt.close_shortcut()
+            self.engine.all_reduce_shortcut = None
 
     def handed_over(self, x: Any) -> None:
         """Note that the shortcut has begun an operation on `x`, which `perform` goes on with."""
@@ -228,7 +238,7 @@ class AtomicOperations(EnginePart):
 
     def _rest(self) -> None:
         """Note, under the lock, that the attempt has stopped, and report how far it got if a halt asked for that."""
-        self._is_executing = False
+        self.is_executing = False
         if self._halt_number >= 0:
             number, self._halt_number = self._halt_number, -1
             control.soon(self._generation.halted, self.group, number, self._commit.freeze())
@@ -239,8 +249,7 @@ class AtomicOperations(EnginePart):
         If lanes keep breaking, each request comes a little later than the one before.
         """
         self._strikes, self._trouble = self._strikes + 1, trouble
-        pause = 0.0 if self._strikes == 1 else min(MOST_PAUSE_SECONDS, 0.01 * 2 ** min(self._strikes, 20))
-        control.soon(self._generation.disturbed, attempt.number, pause)
+        control.soon(self._generation.disturbed, attempt.number, PAUSES.after(self._strikes - 1))
         raise HaltedError
 
     def give_up(self, fault: Fault, differs_at: int = 0) -> None:
@@ -271,7 +280,7 @@ class AtomicOperations(EnginePart):
         """Stop the attempt and return its state, or None if it still runs: then `Generation.halted` gets the state."""
         with self._lock:
             self.attempt.close_shortcut()  # before anything is read that it changes
-            if not self._is_executing:
+            if not self.is_executing:
                 if type(self._step) is Run:
                     self._step = None  # it has not begun, and must not
                 return self._commit.freeze()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from covey.base.arithmetic import reduction
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
+from covey.base.pace import Growing
 from covey.net import tcp
-from covey.net.descriptors import explain, is_exhausted
+from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane
 from covey.plan import barrier, choose
@@ -49,8 +50,8 @@ T = TypeVar("T")
 CACHED_PREFIXES: Final = 4096
 LANE_SECONDS: Final = 0.2
 """How long to wait for a lane before checking whether the group has failed."""
-SCARCE_SECONDS: Final = 0.02
-"""The pause between tries to open a descriptor when the process has no more of them."""
+BELL_PAUSES: Final = Growing(0.02, 0.2)
+"""Between tries to open a descriptor when the process has no more of them."""
 COMMIT_PHASE: Final = 0xFFFF
 """The phase of the barrier in which the ranks that have completed learn that all have."""
 
@@ -86,8 +87,9 @@ class Attempt(EnginePart):
         self.number, self.ranks = number, ranks
         self._slots = {rank: Slot(slot) for slot, rank in enumerate(ranks)}
         self.slots = tuple(self._slots.values())
-        self.slot, self.size = self._slots[engine.rank], len(ranks)
-        """The slot of this process in the attempt, and the number of slots."""
+        self.slot: Slot = self._slots[engine.rank]
+        """The slot of this process in the attempt."""
+        self.size: int = len(ranks)
         self.prepared: dict[Any, Any] = {}
         """Plans and reductions that repeated calls share."""
         self.undo: Any = undo
@@ -109,6 +111,8 @@ class Attempt(EnginePart):
         self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
         self.known_planner: Planner | None = None
         """None before the first large sum, and where plans are not fitted."""
+        self.planning_seconds = 0.0
+        """What the running thread has spent on plans and links beside sums, in all: not what a sum takes."""
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
         self._paths: list[tuple[str, str] | None] = [None] * self.size
@@ -329,6 +333,8 @@ class Attempt(EnginePart):
                 )
             except DeadlineError:
                 self.stalled(since, (peer,))
+            except ScarceError as error:  # of this process: the others hear that it gave up, and why
+                raise ConnectError(f"{engine.operation.describe()} cannot go on: {error}") from error
             except ConnectError as error:
                 self.lane_closed(peer, error)
             except ClosedError:
@@ -354,7 +360,15 @@ class Attempt(EnginePart):
         engine.lane_opened(rank, lane.kind)
 
     def _open_bell(self) -> None:
-        """Open the bell; if the process has no descriptor left for it, wait until the operation's deadline."""
+        """Open the bell; if the process has no descriptor left for it, wait a while for one.
+
+        Raises:
+            OSError: there is none after `SCARCE_SECONDS`.
+            DeadlineError: the operation's deadline has passed before.
+        """
+        from covey.runtime.backoff import Backoff  # slow to load; a program that joins a run has it already
+
+        shortage = Backoff(f"a free descriptor for group {self.engine.name!r}", BELL_PAUSES, within=SCARCE_SECONDS)
         while True:
             try:
                 self._bell.open()
@@ -363,7 +377,10 @@ class Attempt(EnginePart):
                     raise
                 self.check()
                 self.engine.operation.check_deadline(explain(error))
-                time.sleep(SCARCE_SECONDS)
+                shortage.failed(explain(error))
+                if shortage.is_over:
+                    raise
+                time.sleep(shortage.pause)
             else:
                 self.wake_fd = self._bell.fd
                 return
@@ -373,7 +390,7 @@ class Attempt(EnginePart):
         for slot, lane in enumerate(self._lanes):
             if lane is not None and lane.is_stuck(has_moved=self._has_moved(slot)):
                 self._report_stuck(slot)
-                self.lane_closed(slot, LaneClosedError("the other end does not acknowledge what is sent"))
+                self.lane_closed(slot, LaneClosedError(f"the other end {tcp.STUCK}"))
         again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
         return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
 

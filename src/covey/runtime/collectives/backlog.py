@@ -89,6 +89,8 @@ class Backlog:
             work.notify()
         except BaseException:  # also sys.exit: later operations need this thread
             logger.exception("a callback of %s failed", work.description)
+        finally:
+            del work, error  # the traceback of the error has this frame
 
     def forked(self) -> list[Work[Any]]:
         """Forget the parent's thread, in a forked child; return the works that will never end here."""

@@ -9,7 +9,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.operations import OPERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 TEXT_LIMIT: Final = 2000
 """Characters of another rank's call that are stored."""
@@ -75,7 +75,6 @@ class CallLog:
 
     def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:
         """Record what `rank` reported; tell whether it differs from what this rank called."""
-        self.words[rank] += 1
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
@@ -84,6 +83,7 @@ class CallLog:
                 del calls[min(calls)]
         known = known or Heard(0, 0, calls)
         self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
+        self.words[rank] += 1  # last: a thread that sees it finds what was reported
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
 
@@ -104,6 +104,11 @@ class CallLog:
             and mine.fingerprint != fingerprint
         ]
         return min(differing, default=0)
+
+    def reported(self, rank: int) -> tuple[int, dict[int, int]]:
+        """Return the last operation that another rank is known to have entered, and its known calls by number."""
+        heard = self._others.get(rank, Heard(0, 0, {}))
+        return heard.entered, {sequence: fingerprint for sequence, (fingerprint, _) in list(heard.calls.items())}
 
     def last_of(self, rank: int) -> tuple[int, str]:
         """Return the last operation that another rank is known to have entered, and its call if that is known."""
@@ -127,20 +132,24 @@ class CallLog:
             return f"{'does' if one else 'do'} not answer"
         return f"{'has' if one else 'have'} not called it yet"
 
-    def heard_all(self, sequence: int, ranks: Sequence[int], me: int) -> bool:
-        """Tell whether every other rank has reported what it called at `sequence`."""
-        return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
+    def heard_all(self, sequence: int, ranks: Sequence[int], known: Collection[int]) -> bool:
+        """Tell whether every rank has reported what it called at `sequence`, except those of which all is known."""
+        return all(rank in known or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
 
-    def story(self, sequence: int, ranks: Sequence[int], me: int) -> str:
-        """Return what each rank called at `sequence`, with ranks of equal calls together."""
+    def story(self, sequence: int, ranks: Sequence[int], me: int, parted: Collection[int]) -> str:
+        """Return what each rank called at `sequence`, with ranks of equal calls together.
+
+        Those that have `parted` call nothing more.
+        """
         said: dict[str, list[int]] = {}
         for rank in ranks:
+            nothing = "nothing, and closed the group" if rank in parted else "nothing yet"
             mine = self.at(sequence)
             if rank == me:
-                text = mine.text if mine else "nothing yet"
+                text = mine.text if mine else nothing
             else:
                 heard = self._others.get(rank)
-                text = heard.calls.get(sequence, (0, "nothing yet"))[1] if heard else "nothing yet"
+                text = heard.calls.get(sequence, (0, nothing))[1] if heard else nothing
             said.setdefault(text, []).append(rank)
         return "; ".join(
             f"rank{'s' if len(them) > 1 else ''} {', '.join(map(str, them))} called {text}"

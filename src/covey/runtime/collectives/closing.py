@@ -78,7 +78,7 @@ class Closing(EnginePart):
 
     def _close(self, engine: Engine) -> None:
         engine.routing.close(time.monotonic() + FLUSH_SECONDS)
-        if self._backlog.unfinished or engine.is_issuing:
+        if engine.has_pending:
             text = f"group {engine.name!r} was closed on rank {engine.rank} with operations pending"
             fault = Fault("ClosedError", text, (engine.rank,))
             if engine.atomic is not None:

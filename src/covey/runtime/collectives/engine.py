@@ -26,6 +26,7 @@ from covey.runtime.collectives.backlog import Backlog
 from covey.runtime.collectives.closing import Closing
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
+from covey.runtime.collectives.farewell import Farewell
 from covey.runtime.collectives.lane_trouble import LaneTrouble
 from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
@@ -103,6 +104,7 @@ class Engine:
         self.stalls = StallDiagnosis(self)
         self._call_log = self.stalls.call_log
         self.suspicion = Suspicion(self)
+        self._farewell = Farewell(self)
         self._is_pending = False
         # Reentrant: a thread that Ctrl-C interrupts right after it acquired the lock must be able to close the group.
         self._issuing, self._is_issuing = threading.RLock(), False
@@ -203,9 +205,9 @@ class Engine:
         return self._closing.is_done
 
     @property
-    def is_issuing(self) -> bool:
-        """Whether a thread is in `run`."""
-        return self._is_issuing
+    def has_pending(self) -> bool:
+        """Whether operations have not ended."""
+        return self._is_issuing or self._backlog.unfinished > 0
 
     def lane_kinds(self) -> LaneKinds:
         """Return the kind of lane to each other rank: of the open lane, or of the one that would be opened."""
@@ -251,7 +253,7 @@ class Engine:
             if not async_op and self._backlog.is_on_this_thread:
                 raise BusyError(f"{call.text} would wait for operations that wait for this callback; use async_op=True")
             work: Work[Any] = self._backlog.add(self, call, body, then, limit, root)
-            return work if async_op else work.wait()
+            return work if async_op else work.take()
         finally:
             self._is_issuing = False
             self._issuing.release()
@@ -260,8 +262,11 @@ class Engine:
 
     def carry_news(self) -> None:
         """Let every operation go the long way, which tells all ranks of waiting changes; before the first operation."""
-        self.attempt.close_shortcut()
-        self.shortcut = self.all_reduce_shortcut = None
+        if self.atomic is not None:
+            self.atomic.drop_shortcut()
+        else:
+            self._attempt.close_shortcut()
+            self.shortcut = self.all_reduce_shortcut = None
 
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
@@ -305,8 +310,11 @@ class Engine:
         except DisagreedError as disagreement:
             self.failure.disagreed(disagreement.error)
             raise disagreement.error from None
-        except BaseException as error:
-            with explained(f"{operation.describe()} cannot go on"):
+        except BaseException:
+            try:
+                with explained(f"{operation.describe()} cannot go on"):
+                    raise
+            except BaseException as error:
                 self.failure.operation_raised(error)
                 raise
         finally:
@@ -331,6 +339,10 @@ class Engine:
             self.node.events.phase("reconnect")
 
     # The end
+
+    def confirm(self) -> None:
+        """Compare the last calls with those of the other ranks, before the group is closed; see `Farewell`."""
+        self._farewell.confirm()
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. A second call waits for the first, unless the first waits for it."""

@@ -6,6 +6,7 @@ With `on_loss="raise"` the first fault ends the group. With `on_loss="continue"`
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -109,7 +110,8 @@ class Failure(EnginePart):
         """Return the message that tells another rank of a fault."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        return messages.Revoke(self.engine.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks)
+        testimony = self.engine.suspicion.testimony() if fault.kind == "PeerLostError" else ()
+        return messages.Revoke(self.engine.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks, *testimony)
 
     def operation_raised(self, error: BaseException) -> None:
         """End the group because its current operation raised `error` on this rank."""
@@ -117,16 +119,36 @@ class Failure(EnginePart):
         if engine.atomic is not None and self.fault is None and isinstance(error, PeerLostError):
             return  # the root was lost, which all ranks know; the group continues
         if self.fault is None:
-            text = f"rank {engine.rank} gave up {engine.operation.describe()}: {type(error).__name__}: {error}"
+            what = engine.operation.describe()
+            why = str(error).removeprefix(f"{what} cannot go on: ")
+            text = f"rank {engine.rank} gave up {what}: {type(error).__name__}: {why}"
             fault = Fault("PeerLostError", text, (engine.rank,))
+            if engine.node is not None:
+                self._tell_keeper(text, b"")
             if engine.atomic is not None and engine.generation is not None:
                 # Only this rank has failed: the others agree to continue without it.
                 self.end_here(fault)
                 control.soon(engine.generation.withdraw)
             else:
+                engine.suspicion.look()
                 self.declare(fault)
         if self._raised is None:
             self._first_raised(error)
+
+    def report_loss(self, reason: str) -> None:
+        """Tell the keeper that this program ends with `reason`, if that is the loss of another rank, and which one."""
+        fault, engine = self.fault, self.engine
+        if fault is not None and fault.kind == "PeerLostError" and fault.culprit != engine.rank:
+            peer = engine.roster.peer(fault.culprit)
+            if peer is not None:
+                self._tell_keeper(reason, peer.life)
+
+    def _tell_keeper(self, reason: str, cause: bytes) -> None:
+        """Let the keeper know which process is the cause: this one, before others fail because of it, or another."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
+        assert self.engine.node is not None
+        self.engine.node.tell_keeper(messages.Failing(reason[: messages.REASON_LIMIT], cause))
 
     def disagreed(self, error: MismatchError) -> None:
         """End the group with an error that every rank raises by itself."""
@@ -142,9 +164,10 @@ class Failure(EnginePart):
         self._raised = error
         is_known = self.fault is None or self.fault.kind == "ClosedError"  # the program has closed or revoked the group
         if not is_known and isinstance(error, Exception):
-            from covey.runtime.metrics.flight import write_failed  # most groups do not fail
+            with contextlib.suppress(OSError):  # no descriptor to import it with: `error` is what the program must see
+                from covey.runtime.metrics.flight import write_failed  # most groups do not fail
 
-            write_failed(self.engine.counters, error)
+                write_failed(self.engine.counters, error)
 
     def forked(self, text: str) -> None:
         """End the group in a forked child, where another thread of the parent may have held the lock."""
@@ -152,6 +175,14 @@ class Failure(EnginePart):
         self.fault, self._raised = Fault("ClosedError", text), None
 
     # Raising
+
+    def untold_mismatch(self) -> CoveyError | None:
+        """Return the error of a group that ended with a mismatch, if the program was not told; it is told now."""
+        if not self.is_mismatch or self._raised is not None:
+            return None
+        error = self._error("close", self.engine.operation.sequence)
+        self.note_raised(error)
+        return error
 
     def check(self) -> None:
         """Raise the group's error if it has ended. On the thread that runs the operation."""

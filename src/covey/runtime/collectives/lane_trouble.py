@@ -73,7 +73,10 @@ class LaneTrouble(EnginePart):
         until, looks = time.monotonic() + seconds, seconds / LOOK_SECONDS
         # `looks`: if this process is suspended meanwhile, its control loop must get time to read the news afterwards.
         while not has_come() and (time.monotonic() < until or looks > 0):
-            poll.poll(1e3 * LOOK_SECONDS)
+            if poll.poll(1e3 * LOOK_SECONDS):
+                poll = (
+                    select.poll()
+                )  # it has rung, and rings until it is hushed: the control loop needs the interpreter
             looks -= 1
 
     def wrong_header(self, attempt: Attempt, rank: Rank, expected: bytes, header: bytes) -> None:

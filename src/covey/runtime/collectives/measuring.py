@@ -1,8 +1,7 @@
-"""Measure the links between the ranks of an attempt, as a step of an operation, over the lanes of the group.
+"""Measure the links between the ranks of an attempt over its lanes, in parts that are steps of operations.
 
-In round k every slot i sends to slot i + k and receives from slot i - k, so each rank sends one flow at a time and
-receives one. Receivers time what arrives. The ranks exchange their figures, so that all of them hold the same bits; a
-figure that is not a speed is one on all ranks.
+Which transfers are made and what follows from them is in `plan.measurement`. The ranks exchange their figures, so that
+all of them hold the same bits; a figure that is not a speed is one on all ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, sustained
+from covey.plan.moves import Plan
 from covey.plan.network import Flow
-from covey.plan.probes import partners, rotation, swaps
+from covey.plan.probes import rotation, swap_rounds, swaps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from covey.base.numbers import Rank
@@ -25,29 +24,11 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-PIECES: Final = 12
-"""Into which a transfer is cut, so that its receiver can see how it goes on."""
-SKIPPED: Final = 3
-"""Pieces that are not timed at the beginning: ranks do not begin at the same moment, and a connection has to find its
-speed. As many are not timed at the end, where other flows over a shared link may be over."""
-FLATTERY: Final = 1.5
-"""How many times as fast as the whole transfer its middle may be. A receiver that was not running finds many pieces at
-once, and would take the link for much faster than it is."""
-LEAST_PIECE, MOST_PIECE = 8 << 10, 640 << 10
-"""Bytes of a piece. Twelve of the largest take 63 ms at 1 Gbit/s, and a fast link needs no more."""
-SHARES: Final = (0.1, 0.3, 0.3, 0.3)
-"""The parts of the time of four passes. Each finds how many bytes every link moves in the next one, so that flows over
-a shared link are under way at the same time. The median of the last three counts: a machine may stand still in one."""
-MOST_ROUND_SECONDS: Final = 0.25
-SLOWEST, FASTEST = 1e3, 1e12
-"""Bytes per second. What a rank says beyond these is taken for them."""
 ROUND_TRIP: Final = 1e-4
 """Seconds that are assumed where no round trip is known; plans for large arrays depend little on it."""
 MOST_ROUND_TRIP: Final = 10.0
-SWAPS: Final = 8
+SWAPS: Final = 4
 """Two swaps of a byte take one round trip, of which the shortest counts; the first swap waits for the slower rank."""
-MOST_ROUNDS: Final = 15
-"""Among up to 16 ranks all pairs are measured. Among more, some: every pair has a lane of its own."""
 
 
 class MeasuredLinks(NamedTuple):
@@ -84,64 +65,94 @@ class MeasuredLinks(NamedTuple):
         return MeasuredLinks(ranks, tuple(flows for flows in rounds if flows), trips, self.at, ages)
 
 
-def steps(size: int) -> list[int]:
-    """Return the rounds of a measurement among so many ranks, each as the distance that it sends over."""
-    if size - 1 <= MOST_ROUNDS:
-        return list(range(1, size))
-    near = {1 << bit for bit in range((size - 1).bit_length()) if 1 << bit < size}
-    return sorted(near | {size - step for step in near})[:MOST_ROUNDS]
+class LinkProbes:
+    """One measurement of an attempt. All ranks advance it in the same operations."""
 
+    def __init__(self, attempt: Attempt) -> None:
+        size, slot = attempt.size, attempt.slot
+        self._schedule = LinkMeasurement(size, swap_rounds(size, MOST_ROUNDS))
+        self._trips = np.zeros((size, size), np.float64)
+        """The round trips in this rank's row; those of pairs that do not swap are what pings took, perhaps while the
+        link was busy, and negative if there was none."""
+        for other, rank in enumerate(attempt.ranks):
+            peer = attempt.engine.roster.peer(rank)
+            if peer is not None:
+                known = [taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0]
+                self._trips[slot, other] = min(known, default=-1.0)
+        self._speeds = np.zeros((size, size), np.float64)
+        """What this rank has received in the current pass, in its column."""
+        self._agreed_trips: Matrix | None = None
+        self.is_over = False
+        """Whether nothing is left to do; equal on all ranks."""
+        self.found: MeasuredLinks | None = None
+        """What was measured, once it is over; None, on all ranks alike, if what a rank says is not a speed."""
 
-def measure(attempt: Attempt, seconds: float, speed: float) -> MeasuredLinks | None:
-    """Measure the links for about so many seconds; None if what a rank says is not a speed, on all ranks alike.
+    @property
+    def seconds(self) -> float:
+        """What the measurement has taken in all, as the ranks agree."""
+        return self._schedule.spent
 
-    `speed`, in bytes per second, is a guess of the slowest link. Arguments are equal on all ranks.
-    """
-    size, rounds = attempt.size, steps(attempt.size)
-    trips = _exchanged(attempt, _round_trips(attempt))
-    each = min(MOST_ROUND_SECONDS, seconds / len(rounds))
-    passes: list[Matrix] = []
-    speeds: Matrix | None = np.full((size, size), speed)
-    for share in SHARES:
-        assert speeds is not None
-        speeds = _speeds(attempt, rounds, np.array([[_piece(rate, share * each) for rate in row] for row in speeds]))
-        if speeds is None:
-            return None
-        passes.append(speeds)
-    speeds = np.median(passes[1:], axis=0)
-    flows = tuple(
-        tuple(Flow(slot, (slot + step) % size, float(speeds[slot, (slot + step) % size])) for slot in range(size))
-        for step in rounds
-    )
-    known = np.where(np.isfinite(trips) & (trips > 0), np.minimum(trips, MOST_ROUND_TRIP), ROUND_TRIP)
-    np.fill_diagonal(known, 0.0)
-    return MeasuredLinks(attempt.ranks, flows, tuple(tuple(row) for row in known.tolist()), time.time())
+    def advance(self, attempt: Attempt, nbytes: float, seconds: float) -> None:
+        """Do the part of an operation, in which each rank has just sent so many bytes in so many agreed seconds.
 
+        A step of that operation, which all ranks have just begun together.
+        """
+        schedule = self._schedule
+        schedule.begin(nbytes, seconds)
+        began = time.perf_counter()
+        while (number := schedule.next_swap()) is not None:
+            self._swap(attempt, number)
+            schedule.note(_agreed_elapsed(attempt, began))
+        while (step := schedule.next_step()) is not None:
+            self._rotate(attempt, step)
+            schedule.note(_agreed_elapsed(attempt, began))
+        if schedule.is_pass_over:
+            self._end_pass(attempt)
+        schedule.end()
+        if not self.is_over and schedule.is_done:
+            self.is_over, self.found = True, self._made(attempt)
 
-def _piece(rate: float, seconds: float) -> int:
-    """Return the bytes of a piece of a transfer that takes so many seconds."""
-    return max(LEAST_PIECE, min(MOST_PIECE, int(rate * seconds) // PIECES))
+    def _swap(self, attempt: Attempt, number: int) -> None:
+        """Measure the round trip with the partner of a round; rest if there is none."""
+        partner = attempt.slot ^ number
+        if partner >= attempt.size:
+            attempt.execute(Plan((), ()), (np.zeros(1, np.uint8),))
+            return
+        arrivals = Arrivals(SWAPS)
+        attempt.execute(swaps(partner, SWAPS), (np.zeros(1, np.uint8), np.zeros(1, np.uint8)), coder=arrivals)
+        times = arrivals.times
+        self._trips[attempt.slot, partner] = min(
+            late - early for early, late in zip(times, times[2:], strict=False)
+        )  # fmt: skip
 
-
-def _speeds(attempt: Attempt, rounds: Sequence[int], pieces: NDArray[np.int64]) -> Matrix | None:
-    """Run all rounds with pieces of these sizes; return the speed by sender and receiver, checked."""
-    size, slot = attempt.size, attempt.slot
-    outgoing, arriving = (np.zeros(int(row.max()), np.uint8) for row in (pieces[slot], pieces[:, slot]))
-    speeds = np.zeros((size, size), np.float64)
-    for step in rounds:
+    def _rotate(self, attempt: Attempt, step: int) -> None:
+        """Run a round: send to one rank, and time what arrives from another."""
+        size, slot = attempt.size, attempt.slot
         target, source = (slot + step) % size, (slot - step) % size
-        attempt.synchronize()
+        sent, received = self._schedule.piece(slot, target), self._schedule.piece(source, slot)
         arrivals = Arrivals(PIECES)
-        plan = rotation(slot, size, step, int(pieces[slot, target]), int(pieces[source, slot]), PIECES)
-        attempt.execute(plan, (outgoing, arriving), coder=arrivals)
-        speeds[source, slot] = arrivals.speed(int(pieces[source, slot]))
-    speeds = _exchanged(attempt, speeds)
-    measured = np.zeros((size, size), np.bool_)
-    for step in rounds:
-        measured[range(size), [(each + step) % size for each in range(size)]] = True
-    if not np.isfinite(speeds).all() or not (speeds[measured] > 0).all():
-        return None
-    return np.where(measured, np.clip(speeds, SLOWEST, FASTEST), SLOWEST)
+        plan = rotation(slot, size, step, sent, received, PIECES)
+        attempt.execute(plan, (np.zeros(sent, np.uint8), np.empty(received, np.uint8)), coder=arrivals)
+        self._speeds[source, slot] = arrivals.speed(received, max(0.0, self._trips[slot, source]))
+
+    def _end_pass(self, attempt: Attempt) -> None:
+        """Let the ranks exchange what they have found in a pass."""
+        if self._agreed_trips is None:
+            self._agreed_trips = _exchanged(attempt, self._trips)
+        speeds = _exchanged(attempt, self._speeds)
+        self._speeds = np.zeros_like(speeds)
+        self.is_over = not self._schedule.take(speeds.tolist())
+
+    def _made(self, attempt: Attempt) -> MeasuredLinks:
+        size, speeds, trips = attempt.size, self._schedule.speeds(), self._agreed_trips
+        assert trips is not None
+        flows = tuple(
+            tuple(Flow(slot, (slot + step) % size, speeds[slot][(slot + step) % size]) for slot in range(size))
+            for step in self._schedule.rounds
+        )
+        known = np.where(np.isfinite(trips) & (trips > 0), np.minimum(trips, MOST_ROUND_TRIP), ROUND_TRIP)
+        np.fill_diagonal(known, 0.0)
+        return MeasuredLinks(attempt.ranks, flows, tuple(tuple(row) for row in known.tolist()), time.time())
 
 
 class Arrivals:
@@ -160,31 +171,19 @@ class Arrivals:
         """Note that a transfer has arrived."""
         self.times.append(time.perf_counter())
 
-    def speed(self, piece: int) -> float:
-        """Return bytes per second, once all pieces of so many bytes have arrived."""
-        seconds = self.times[-1 - SKIPPED] - self.times[SKIPPED - 1]
-        timed = piece * (PIECES - 2 * SKIPPED) / max(seconds, 1e-9)
-        return min(timed, FLATTERY * piece * PIECES / max(self.times[-1] - self.began, 1e-9))
+    def speed(self, piece: int, round_trip: float) -> float:
+        """Return bytes per second, once all pieces of so many bytes have arrived from so far away.
+
+        Half of a round trip is that of the first byte; in the other half the sender may not have begun.
+        """
+        return sustained(self.times, self.began + round_trip, piece)
 
 
-def _round_trips(attempt: Attempt) -> Matrix:
-    """Measure the round trips of this rank; return them in its row.
-
-    Those of pairs that do not swap are what pings took, perhaps while the link was busy; negative if there was none.
-    """
-    trips = np.zeros((attempt.size, attempt.size), np.float64)
-    for slot, rank in enumerate(attempt.ranks):
-        peer = attempt.engine.roster.peer(rank)
-        if peer is not None:
-            known = [taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0]
-            trips[attempt.slot, slot] = min(known, default=-1.0)
-    others = partners(attempt.slot, attempt.size, MOST_ROUNDS)
-    arrivals = Arrivals(len(others) * SWAPS)
-    attempt.execute(swaps(others, SWAPS), (np.zeros(1, np.uint8), np.zeros(1, np.uint8)), coder=arrivals)
-    for number, other in enumerate(others):
-        times = arrivals.times[number * SWAPS : (number + 1) * SWAPS]
-        trips[attempt.slot, other] = min(late - early for early, late in zip(times, times[2:], strict=False))
-    return trips
+def _agreed_elapsed(attempt: Attempt, began: float) -> float:
+    """Return the longest time since `began` on any rank, once all ranks have ended the round."""
+    figures = np.array([time.perf_counter() - began], np.float64)
+    attempt.all_reduce(figures, "max")
+    return float(figures[0])
 
 
 def _exchanged(attempt: Attempt, rows: Matrix) -> Matrix:

@@ -220,7 +220,7 @@ class Shortcut:
         self, executor: NativeExecutor, runner: Any, engine: Engine, number: int, atomic: tuple[Any, ...]
     ) -> None:
         """`number` is that of the attempt."""
-        call_log = engine.stalls.call_log
+        call_log = engine.stalls.call_log  # native/attributes.h names what the extension sets of these objects
         spin_ns = SPIN_NS if engine.may_spin else 0
         self._executor, self._number = executor, number
         self._made = native().module.Shortcut(

@@ -1,10 +1,10 @@
 """Fit the plans of large sums to the links between the ranks, which the ranks measure and agree on.
 
-The first large sums of an attempt use the plain plan, and are timed. Before the next one, at a call with a fixed
-number, the ranks measure the links (`measuring`), and choose a plan for each size class: all from the same figures, so
-all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of the time, or when
-sums take much longer or shorter than they did (`drift`). A fitted plan stays chosen only if it turns out to be faster
-than the plain one.
+The first large sums of an attempt use the plain plan, and are timed. From a call with a fixed number on, the ranks
+measure the links (`measuring`), a part after each large sum, and then choose a plan for each size class: all from the
+same figures, so all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of
+the time, or when sums take much longer or shorter than they did (`drift`). A fitted plan stays chosen only if it turns
+out to be faster than the plain one; where lines allow bursts, the plain one is timed once more before that is decided.
 
 If earlier runs have measured all links (`saved_links`), the ranks choose from those figures at the first large sum, and
 measure soon if sums do not take about the predicted time.
@@ -20,16 +20,18 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from covey.plan.choose import PLANNED_BYTES
 from covey.plan.fit import is_distant
+from covey.plan.measurement import MOST_SECONDS
 from covey.plan.network import infer
 from covey.runtime.collectives import network_report, saved_links
 from covey.runtime.collectives.drift import CHANGE, Drift
-from covey.runtime.collectives.measuring import measure
+from covey.runtime.collectives.measuring import LinkProbes
 from covey.runtime.collectives.metered import is_metered
 from covey.runtime.collectives.sums import PlainSums
 from covey.runtime.events import PLAN, Event
@@ -47,12 +49,12 @@ if TYPE_CHECKING:
 
 PLAIN_CALLS: Final = 2
 """Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
-MEASURING: Final = PLAIN_CALLS + 1
-"""The large call of an attempt, counted from 1, before which the ranks measure."""
+MEASURING: Final = PLAIN_CALLS
+"""The large call of an attempt, counted from 1, after which the ranks begin to measure."""
 CHECKING: Final = 2
 """Calls of a fitted plan that are timed before it is compared with the plain plan."""
-LEAST_SECONDS, MOST_SECONDS = 0.1, 1.5
-"""Of the first measurement, which takes as long as the calls before it took, within these bounds."""
+TIMED: Final = 2
+"""The last timed calls of a plan, of which the fastest counts: the first ones may be those of a burst."""
 COST: Final = 0.01
 """The part of the time of large sums that later measurements may take."""
 REVIEW_CALLS: Final = 64
@@ -65,8 +67,6 @@ GAIN: Final = 0.9
 NEVER: Final = 0
 """The number of no call."""
 UNKNOWN: Final = math.inf
-SPEED: Final = 1e7
-"""Bytes per second that are assumed if what a rank says is not a speed."""
 
 Times = tuple[tuple[float, ...], ...]
 """By source and target, in seconds since 1970."""
@@ -93,10 +93,16 @@ class SizeClass:
         self.choice = FIRST
         self.calls = 0
         """Since the choice."""
-        self.timed: list[float] = []
-        """What timed calls took on this rank since the choice. All ranks have timed the same calls."""
+        self.timed: deque[float] = deque(maxlen=TIMED)
+        """What the last timed calls took on this rank since the choice. All ranks have timed the same calls."""
         self.measured = self.plain = UNKNOWN
         """What the fastest timed call took with the chosen plan, and with the plain one before: agreed seconds."""
+        self.given_up: PlanChoice | None = None
+        """A fitted plan that was slower than the plain one, until that has been timed again."""
+        self.fitted_measured = UNKNOWN
+        """What that plan took."""
+        self.has_returned = False
+        """Whether a plan that was given up has been taken again since the links were measured."""
         self.plain_predicted = UNKNOWN
         self.candidates: tuple[Candidate, ...] = ()
         self.network: Network | None = None
@@ -126,8 +132,10 @@ class Planner:
         """Whether the ranks agree on what they know of each other."""
         self._is_suspected = self._is_metered = False
         """Whether links seem to have changed, and whether bytes over a link of any rank cost money. Equal on all."""
-        self._spent = self._cost = self._speed = 0.0
-        """Seconds of large sums since the last measurement, those of that measurement, and the fastest sum here."""
+        self._spent = self._cost = 0.0
+        """Seconds of large sums since the last measurement, and those of that measurement."""
+        self._probes: LinkProbes | None = None
+        """The measurement that is under way."""
 
     def reduce_plain(
         self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]
@@ -147,24 +155,24 @@ class Planner:
 
     def reduce(self, attempt: Attempt, sums: Sums, perform: Callable[[Fitted | None], None]) -> None:
         """Call `perform` with the plan to use for a sum; None is the plan for equal links."""
+        entered = time.perf_counter()
         kind = self.classes.setdefault(sums.key, SizeClass())
         self._calls += 1
         if self._calls == 1:
             self._recall(attempt)
         if self._is_metered and kind.choice is FIRST:
             kind.choice = METERED
-        if self._is_on and self._calls == self._review_at:
-            self._review(attempt)
         if self.network is not None:
             if kind.network is not self.network and kind.calls >= self._plain_calls:
                 self._choose(attempt, kind, self.network, sums)
-            elif (kind.choice.fitted is not None or self.is_earlier) and kind.calls == CHECKING:
+            elif self._is_checked(kind):
                 self._check(attempt, kind)
             elif kind.drift.is_due:
                 self._compare(attempt, kind, sums)
         fitted = kind.choice.fitted
-        is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING)
-        if is_timed:
+        is_reviewed = self._is_on and (self._probes is not None or self._calls == self._review_at)
+        is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING) or (is_reviewed and fitted is None)
+        if is_timed or is_reviewed:
             attempt.synchronize()
         began = time.perf_counter()
         perform(fitted)
@@ -175,7 +183,15 @@ class Planner:
         else:
             kind.drift.note(seconds)
         self._spent += seconds
-        self._speed = max(self._speed, 2 * (attempt.size - 1) / attempt.size * sums.nbytes / seconds)
+        if is_reviewed:
+            self._review(attempt, 2 * (attempt.size - 1) / attempt.size * sums.nbytes, seconds)
+        attempt.planning_seconds += time.perf_counter() - entered - seconds
+
+    def _is_checked(self, kind: SizeClass) -> bool:
+        """Tell whether the plan of a size class is judged before the next call, by its times. Equal on all ranks."""
+        return kind.calls == CHECKING and (
+            kind.choice.fitted is not None or self.is_earlier or kind.given_up is not None
+        )
 
     def fits_medium(self, nbytes: int, sizes: PlanSizes) -> bool:
         """Tell whether sums of less than PLANNED_BYTES have fitted plans, too: between distant hosts, once it is known.
@@ -218,32 +234,44 @@ class Planner:
         if self._is_metered:
             self._review_at = NEVER
 
-    def _review(self, attempt: Attempt) -> None:
-        """Measure the links, or put that off if it would take too large a part of the time."""
+    def _review(self, attempt: Attempt, nbytes: float, seconds: float) -> None:
+        """Measure the links after a sum, for which this rank sent so many bytes; or put that off.
+
+        It is put off if it would take too large a part of the time, or of what is left to this operation.
+        """
         left = attempt.engine.operation.deadline - time.monotonic()
-        figures = np.array([self._spent, self._speed, left, -self._cost], np.float64)
-        attempt.all_reduce(figures, "min")
-        if not np.isfinite(figures).all() or not (figures[:2] > 0).all() or figures[3] > 0:
-            figures = np.array([LEAST_SECONDS, SPEED, 0.0, -MOST_SECONDS])
-        spent, speed, left, cost = float(figures[0]), float(figures[1]), float(figures[2]), -float(figures[3])
-        if PATIENCE * left < LEAST_SECONDS:
-            self._review_at = self._calls + REVIEW_CALLS
+        figures = np.array([seconds, -left, -self._spent], np.float64)
+        attempt.all_reduce(figures, "max")
+        if not np.isfinite(figures).all() or not figures[0] > 0:  # every rank has these figures, and returns here
+            self._put_off(REVIEW_CALLS)
             return
-        if cost and spent * COST < cost and not self._is_suspected:
-            each = spent / (self._calls - self._calls_before)
-            calls = math.ceil((cost / COST - spent) / each)
-            self._review_at = self._calls + max(1, min(calls, MOST_CALLS))
+        seconds, left, spent = float(figures[0]), -float(figures[1]), -float(figures[2])
+        if PATIENCE * left < min(seconds, MOST_SECONDS):
+            self._put_off(REVIEW_CALLS)
             return
-        began = time.perf_counter()
-        found = measure(attempt, min(MOST_SECONDS, PATIENCE * left, max(LEAST_SECONDS, cost or spent)), speed)
-        self._cost, self._spent = time.perf_counter() - began, 0.0
-        self._calls_before, self._review_at = self._calls, self._calls + REVIEW_CALLS
+        if self._probes is None:
+            if self._cost and spent * COST < self._cost and not self._is_suspected:
+                each = max(spent / (self._calls - self._calls_before), 1e-9)
+                self._put_off(math.ceil((self._cost / COST - spent) / each))
+                return
+            self._probes = LinkProbes(attempt)
+        probes = self._probes
+        probes.advance(attempt, nbytes, seconds)
+        if not probes.is_over:
+            return
+        self._cost, self._spent = probes.seconds, 0.0
+        self._calls_before, self._probes = self._calls, None
+        self._put_off(REVIEW_CALLS)
         self._is_suspected = False
-        if found is not None:
-            attempt.engine.measured = found
+        if probes.found is not None:
+            attempt.engine.measured = probes.found
             self.is_earlier = False
-            self._use(attempt, found)
-            saved_links.keep(attempt, found)
+            self._use(attempt, probes.found)
+            saved_links.keep(attempt, probes.found)
+
+    def _put_off(self, calls: int) -> None:
+        """Review again after so many calls; a measurement that is under way goes on at the next one."""
+        self._review_at = self._calls + max(1, min(calls, MOST_CALLS))
 
     def _use(self, attempt: Attempt, measured: MeasuredLinks) -> None:
         self.network = infer(self.hosts, measured.rounds, measured.round_trips)
@@ -266,6 +294,7 @@ class Planner:
     def _choose(self, attempt: Attempt, kind: SizeClass, network: Network, sums: Sums) -> None:
         """Choose the plan of a size class, from a network that all ranks hold."""
         used = kind.choice.fitted
+        kind.given_up, kind.has_returned = None, False
         candidates = sums.ranked(attempt, network)
         plain = next(each.fitted for each in candidates if sums.is_plain(attempt, each.fitted))
         best, why = candidates[0]
@@ -294,21 +323,33 @@ class Planner:
     def _check(self, attempt: Attempt, kind: SizeClass) -> None:
         """Compare the times of a fitted plan with those of the plain one, and go back if that was faster.
 
-        If figures of earlier runs predicted something else, the ranks measure before the next call.
+        The plain plan may have been timed in a burst. So it is timed again after it has replaced a fitted plan, which
+        comes back, once, if that shows that it was the faster one. If figures of earlier runs predicted something else,
+        the ranks measure after this call.
         """
         measured = _agreed(attempt, kind)
         ratio = measured / kind.choice.predicted
         if self.is_earlier and not 1 / CHANGE <= ratio <= CHANGE:
             self._suspect()
+        if kind.choice.fitted is None:
+            given_up, kind.given_up = kind.given_up, None
+            if measured != UNKNOWN:
+                kind.plain = kind.measured = measured
+            if given_up is not None and measured != UNKNOWN and kind.fitted_measured < measured:
+                kind.has_returned = True
+                self._take(attempt, kind, given_up)
+            return
         if measured < kind.plain or measured == UNKNOWN:
             kind.measured = measured
             return
+        given_up, kind.fitted_measured = kind.choice, measured
         why = f"plain: {_ms(kind.plain)}, and {_ms(measured)} with the plan that was predicted to be faster"
         self._take(attempt, kind, PlanChoice(None, why, kind.plain_predicted))
         kind.measured = kind.plain
+        kind.given_up = None if kind.has_returned else given_up
 
     def _compare(self, attempt: Attempt, kind: SizeClass, sums: Sums) -> None:
-        """Let the ranks compare what sums take with what they took; measure before the next one if that differs."""
+        """Let the ranks compare what sums take with what they took; measure after this one if that differs."""
         holds = kind.drift.exchange(attempt)
         if holds is None:
             return
@@ -322,17 +363,18 @@ class Planner:
         network_report.tell(attempt, self, kind.choice.why)
 
     def _suspect(self) -> None:
-        """Measure before the next call, because links seem to have changed."""
+        """Measure after this call, because links seem to have changed."""
         if self._is_metered:
             return
         self._is_suspected = True
-        self._review_at = min(self._review_at, self._calls + 1)
+        self._review_at = min(self._review_at, self._calls)
 
     def _take(self, attempt: Attempt, kind: SizeClass, choice: PlanChoice) -> None:
         before, kind.choice = kind.choice, choice
         if _form(before.fitted) == _form(choice.fitted):
             return
         kind.calls, kind.measured = 0, UNKNOWN
+        kind.timed.clear()
         if self.network is not None:
             network_report.tell(attempt, self, choice.why)
         engine = attempt.engine

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.base.numbers import Rank
+from covey.net import tcp
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 from covey.runtime.members.urgency import Urgency
 
 if TYPE_CHECKING:
+    from covey.base.errors import CoveyError
     from covey.base.numbers import Seat, Slot
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
@@ -55,7 +57,7 @@ class ControlReports(EnginePart):
         if engine.atomic is not None:
             engine.atomic.note_reason(fault)
         elif fault.kind == "PeerLostError":
-            engine.suspicion.note_report(sender)
+            engine.suspicion.heard(sender, message)
             self._suspect(engine, fault)
         else:
             engine.failure.end_here(fault)
@@ -97,6 +99,22 @@ class ControlReports(EnginePart):
             return 0, 0
         traffic = engine.counters.recorder.traffic()[rank]
         return traffic.sent_bytes, traffic.sends
+
+    def lane_stuck(self, seat: Seat, attempt: int) -> None:
+        """Act on a lane to `seat` whose bytes are not acknowledged, while no operation runs that would notice it.
+
+        This rank has sent its part and gone on; the other one waits for it.
+        """
+        where = self._slot_in(seat, attempt)
+        if where is None or (engine := where[0].engine).operation.is_running:
+            return
+        if engine.atomic is not None:
+            assert engine.generation is not None
+            engine.generation.disturbed(attempt)
+        else:
+            rank = engine.roster.rank_of[seat]
+            text = f"{engine.roster.describe((rank,))} {tcp.STUCK}"
+            self._suspect(engine, Fault("PeerLostError", text, (rank,)))
 
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None:
         """Return the operation, `least` or later, from which this end wants to use another lane to `seat`.
@@ -145,7 +163,14 @@ class ControlReports(EnginePart):
         if (engine := self._owner()) is not None:
             engine.forked()
 
-    def close(self) -> None:
-        """Close the group."""
+    def confirm(self) -> None:
+        """Compare the last calls of the group with those of the other ranks, before it is closed. Not on the loop."""
         if (engine := self._owner()) is not None:
-            engine.close()
+            engine.confirm()
+
+    def close(self) -> CoveyError | None:
+        """Close the group; return a mismatch of which the program was not told. Not on the loop."""
+        if (engine := self._owner()) is None:
+            return None
+        engine.close()
+        return engine.failure.untold_mismatch()

@@ -6,6 +6,7 @@ calls with one number differ, the group ends with a MismatchError that lists wha
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -30,7 +31,7 @@ ANSWER_SECONDS: Final = 0.15
 ROUNDS: Final = 3
 """How often it asks again, for the ranks that had not entered the operation."""
 PARTING_LIMIT: Final = 200
-"""Characters of each call in the list that a rank sends when it closes a group."""
+"""Characters of each call in the list that a rank sends when it closes a group or testifies to a loss."""
 POLL_SECONDS: Final = 0.002
 
 
@@ -65,12 +66,17 @@ class StallDiagnosis(EnginePart):
         """The operation that ranks are known to have called differently, or 0."""
         self._is_concluded = False
         self._parted: set[Rank] = set()
+        """Ranks that have sent their last calls, this one among them."""
+        self._in_order: set[Rank] = set()
+        """Those of them whose programs close the group without an error."""
+        self.reported = threading.Event()
+        """Set whenever another rank has told something about its calls."""
 
     def announce(self, sequence: int, *, wakes: bool = True) -> None:
         """Tell the other ranks what this rank called as operation `sequence`, and ask what they called.
 
-        Unless it `wakes` all links that rest, most ranks on them are left out. If any two ranks called different
-        things, two that hear of each other did, and these ask all.
+        Unless it `wakes` idle links, most ranks behind them are left out. If two ranks called different operations,
+        some pair of neighbours did too; that pair notices, and asks every rank.
         """
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
@@ -86,14 +92,26 @@ class StallDiagnosis(EnginePart):
         """Tell whether a rank has closed the group and sent its last calls."""
         return rank in self._parted
 
-    def part(self) -> None:
-        """Send this rank's last calls to the others: a rank that only sends may exit before they compare.
+    def has_parted_in_order(self, rank: Rank) -> bool:
+        """Tell whether the program of a rank has closed the group without an error."""
+        return rank in self._in_order
 
-        Ranks whose links rest hear of a difference from those that notice it.
+    def part(self, *, in_order: bool = False) -> None:
+        """Send this rank's last calls to the others, once: a rank that only sends may exit before they compare.
+
+        `in_order` if the program closes the group without an error. Ranks whose links rest hear of a difference from
+        those that notice it.
         """
         engine = self.engine
-        if engine.node is None:
+        if engine.node is None or engine.rank in self._parted:
             return
+        self._parted.add(engine.rank)
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
+        engine.roster.tell_others(messages.Calls(engine.id, self.recent_runs(), in_order), wakes=False)
+
+    def recent_runs(self) -> tuple[messages.CallRun, ...]:
+        """Return this rank's last calls, as messages tell them."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
         runs: list[messages.CallRun] = []
@@ -103,16 +121,21 @@ class StallDiagnosis(EnginePart):
                 runs[-1] = messages.CallRun(last.first, last.count + 1, last.fingerprint, last.call)
             else:
                 runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
-        if runs:
-            engine.roster.tell_others(messages.Calls(engine.id, tuple(runs)), wakes=False)
+        return tuple(runs)
 
     def recall(self, rank: Rank, calls: messages.Calls) -> None:
-        """Note the last calls of a rank that has closed the group, and compare. On the control loop."""
-        self._parted.add(rank)
+        """Note the last calls of a rank that has closed the group, and compare. On the control loop.
+
+        Other threads find the rank parted only when all its calls are noted.
+        """
         for run in calls.runs:
             for sequence in range(run.first, run.first + run.count):
                 self.call_log.heard(rank, sequence, sequence, run.fingerprint, run.call)
+        if calls.in_order:
+            self._in_order.add(rank)
+        self._parted.add(rank)
         self.compare_known()
+        self.reported.set()
 
     def recognise(self, rank: Rank, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
         """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
@@ -124,9 +147,7 @@ class StallDiagnosis(EnginePart):
             if not self.is_comparing:
                 self._begin(sequence)
             return
-        words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
-        text = f"{operation_name(header.operation)}({', '.join([*words, '...'])})"
-        self.call_log.heard(rank, sequence, sequence, header.fingerprint, text)
+        self.call_log.heard(rank, sequence, sequence, header.fingerprint, describe_header(header))
 
     def compare_known(self, upcoming: Call | None = None) -> bool:
         """Start a comparison if a known call of another rank differs; tell whether one is under way. On any thread."""
@@ -135,6 +156,20 @@ class StallDiagnosis(EnginePart):
                 self.call_log.enter(sequence, upcoming)
             self._begin(sequence)
         return self.is_comparing
+
+    def ask(self, ranks: Sequence[int], sequence: int) -> None:
+        """Ask some ranks what they called as operation `sequence`, and tell them what this rank called."""
+        from covey.wire import messages  # slow to load; a program that joins a run has it already
+
+        engine = self.engine
+        if engine.node is not None:
+            question = messages.Announce(engine.id, sequence, *self._mine(sequence))
+            engine.node.tell([engine.members[rank] for rank in ranks], question)
+
+    def compare(self, sequence: int) -> None:
+        """Start a comparison of an operation that another rank has called differently, unless one is under way."""
+        if not self.is_comparing:
+            self._begin(sequence)
 
     def conclude(self) -> None:
         """End the group with what is known of the calls that differ. On any thread."""
@@ -196,7 +231,7 @@ class StallDiagnosis(EnginePart):
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
         engine, sequence = self.engine, message.sequence
-        entered = sequence
+        entered = sequence if message.call else 0  # a rank may ask about an operation that it has not called
         if isinstance(message, messages.Position):
             entered = message.entered
         elif engine.node is not None:
@@ -207,6 +242,7 @@ class StallDiagnosis(EnginePart):
             self._begin(sequence)
         elif self.is_comparing:
             self._conclude(engine, is_last=False)
+        self.reported.set()
 
     def _mine(self, sequence: int) -> tuple[int, str]:
         call = self.call_log.at(sequence)
@@ -223,8 +259,16 @@ class StallDiagnosis(EnginePart):
     def _conclude(self, engine: Engine, *, is_last: bool) -> None:
         """End the group with what each rank called, once all are known or this `is_last`."""
         sequence, ranks = self._compared, engine.attempt.ranks
-        if not self._is_concluded and (is_last or self.call_log.heard_all(sequence, ranks, engine.rank)):
-            story = self.call_log.story(sequence, ranks, engine.rank)
+        if not self._is_concluded and (
+            is_last or self.call_log.heard_all(sequence, ranks, self._parted | {engine.rank})
+        ):
+            story = self.call_log.story(sequence, ranks, engine.rank, self._parted)
             text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
             engine.failure.declare(Fault("MismatchError", text), differs_at=sequence)
             self._is_concluded = True  # only now: a thread that concludes at the same time relies on the fault
+
+
+def describe_header(header: Header) -> str:
+    """Return the call of a rank, as far as a header tells it."""
+    words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
+    return f"{operation_name(header.operation)}({', '.join([*words, '...'])})"

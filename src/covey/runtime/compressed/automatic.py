@@ -2,7 +2,10 @@
 
 Arrays of about the same size are one class. The first operations of a class are sent as they are, and timed. Before
 the next ones, at calls with fixed numbers, the ranks exchange their times and the speeds of their codecs, and choose:
-all from the same figures, so all alike. A codec stays chosen only if it turns out to be faster than none was.
+all from the same figures, so all alike. A codec stays chosen only if it turns out to be faster than none.
+
+Lines that allow bursts are fast at first, so the first times may say little. Hence the ranks look several times what a
+class takes with what was chosen, and time again what they gave up; the later times count.
 
 The rank that enters an operation last waits for no other, so the shortest time of all ranks is that of the transfer.
 """
@@ -10,15 +13,16 @@ The rank that enters an operation last waits for no other, so the shortest time 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.compress.choice import ERRORS, SHARED, Speed, choose
+from covey.compress.choice import ERRORS, LEAST_GAIN, SHARED, Speed, choose, codec_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -32,8 +36,11 @@ SAMPLE_ELEMENTS: Final = 1 << 16
 """The array on which the speed of a codec is measured: a quarter of a megabyte."""
 PLAIN_CALLS: Final = 2
 """Calls of a class that are sent as they are, and timed. The first one may have to open connections."""
-CHOOSING, CHECKING = PLAIN_CALLS + 1, PLAIN_CALLS + 2
+REVIEWS: Final = (PLAIN_CALLS + 1, PLAIN_CALLS + 2, PLAIN_CALLS + 4, PLAIN_CALLS + 6)
 """Calls of a class, counted from 1, before which ranks exchange figures: to choose, and to compare what came of it."""
+WORKING: Final = 0.5
+"""If a codec works for more than this part of the time, little is left for the transfer. It may have been chosen only
+because a machine stood still in a call without it, so such calls are timed again."""
 REVIEW: Final = 128
 """After so many calls of a class all of this begins again: links change."""
 SELDOM: Final = 32
@@ -60,22 +67,36 @@ class Size(NamedTuple):
     itemsize: int
 
 
+class Standing(NamedTuple):
+    """What the ranks hold of a class, in common."""
+
+    choice: Choice = FIRST
+    plain: float = UNKNOWN
+    """Seconds without a codec, when it was timed last."""
+    tried: Codec | None = None
+    coded: float = UNKNOWN
+    """The codec that was tried, and its seconds."""
+    is_confirmed: bool = False
+    """Whether the time without a codec was measured again after that with one."""
+
+
 class _Class:
     """The operations on arrays of about one size."""
 
     def __init__(self) -> None:
         self.calls, self.period = 0, REVIEW
         """Calls since the last review, and how many there are between two."""
-        self.choice = FIRST
-        self.plain = self.coded = UNKNOWN
-        """The shortest times on this rank without a codec and with the chosen one."""
+        self.standing = Standing()
+        self.shortest = UNKNOWN
+        """The shortest time on this rank since the ranks last exchanged figures."""
 
     def count(self, calls: int) -> None:
         """Note that so many calls have succeeded."""
         self.calls += calls
         if self.calls >= self.period:
-            self.period = REVIEW if self.choice.codec is not None else min(2 * self.period, SELDOM * REVIEW)
-            self.calls = 0
+            is_plain = self.standing.choice.codec is None
+            self.period = min(2 * self.period, SELDOM * REVIEW) if is_plain else REVIEW
+            self.calls, self.standing, self.shortest = 0, Standing(self.standing.choice), UNKNOWN
 
 
 class Tuner:
@@ -98,22 +119,22 @@ class Tuner:
         if known is None:
             known = self._classes[kind] = _Class()
         call = known.calls + 1
-        choice = known.choice if call > PLAIN_CALLS else FIRST
-        if call in (CHOOSING, CHECKING):
-            choice = _reviewed(attempt, auto, size, known, is_first=call == CHOOSING)
-        began = time.perf_counter()
+        standing = known.standing
+        if call in REVIEWS:
+            standing = _reviewed(attempt, auto, size, standing, known.shortest)
+        choice = standing.choice if call > PLAIN_CALLS else FIRST
+        began, planned = time.perf_counter(), attempt.planning_seconds
         perform(choice.codec)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - (attempt.planning_seconds - planned)
 
         def succeeded() -> None:
-            known.choice = choice
-            known.count(1)
             has_lanes, self._attempt = attempt.number == self._attempt, attempt.number
-            if call <= PLAIN_CALLS:
-                known.plain = seconds if call == 1 else min(known.plain, seconds)
-                known.coded = UNKNOWN
-            elif choice.codec is not None and has_lanes:  # else it has opened connections, after a loss
-                known.coded = min(known.coded, seconds)
+            if call in REVIEWS:
+                known.shortest = UNKNOWN
+            if has_lanes or call == 1:  # else it has opened connections, after a loss
+                known.shortest = seconds if call == PLAIN_CALLS else min(known.shortest, seconds)
+            known.standing = standing._replace(choice=choice)
+            known.count(1)
 
         return choice, succeeded
 
@@ -123,11 +144,12 @@ class Tuner:
         Call it when an operation of this size has ended and none is on its way, so that all ranks get the same number.
         """
         known = self._classes.get(_kind(auto, size))
-        if known is None or known.choice.codec is not None:
+        if known is None or known.standing.choice.codec is not None:
             return 0, ""
-        count = known.period - known.calls if known.calls >= CHECKING else 0
+        reason = known.standing.choice.reason
+        count = known.period - known.calls if known.calls >= REVIEWS[-1] else 0
         known.count(count)
-        return count, known.choice.reason
+        return count, reason
 
 
 def _kind(auto: Auto, size: Size) -> tuple[Auto, int, int]:
@@ -138,27 +160,53 @@ def _nothing() -> None:
     pass
 
 
-def _reviewed(attempt: Attempt, auto: Auto, size: Size, known: _Class, *, is_first: bool) -> Choice:
-    """Exchange figures with all ranks, and return what they choose."""
+def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: Standing, shortest: float) -> Standing:
+    """Exchange figures with all ranks, and return what they hold from now on.
+
+    `shortest` is what the class took on this rank since the last exchange, with what was chosen there.
+    """
     codecs = [codec for codec, error in ERRORS.items() if error <= auto.max_error]
     speeds = [speed for codec in codecs for speed in codec_speed(codec)]
-    figures = np.array([known.plain, known.coded, *(1 / speed for speed in speeds)], np.float64)
-    figures[2:] *= -1  # the least of all is the slowest
+    figures = np.array([shortest, *(1 / speed for speed in speeds)], np.float64)
+    figures[1:] *= -1  # the least of all is the slowest
     attempt.all_reduce(figures, "min")
-    if not np.isfinite(figures[2:]).all() or not figures[0] > 0:  # every rank has these figures, and returns here
-        return Choice(None, "none: what a rank has measured is not a time")
-    plain, coded = float(figures[0]), float(figures[1])
-    if not is_first:
-        if known.choice.codec is None or coded < plain or coded == UNKNOWN:
-            return known.choice
-        return Choice(None, f"none: {1e3 * coded:.3g} ms with {known.choice.codec}, {1e3 * plain:.3g} ms without")
-    moved = 2 * (attempt.size - 1) / attempt.size * size.elements * size.itemsize
-    slowest = [1 / -float(figure) for figure in figures[2:]]
+    if figures[0] == UNKNOWN:  # no call was timed: connections were opened, after a loss
+        return before
+    if not np.isfinite(figures).all() or not figures[0] > 0:  # every rank has these figures, and returns here
+        return Standing(Choice(None, "none: what a rank has measured is not a time"))
+    slowest = [1 / -float(figure) for figure in figures[1:]]
     measured = {codec: Speed(*slowest[2 * at : 2 * at + 2]) for at, codec in enumerate(codecs)}
-    rate = moved / max(plain, 1e-9)
-    return Choice(
-        *choose(4 * size.elements, attempt.size, rate, LATENCY, measured, auto.max_error, itemsize=size.itemsize)
-    )
+    return judged(attempt.size, auto, size, before, float(figures[0]), measured)
+
+
+def judged(
+    ranks: int, auto: Auto, size: Size, before: Standing, seconds: float, speeds: Mapping[Codec, Speed]
+) -> Standing:
+    """Return what follows from the time that a class took since the last review, with what was chosen there. Pure."""
+    used, nbytes = before.choice.codec, 4 * size.elements
+    moved = 2 * (ranks - 1) / ranks * size.elements * size.itemsize
+    if used is not None:
+        now = before._replace(tried=used, coded=seconds)
+        if seconds >= before.plain:
+            return now._replace(choice=Choice(None, f"none: {_compared(now)}"))
+        work = codec_seconds(used, nbytes, ranks, math.inf, 0.0, speeds[used]) if used in speeds else 0.0
+        if work > WORKING * seconds and not before.is_confirmed:
+            why = f"none: it is timed again, because {used} itself takes much of {1e3 * seconds:.3g} ms"
+            return now._replace(choice=Choice(None, why))
+        return now
+    now = before._replace(plain=seconds)
+    if before.tried is None:
+        rate = moved / max(seconds, 1e-9)
+        chosen = choose(nbytes, ranks, rate, LATENCY, speeds, auto.max_error, itemsize=size.itemsize)
+        return now._replace(choice=Choice(*chosen))
+    now = now._replace(is_confirmed=True)
+    if before.coded <= (1 - LEAST_GAIN) * seconds:
+        return now._replace(choice=Choice(before.tried, f"{before.tried}: {_compared(now)}"))
+    return now._replace(choice=Choice(None, f"none: {_compared(now)}"))
+
+
+def _compared(standing: Standing) -> str:
+    return f"{1e3 * standing.coded:.3g} ms with {standing.tried}, {1e3 * standing.plain:.3g} ms without"
 
 
 @functools.cache

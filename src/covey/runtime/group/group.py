@@ -24,6 +24,7 @@ from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
 from covey.runtime.group.object_moving import ObjectMoves
 from covey.runtime.group.reductions import Reductions
+from covey.runtime.shutdown import raise_or_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
@@ -74,14 +75,14 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
         *,
         local_rank: int,
         before_close: Callable[[bool], None] | None = None,
-        on_close: Callable[[], None] | None = None,
+        on_close: Callable[[], CoveyError | None] | None = None,
         is_fresh: bool = False,
         parent_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
 
-        `is_fresh`: this rank joined the run with this group, so that `restore` does not count its state. `parent_ranks`
-        are the ranks in the group that it was split from.
+        `on_close` may return an error to raise. `is_fresh`: this rank joined the run with this group, so that `restore`
+        does not count its state. `parent_ranks` are the ranks in the group that it was split from.
         """
         super().__init__(engine)
         self._local_rank, self._parent_ranks = local_rank, parent_ranks
@@ -242,20 +243,33 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
     # The end
 
     def close(self) -> None:
-        """Leave the group and free its lanes, threads and descriptors. A second call does nothing."""
+        """Leave the group and free its lanes, threads and descriptors. A second call does nothing.
+
+        A rank that was the root of a `broadcast`, or only sent, may have called something else than the others, and
+        not know it. If such a call is among its last ones, it first waits until the others have called theirs, for up
+        to two seconds.
+
+        Raises:
+            MismatchError: the ranks called different operations, and this one was not told before. Everything is freed.
+        """
         if control.is_here():  # the garbage collector runs on the control loop's thread, which must not block
             threading.Thread(target=self.close, name="covey-close", daemon=True).start()
             return
         error = self._failure if self._failure is not None else ending_error()
         if error is not None:
             self._tell_failure(error)
+        if error is None:
+            self._engine.confirm()
         if self._before_close is not None:
             self._before_close(error is None)
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()
+        mismatch = self._engine.failure.untold_mismatch()
         if self._on_close is not None and self._engine.is_freed:  # else the thread that closes it calls this
-            self._on_close()
+            mismatch = self._on_close() or mismatch
+        if mismatch is not None and error is None:
+            raise_or_exit(mismatch)
 
     def __enter__(self) -> Self:
         return self
@@ -275,9 +289,13 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks which error ends this program, before its lanes end."""
         node, is_of_all = self._engine.node, self._before_close is not None
-        if node is not None and is_of_all and not self._has_told and not self._is_consequence(error):
-            self._has_told = True
+        if node is None or not is_of_all or self._has_told:
+            return
+        self._has_told = True
+        if not self._is_consequence(error):
             node.fail(describe(error))
+        else:
+            self._engine.failure.report_loss(describe(error))
 
     def _is_consequence(self, error: BaseException) -> bool:
         """Tell whether an error comes from the failure of the group itself, which the other ranks know of."""

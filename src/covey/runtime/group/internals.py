@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from covey.base.numbers import Rank, Seat
     from covey.compress.policy import Policy
+    from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.group import Group
     from covey.runtime.group.issuer import Issuer
@@ -53,6 +54,15 @@ def policy_of(group: Issuer) -> Policy | None:
 def steps_between_checks(group: Issuer) -> int:
     """Return every how many steps this rank compares its parameters with those of the other ranks; 0 for never."""
     return group._engine.config.check_every or int(is_debugging())
+
+
+def functions_of(group: Group) -> FunctionRegistry | None:
+    """Return the functions that this process lets other nodes call, if it has registered some; also after `close`."""
+    if group._engine.node is None:
+        return None if group._node is None else group._node._service.functions
+    from covey.runtime.calls.serve import registered_functions
+
+    return registered_functions(group._engine.node)
 
 
 def restored_state(group: Group) -> MutableMapping[str, Any] | None:

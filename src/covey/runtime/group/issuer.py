@@ -142,5 +142,5 @@ def whole_number(what: str, value: Any) -> int:
     except TypeError:
         raise ConfigError(f"{what}={value!r} must be a whole number") from None
     if not -(1 << 62) < number < 1 << 62:
-        raise ConfigError(f"{what}={value!r} is too large")
+        raise ConfigError(f"{what}={value!r} must be between -2**62 and 2**62, both excluded")
     return number

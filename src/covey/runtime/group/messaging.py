@@ -106,11 +106,14 @@ class Messages(Issuer):
             received = messenger.wait(receive, deadline)
         except BaseException as error:
             messenger.abandon(send, error)  # or else `x` would be read after this
+            receive.forget_error()
+            send.forget_error()
             raise
         try:
             messenger.wait(send, deadline)
         except BaseException:
             receive.release(is_taken=True)
+            send.forget_error()
             raise
         return received
 
@@ -228,7 +231,10 @@ class Messages(Issuer):
         if async_op:
             messenger.progress_in_background(work, deadline)
             return work
-        return messenger.wait(work, deadline, peer)
+        try:
+            return messenger.wait(work, deadline, peer)
+        finally:
+            work.forget_error()
 
     def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
         engine = self._engine

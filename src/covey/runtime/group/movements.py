@@ -64,7 +64,7 @@ def gather_all(
     attempt.execute(plan, (records, records.reshape(-1)))
     mine = records[attempt.slot, :META_WORDS].tobytes()
     arrays = [
-        np.empty(operand.shape, operand.flat.dtype)  # as usual: no more to check
+        np.empty(operand.shape, operand.flat.dtype)  # same header as ours: shape and dtype are known
         if record[:META_WORDS].tobytes() == mine
         else _room(attempt, slot, record, wanted)
         for slot, record in zip(attempt.slots, records, strict=True)

@@ -76,9 +76,12 @@ class Node:
 
     @property
     def leader(self) -> int | None:
-        """The rank that leads when members agree on views; None if it is not in this group, or not known now."""
+        """The rank that leads when members agree on views, from the moment when the view begins.
+
+        None if it is not in this group, or not heard at present.
+        """
         generation = self._engine.generation
-        leads = None if generation is None else generation.view_driver.leader()
+        leads = None if generation is None else generation.view_driver.expected_leader()
         if generation is None or leads is None:
             return None
         return self._engine.roster.rank_of.get(generation.seats[leads])

@@ -31,7 +31,9 @@ from covey.runtime.off_loop import off_loop
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from covey.base.errors import CoveyError
     from covey.compress.policy import CompressValue
+    from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.members.node import Node
     from covey.runtime.mesh.endpoint import Endpoint
 
@@ -281,7 +283,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
 
     endpoint = _open_endpoint(launched, config, target.options)
     if launched.is_restarted:
-        return _join_late(launched, config, endpoint, YEAR_SECONDS if target.is_elastic else target.wait)
+        return _join_late(launched, target, endpoint)
     try:
         node = Node(
             seat=Seat(launched.rank),
@@ -303,19 +305,20 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         raise
     _use_relays(node, endpoint)
     node.form(target.wait)
-    return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
+    local_rank = local_rank_of(node) if launched.local_rank is None else launched.local_rank
+    return group_of(node, local_rank, functions=target.functions)
 
 
-def _join_late(launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, wait: float) -> Group:
+def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -> Group:
     """Return the group of the next generation of a running run, once it has a seat for this process."""
     from covey.runtime import loop as control
     from covey.runtime.joining.newcomer import Newcomer
     from covey.runtime.members.node import Node
 
     async def wait_for_a_seat() -> Node:
-        newcomer = Newcomer(launched, config, endpoint)
+        newcomer = Newcomer(launched, target.config, endpoint)
         try:
-            return await newcomer.become_a_node(wait)
+            return await newcomer.become_a_node(YEAR_SECONDS if target.is_elastic else target.wait)
         except BaseException:
             await newcomer.close()
             raise
@@ -327,7 +330,8 @@ def _join_late(launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, 
     except BaseException:
         node.close()
         raise
-    return group_of(node, local_rank_of(node) if launched.local_rank is None else launched.local_rank)
+    local_rank = local_rank_of(node) if launched.local_rank is None else launched.local_rank
+    return group_of(node, local_rank, functions=target.functions)
 
 
 def _use_relays(node: Node, endpoint: Endpoint) -> None:
@@ -365,8 +369,11 @@ def local_rank_of(node: Node) -> int:
     )
 
 
-def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
-    """Return the group of all ranks of a node's generation; closing it closes the node."""
+def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: FunctionRegistry | None = None) -> Group:
+    """Return the group of all ranks of a node's generation; closing it closes the node.
+
+    `functions` are those that other nodes may call from now on, if the process was in the run before.
+    """
     from covey.runtime.calls.serve import await_calls, deliver_answers  # a group of one awaits no calls
 
     generation = node.generation
@@ -374,9 +381,12 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
     node.checkpoints.follow(engine)
-    await_calls(node)
+    await_calls(node, functions)
 
     def leave(is_finished: bool) -> None:
+        if is_finished:
+            for member in node.groups:
+                member.confirm()
         deliver_answers(node)
         # Agreed with the other members, so that they take it neither for a crash nor for the end of the group; and
         # when all have left, the machines of a cluster know that the run is over.
@@ -384,11 +394,11 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
         if is_agreed and node.generation is generation and generation is not None:
             generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.rival)
 
-    def on_close() -> None:
-        for member in node.groups:
-            member.close()  # groups that were split off end with the run
+    def on_close() -> CoveyError | None:
+        errors = [member.close() for member in node.groups]  # groups that were split off end with the run
         node.close()
         atexit.unregister(group.close)
+        return next((error for error in errors if error is not None), None)
 
     group = Group(engine, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)

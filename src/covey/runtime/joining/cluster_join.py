@@ -88,7 +88,7 @@ def join_run(target: JoinTarget) -> Group:
         return await _seat(joiner, config, wanted.timeout, floor=floor)
 
     node = control.make(become_a_node(), discard=Node.close, otherwise=endpoint.leave)
-    return _ready(group_of(node, local_rank=local_rank_of(node)), node)
+    return _ready(group_of(node, local_rank=local_rank_of(node), functions=target.functions), node)
 
 
 def _ready(group: Group, node: Node | None) -> Group:

@@ -29,7 +29,7 @@ from covey.base.numbers import Rank, Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
-from covey.runtime.group.internals import engine_of, node_of, restored_state, seat_of
+from covey.runtime.group.internals import engine_of, functions_of, node_of, restored_state, seat_of
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.joining.request import JoinRequest
@@ -39,7 +39,7 @@ from covey.wire import messages
 from covey.wire.membership import Successor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from covey.runtime.group.group import Group
     from covey.runtime.members.generation import Generation
@@ -107,7 +107,7 @@ class _Generations:
         """Set by a signal handler, which must take no lock: it may interrupt itself."""
         self._group: Group | None = None
 
-    def each(self) -> Iterator[Group]:
+    def each(self) -> Generator[Group]:
         """Yield one group after the other; close the last one."""
         with self._listening_for_sigterm():
             try:
@@ -130,13 +130,15 @@ class _Generations:
 
     def _join(self, *, again: bool = False) -> Group:
         """Return the group of the run's first generation, or of a later one with a seat for this process."""
-        request = replace(self._request, is_newcomer=again)
+        # An excluded process, or one that was alone or a spare, comes back with what it has registered.
+        functions = None if self._group is None else functions_of(self._group)
+        request = replace(self._request, is_newcomer=again, functions=functions)
         is_launched = request.run is None and "COVEY_RUN" not in os.environ
         if is_launched:  # the launcher decides how many processes there are
             request = replace(request, min_size=None, max_size=None, fewest=self._min_size or 0)
         self._group = None
         try:
-            group = bootstrap.join_with(request)
+            group = self._seat(request)
         except ClosedError as error:
             raise _OverError from error
         if is_launched and (self._min_size or 1) > group.size and group.generation == 0:
@@ -150,6 +152,10 @@ class _Generations:
             engine_of(group).carry_news()
             node.is_draining = self._is_asked_to_leave
         return group
+
+    def _seat(self, request: JoinRequest) -> Group:
+        """Return the group that has a seat for this process, before it knows that the process is elastic."""
+        return bootstrap.join_with(request)
 
     def _next(self, group: Group) -> Group | None:
         """Return the group of the next generation; None if this process was asked to leave, and is not in it."""

@@ -14,8 +14,11 @@ import time
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError, QuorumLostError
+from covey.base.pace import Growing
 from covey.base.text import printable
+from covey.runtime.backoff import Backoff
 from covey.runtime.early_messages import EarlyMessages
+from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.handshake import RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.node import Node
@@ -35,8 +38,9 @@ logger = logging.getLogger("covey")
 Key: TypeAlias = tuple[bytes, bytes]
 """The id and life of a process."""
 
-LONGEST_PAUSE: Final = 0.5
-"""Seconds between dials of a rank that does not answer."""
+PAUSES: Final = Growing(0.02, 0.5, 1.5)
+"""Between dials of a rank that does not answer."""
+FIRST_REMINDER_SECONDS: Final = 5.0
 REMINDER_SECONDS: Final = 30.0
 FIRST_SECONDS: Final = 60.0
 """How long the first member may take to answer."""
@@ -96,7 +100,7 @@ class Newcomer:
 
     async def _keep_dialling(self, path: str, rank: int) -> None:
         """Stay linked with the process that has this rank, until cancelled."""
-        pause = 0.02
+        tries = Backoff(f"a link with rank {rank}", PAUSES, level=logging.DEBUG)  # `_log_waiting` tells
         while True:
             with contextlib.suppress(CoveyError, TimeoutError, OSError):
                 try:
@@ -111,12 +115,13 @@ class Newcomer:
                 else:
                     self._hold(link, welcome.card, is_dialled=True, is_newcomer=welcome.purpose == "newcomer")
                     await link.ended.wait()
-                    pause = 0.02
-            await asyncio.sleep(pause)
-            pause = min(LONGEST_PAUSE, 1.5 * pause)
+                    tries.worked()
+            tries.failed()
+            await tries.rest()
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self._endpoint.credentials, said, self._judge)
+        on_objection = functools.partial(self._endpoint.audit.refused_key, remote_ip(sock))
+        admitted = await admit(sock, self._endpoint.credentials, said, self._judge, on_objection)
         if admitted is not None:
             self._hold(admitted[0], admitted[1].card, is_dialled=False, is_newcomer=True)
 
@@ -200,9 +205,10 @@ class Newcomer:
         await KeeperLink(path, credentials, card, fewest=fewest, on_message=hear).keep()
 
     async def _log_waiting(self) -> None:
-        began = time.monotonic()
+        began, pause = time.monotonic(), FIRST_REMINDER_SECONDS
         while True:
-            await asyncio.sleep(REMINDER_SECONDS)
+            await asyncio.sleep(pause)
+            pause = REMINDER_SECONDS
             waited = time.monotonic() - began
             logger.warning("waiting for a seat in %s (%.0f s); %d members know of this process",
                            self._launched.name, waited, self._members)  # fmt: skip

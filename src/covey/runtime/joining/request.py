@@ -21,6 +21,7 @@ from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
     from covey.compress.policy import CompressValue
+    from covey.runtime.calls.functions import FunctionRegistry
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -58,6 +59,8 @@ class JoinRequest:
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
     is_newcomer: bool = False
     """The process was in the run before, or knows that it goes on."""
+    functions: FunctionRegistry | None = None
+    """Functions that this process registered when it was in the run before."""
     fewest: int = 0
     """Under a launcher: with how many processes a run that has lost all its members may begin again; 0 for all."""
 
@@ -110,11 +113,12 @@ class JoinRequest:
             wait=wanted.timeout if wanted is not None else launcher_wait(env, self.timeout),
             is_elastic=self.is_elastic,
             is_returning=self.is_newcomer or restarts(env) > 0,
+            functions=self.functions,
         )
 
 
 _OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
-_OURS = {"is_elastic", "is_newcomer", "fewest"}
+_OURS = {"is_elastic", "is_newcomer", "functions", "fewest"}
 """Fields that are no arguments of `covey.join`."""
 
 
@@ -143,3 +147,5 @@ class JoinTarget:
     """Whether the process waits for a seat in a running generation as long as the run lasts."""
     is_returning: bool = field(default=False, compare=False)
     """Whether the process was in the run before, or waited for it."""
+    functions: FunctionRegistry | None = field(default=None, compare=False)
+    """Functions that other nodes may call from the first moment on."""

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.net import local_runs
 from covey.net.run_folder import RunFolder
@@ -46,9 +47,8 @@ FAILURE_GRACE: Final = 1.0
 """Seconds before SIGTERM in which the other ranks may notice a failure by themselves and report it."""
 TERM_GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
-RESTART_PAUSE: Final = 0.2
-"""Seconds before a process is restarted; they double each time."""
-RESTART_PAUSE_MOST: Final = 5.0
+RESTARTS: Final = Growing(0.2, 5.0)
+"""Pauses before a process is restarted."""
 
 Stdio = int | IO[bytes] | None
 

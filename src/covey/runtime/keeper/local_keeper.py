@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import printable
+from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.health import Vouch
 from covey.proto.keeping import Outcome, without_members
@@ -26,7 +27,7 @@ from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.links.handshake import LinkCredentials, admit
+from covey.runtime.links.handshake import LinkCredentials, admit, version_objection
 from covey.runtime.members.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
@@ -63,11 +64,14 @@ class LocalKeeper:
         self.expected = size
         """How many processes run or will be restarted. May be set on any thread."""
         self._size = size
+        self._blamed: dict[bytes, None] = {}
+        """Lives of processes that failed, or whose loss made others fail, in the order of the reports."""
         self._fewest: dict[bytes, int] = {}
         """By life: with how many processes a linked one may begin the run anew; 0 for all."""
         self._credentials = LinkCredentials.of_token(token)
         contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
-        self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
+        life = secrets.token_bytes(LIFE_BYTES)
+        self._card = messages.Card(b"", life, "keeper", "covey run", os.getpid(), contact, version=__version__)
         self._acceptor = Acceptor([listener], self._credentials.door_key, "the keeper")
         self._acceptor.on_link = self._accept
         self._process_table = ProcessTable()
@@ -124,6 +128,11 @@ class LocalKeeper:
         if link is not None:
             link.send(messages.encode(messages.RequestCheckpoint("", "")))
 
+    def culprits(self) -> list[int]:
+        """Return the ids of processes that failed by themselves or made others fail, the first first. On any thread."""
+        known = (self._process_table.get(life) for life in list(self._blamed))
+        return [process.pid for process in known if process is not None]
+
     # Links with processes
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
@@ -137,8 +146,8 @@ class LocalKeeper:
                 self._link_up(link, hello.card)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
-        if hello.version != messages.VERSION:
-            reason = f"you speak version {hello.version} of covey's protocol, and your keeper {messages.VERSION}"
+        if reason := version_objection(hello, self._card):
+            pass
         elif hello.purpose != "kept":
             reason = "a keeper only talks to the processes of its run"
         elif len(hello.card.life) != LIFE_BYTES:
@@ -203,6 +212,9 @@ class LocalKeeper:
                 self._agreeing(life, number, said)
             case messages.Goodbye():
                 self._left.add(life)
+            case messages.Failing(_, cause):
+                if self._process_table.get(cause or life) is not None:
+                    self._blamed.setdefault(cause or life)
             case messages.Inspected():
                 self._inspections.answered(life, message)
             case _:
@@ -211,7 +223,9 @@ class LocalKeeper:
     def _founded(self, life: bytes, founded: messages.Founded) -> None:
         now, told = time.monotonic(), GenerationViews(founded, time.monotonic())
         if life not in told.rank_of:
-            raise RemoteProtocolError(f"a process announced generation {told.number}, which it is not in")
+            raise RemoteProtocolError(
+                f"process {life.hex()[:8]} announced generation {told.number} but is not a member of it"
+            )
         if told.number > max(self._generations, default=-1):
             for number in [number for number in self._generations if number < told.number - 1]:
                 self._end(number)
@@ -237,7 +251,9 @@ class LocalKeeper:
         if generation is None:
             return  # it is over
         if life not in generation.rank_of:
-            raise RemoteProtocolError(f"a process votes in generation {number}, which it is not in")
+            raise RemoteProtocolError(
+                f"process {life.hex()[:8]} sent a vote for generation {number} but is not a member of it"
+            )
         if generation.view_driver is not None:  # else the process repeats it
             generation.view_driver.received(generation.rank_of[life], said)
             self._has_finished = self._has_finished or generation.view_driver.has_finished

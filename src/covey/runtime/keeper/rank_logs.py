@@ -1,8 +1,15 @@
-"""Log files of a run, one for each rank (`covey run --log-dir`)."""
+"""Log files of a run, one for each rank (`covey run --log-dir`).
+
+What cannot be written, because the disk is full for instance, is counted. The run continues; a line in its output says
+so at once, another in the file as soon as it can be written again, and the exit code of the run is not 0.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -20,24 +27,50 @@ class RankLogs:
         """Make the folder; ConfigError if that is not possible."""
         self._folder = Path(folder)
         self._names: set[str] = set()
-        self.failure = ""
-        """Why a file could not be written, the last time that happened."""
+        self._missing: dict[str, tuple[int, str]] = {}
+        """By file: how many bytes could not be written since the last that were, and why."""
+        self._told = ""
+        self.is_complete = True
+        """Whether all output was written so far."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder) as probe:
+                probe.write(b"x")
         except OSError as error:
             raise ConfigError(f"--log-dir {folder}: {error.strerror}; choose a folder that can be written") from error
 
-    def write(self, label: str, data: bytes) -> None:
-        """Append output of the process with this label, such as `3` or `north 3`."""
+    def write(self, label: str, data: bytes) -> str:
+        """Append output of the process with this label, such as `3` or `north 3`; return what to tell the user.
+
+        That is a sentence if the files cannot be written for a new reason, and else empty.
+        """
         name = file_name(label)
         if name not in self._names and len(self._names) >= FILES_LIMIT:
             name = "others.log"
         self._names.add(name)
+        missing, why = self._missing.get(name, (0, ""))
+        gap = (
+            f"\ncovey: {missing} byte{'s' * (missing != 1)} could not be written here ({why})\n".encode()
+            if missing
+            else b""
+        )
         try:
-            with open(self._folder / name, "ab") as file:
-                file.write(data)
+            with open(self._folder / name, "ab", buffering=0) as file:
+                taken = file.write(gap + data)
         except OSError as error:  # the run goes on
-            self.failure = f"{self._folder / name}: {error.strerror}"
+            taken, why = 0, error.strerror or str(error)
+        if taken >= len(gap):
+            self._missing.pop(name, None)
+            missing, taken = 0, taken - len(gap)
+        else:
+            taken = 0
+        if taken == len(data):
+            return ""
+        why = why or os.strerror(errno.ENOSPC)  # what a write that is cut short means
+        self._missing[name] = missing + len(data) - taken, why
+        self.is_complete = False
+        is_news, self._told = self._told != why, why
+        return f"{self._folder / name} cannot be written ({why}); the run goes on without its logs" if is_news else ""
 
 
 def file_name(label: str) -> str:

@@ -103,6 +103,10 @@ class KeeperService:
         """Ask the run for a checkpoint, and do not wait. On any thread."""
         _request_checkpoint(self._local_keeper)
 
+    def culprits(self) -> list[int]:
+        """Return the ids of processes that failed by themselves or made others fail, the first first."""
+        return self._local_keeper.culprits() if self._local_keeper is not None else []
+
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
         if self._local_keeper is not None:
@@ -215,6 +219,10 @@ class ClusterKeeperService:
     def request_checkpoint(self) -> None:
         """Ask the run for a checkpoint, and do not wait. On any thread."""
         _request_checkpoint(self._cluster_keeper)
+
+    def culprits(self) -> list[int]:
+        """Return nothing: members of a cluster report failures to each other."""
+        return []
 
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
+from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.rank_logs import RankLogs
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C kills them at once."""
+INCOMPLETE_LOGS_CODE: Final = 1
+"""The exit code of a run that succeeded, and whose log files could not be written."""
 NEVER_JOINED_CODE: Final = 3
 NEVER_JOINED: Final = (
     "none of the {count} processes joined the run: each worked alone, and may have overwritten what the others wrote. "
@@ -58,7 +60,8 @@ def keep(
     ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
     this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
     With `log_dir`, the output of each rank is also written to a file there. If two or more processes succeed and none
-    ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`.
+    ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`. If files in `log_dir` lack output,
+    it is not 0.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
@@ -159,6 +162,9 @@ class _Supervisor:
         self._run.stop()
         for pipe in self._pipes():
             self._drain(pipe)
+        if self._logs is not None and not self._logs.is_complete:
+            self.note("the files in --log-dir lack some of the output")
+            return self._outcome() or INCOMPLETE_LOGS_CODE
         return self._outcome()
 
     def _outcome(self) -> int:
@@ -217,8 +223,8 @@ class _Supervisor:
         data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
         if data:
             self._write(pipe.target, pipe.stream.feed(data, now=time.monotonic()))
-            if self._logs is not None:
-                self._logs.write(pipe.label(), data)
+            if self._logs is not None and (problem := self._logs.write(pipe.label(), data)):
+                self.note(problem)
         else:
             self._selector.unregister(pipe.source)
             self._write(pipe.target, pipe.stream.end())
@@ -301,7 +307,11 @@ class _Supervisor:
             survives = self._run.survives()
             if survives is None and self._alive and self._told is None and time.monotonic() < by:
                 return
-            del self._failed[0]
+            cause = self._cause() if not survives and self._told is None else None
+            if cause in self._alive and time.monotonic() < by:
+                return  # it is about to end; this rank failed because of it
+            rank, code, by = next((each for each in self._failed if each[0] == cause), self._failed[0])
+            self._failed.remove((rank, code, by))
             status = exit_status(code)
             if survives:
                 self._lost_code = status
@@ -312,8 +322,17 @@ class _Supervisor:
                     self._stop_at(by)
                     self._stopping_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
-            self.note(f"{self._name(rank)} {describe_end(code)}{what}")
+            because = f"{self._name(cause)} failed or hangs; " if cause is not None and cause in self._alive else ""
+            self.note(f"{because}{self._name(rank)} {describe_end(code)}{what}")
         self._failed.clear()
+
+    def _cause(self) -> int | None:
+        """Return the rank whose failure caused the others, as the processes report; None if that is not known."""
+        self._run.service.catch_up()
+        ranks = {process.pid: rank for rank, process in self._started.items()}
+        failed = {rank for rank, _, _ in self._failed}
+        blamed = (ranks[pid] for pid in self._run.service.culprits() if pid in ranks)
+        return next((rank for rank in blamed if rank in failed or rank in self._alive), None)
 
     def _cancel_stop(self) -> None:
         """Do not stop the other ranks after all, if they have formed a group without the failed one."""
@@ -333,7 +352,7 @@ class _Supervisor:
         before, most = self._restarts.get(rank, 0), self._command.restarts
         if before < most and not self._is_over(rank) and self._told is None:
             self._restarts[rank] = before + 1
-            self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
+            self._waiting[rank] = time.monotonic() + RESTARTS.after(before + 1)
             return f"; starting it again ({before + 1} of {most})"
         self._run.will_not_return()
         return "; the others go on" if self._alive or self._waiting else ""

@@ -17,7 +17,7 @@ from covey.net.discovery.host_rendezvous import check_peer
 from covey.net.quic.line import QuicSocket
 from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
-from covey.runtime.links.sockets import RelayedSocket, accepted
+from covey.runtime.links.sockets import RelayedSocket, accept_shortage, accepted
 from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
@@ -48,6 +48,10 @@ PROBER_SECONDS: Final = 60.0
 """How long they are remembered."""
 
 
+class TurnedAwayError(ConnectError):
+    """This process closed a connection because of a limit or a setting. Other ConnectErrors are broken connections."""
+
+
 class Acceptor:
     """Listens, checks connections at the door, and hands those that prove the key to `on_link` or `on_lane`."""
 
@@ -76,11 +80,13 @@ class Acceptor:
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._tasks = Tasks(f"the acceptor of {name}")
         self._is_closing = False
+        self.shortage = accept_shortage(name)
+        """Since when connections cannot be accepted for want of a descriptor; read on any thread."""
         self.turned_away = self._without_key = 0
         self.arrivals = SourceLimits()
         self._logs = {level: LimitedLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
         self._probers: dict[bytes, dict[str, float]] = {}
-        """By what probes were bound to: their addresses, and when the last probe came from each."""
+        """Probe token -> {source address: time of its last probe}."""
 
     def open(self) -> None:
         """Start to accept connections. On the control loop."""
@@ -92,14 +98,14 @@ class Acceptor:
             asyncio.get_running_loop().add_reader(listener, self._take_connections, listener)
 
     def _take_connections(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen):
+        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self.shortage):
             ip = remote_ip(sock)
             is_member = ip in self.member_ips  # members may come back
             arrival = self._arrive(sock, ip, is_member=is_member)
             if arrival is None or (is_scarce(sock.fileno()) and not is_member):
                 sock.close()
                 scarce = "this process has few descriptors left"
-                self._refuse(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
+                self._refuse(TurnedAwayError(scarce if arrival is not None else f"too many come from {ip}"), ip)
                 continue
             sock.setblocking(False)
             self._admit(track(sock), arrival)
@@ -138,7 +144,7 @@ class Acceptor:
                 lambda _: oldest.close()
             )  # a task that was cancelled before it began cannot close it
         task.cancel()
-        self._refuse(ConnectError(reason), ips[oldest])
+        self._refuse(TurnedAwayError(reason), ips[oldest])
 
     async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
         ip = remote_ip(sock)
@@ -186,7 +192,7 @@ class Acceptor:
         elif sock.family == socket.AF_UNIX:
             check_peer(sock)
         elif not self._allows(sock.getsockname()[0]):
-            raise ConnectError("it came over an interface that is excluded")
+            raise TurnedAwayError("it came over an interface that is excluded")
         no_delay(sock)
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
@@ -217,7 +223,8 @@ class Acceptor:
         self._without_key += isinstance(error, AuthError)
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
         count, last = self.turned_away, error or type(error).__name__
-        self._logs[level].log(level, "%s has refused %d connections; the last one: %s", self._name, count, last)
+        many = "a connection" if count == 1 else f"{count} connections; the last one"
+        self._logs[level].log(level, "%s has refused %s: %s", self._name, many, last)
 
     def about_strangers(self) -> str:
         """Return a clause about the connections that did not have the key, or ""."""

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError
-from covey.runtime.links.handshake import HungUpError, RefusedError, ScarceError, connect, dial
+from covey.net.descriptors import ScarceError
+from covey.runtime.links.handshake import HungUpError, RefusedError, connect, dial
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.sockets import RelayedWay
 
@@ -49,18 +50,18 @@ async def dial_any(
 
 
 async def connect_any(
-    wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose, *, is_short: bool = False
+    wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose, *, packet_limit: int = 0
 ) -> socket.socket:
     """Connect to the first address that works, and pass the door; each has a short head start before the next.
 
-    `is_short` is as for `connect`.
+    `packet_limit` is as for `connect`.
 
     Raises:
         ConnectError: no address works.
     """
     opened, _ = await _first_of(
         wheres,
-        lambda where: connect(where, credentials, purpose, is_short=is_short),
+        lambda where: connect(where, credentials, purpose, packet_limit=packet_limit),
         lambda opened: opened[0].close(),
     )
     return opened[0]

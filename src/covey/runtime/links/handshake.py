@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
-from covey.net.descriptors import explain, is_exhausted, track
+from covey.net.descriptors import ScarceError, explain, is_exhausted, track
 from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
-from covey.runtime.links.sockets import QuicWay, RelayedWay, address_of, keep_packets_short
+from covey.runtime.links.sockets import LINK_PACKET_BYTES, QuicWay, RelayedWay, address_of, limit_packets
 from covey.runtime.links.sockets import Where as Where
 from covey.runtime.links.sockets import new_socket as new_socket
 from covey.runtime.links.sockets import no_delay as no_delay
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
+
+    Judge = Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal]
 
 SILENCE: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
@@ -47,10 +49,6 @@ class RefusedError(Exception):
 
 class HungUpError(ConnectError):
     """The other side closed the connection instead of answering: it rejects this key, or it has just died."""
-
-
-class ScarceError(ConnectError):
-    """This process can open no socket now: it, or the system, has too many files open."""
 
 
 class PapersCheck(Protocol):
@@ -122,13 +120,13 @@ async def connect(
     token: bytes = b"",
     spares: bool = False,
     within: float = HANDSHAKE_SECONDS,
-    is_short: bool = False,
+    packet_limit: int = 0,
 ) -> tuple[socket.socket, bytes]:
     """Connect and pass the door; return the socket, and the challenge with the answer.
 
     What `first` returns is sent right after the answer, and the answer is bound to it; without `first`, to `token`.
     With `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. The
-    other side has to answer `within` so many seconds. With `is_short`, both sides send short packets only.
+    other side has to answer `within` so many seconds. Neither side sends packets above `packet_limit` bytes, if given.
 
     Raises:
         ConnectError: nothing answers there (yet), or what answers is not covey; a ScarceError if this process can open
@@ -141,8 +139,7 @@ async def connect(
             sock = where.pump.dial(where, credentials.door_key)
         else:
             sock = track(new_socket(where, spares=spares))
-        if is_short:
-            keep_packets_short(sock)
+        limit_packets(sock, packet_limit)
         async with asyncio.timeout(within):
             if not isinstance(where, QuicWay):  # a QUIC connection is made while its socket is waited for
                 await loop.sock_connect(sock, address_of(where))
@@ -203,7 +200,10 @@ async def _dial(
         first = channel.shake
     else:
         first = bytes
-    sock, said = await connect(where, credentials, door.Purpose.LINK, first=first, spares=spares, within=within)
+    purpose, limit = door.Purpose.LINK, LINK_PACKET_BYTES
+    sock, said = await connect(
+        where, credentials, purpose, first=first, spares=spares, within=within, packet_limit=limit
+    )
     link: Link | None = None
     is_ours = True
     try:
@@ -261,11 +261,13 @@ async def admit(
     sock: socket.socket,
     credentials: LinkCredentials,
     said: bytes,
-    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+    judge: Judge,
+    on_objection: Callable[[str], None] = lambda _reason: None,
 ) -> tuple[Link, messages.Hello, bytes] | None:
     """Shake hands on a connection that passed the door; return the link, its Hello and proven id, or None if refused.
 
     `judge` decides about a proven Hello. Raises OSError, TimeoutError or a CoveyError if the Hello is not proven.
+    `on_objection` gets the reason if the Hello does not come as far as that: its key or certificate is not accepted.
 
     Owns the socket from now on. It is never closed while a transport has it: that would free its descriptor for other
     sockets, which the transport would then disturb.
@@ -279,10 +281,10 @@ async def admit(
                 is_ours = False
                 link, peer = await Link.accepted(sock, tls, first)
                 hello = _as_hello(await link.receive())
-                answer = await _answer(credentials, judge, hello, peer)
+                answer = await _answer(credentials, judge, hello, peer, on_objection)
                 link.send(messages.encode(answer))
             else:
-                hello, answer, peer = *await _check(sock, credentials.token, said, judge), b""
+                hello, answer, peer = *await _check(sock, credentials.token, said, judge, on_objection), b""
                 is_ours = not isinstance(answer, messages.Welcome)
                 link = None if is_ours else await Link.plain(sock)
         if isinstance(answer, messages.Welcome):
@@ -310,23 +312,26 @@ async def _objection(credentials: LinkCredentials, peer: bytes, papers: messages
 
 async def _answer(
     credentials: LinkCredentials,
-    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+    judge: Judge,
     hello: messages.Hello,
     peer: bytes,
+    on_objection: Callable[[str], None],
 ) -> messages.Welcome | messages.Refusal:
     """Return the answer to a Hello over TLS, with papers if the organisation needs them."""
     if problem := await _objection(credentials, peer, hello.papers):
+        on_objection(problem)
         return messages.Refusal(problem, retry=True)  # it may get a new certificate
-    answer = _judge(judge, hello, peer)
+    answer = _judge(judge, hello, peer, on_objection)
     if isinstance(answer, messages.Welcome) and credentials.organisation is not None:
         return messages.with_papers(answer, await control.aside(credentials.organisation.papers, answer.card.id))
     return answer
 
 
 def _judge(
-    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal], hello: messages.Hello, peer: bytes
+    judge: Judge, hello: messages.Hello, peer: bytes, on_objection: Callable[[str], None]
 ) -> messages.Welcome | messages.Refusal:
     if hello.card.id != peer:
+        on_objection("it gave an id whose key it does not have")
         return messages.Refusal("your key does not fit the id you gave", retry=False)
     return judge(hello, peer)
 
@@ -335,18 +340,32 @@ async def _check(
     sock: socket.socket,
     token: bytes,
     said: bytes,
-    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+    judge: Judge,
+    on_objection: Callable[[str], None],
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
     proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     body = await _receive_frame(sock)
     if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
-    answer = _judge(judge, hello, b"")
+    answer = _judge(judge, hello, b"", on_objection)
     encoded = messages.encode(answer)
     accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)
     return hello, answer
+
+
+def version_objection(hello: messages.Hello, own: messages.Card) -> str:
+    """Return why this process and the one that says `hello` cannot talk, the same words for both; empty if they can."""
+    if hello.version == messages.VERSION:
+        return ""
+    there, here = hello.card, own
+    older = there if hello.version < messages.VERSION else here
+    which = older.host_name if there.host_name != here.host_name else f"{older.host_name} for process {older.pid}"
+    return (
+        f"{there.host_name} speaks protocol {hello.version} (covey {there.version or 'of unknown release'}), "
+        f"{here.host_name} speaks {messages.VERSION} (covey {here.version}): update covey on {which}"
+    )
 
 
 def _as_hello(body: bytes) -> messages.Hello:

@@ -8,8 +8,10 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.runtime.links.handshake import RefusedError, dial
+from covey.runtime.backoff import Backoff
+from covey.runtime.links.handshake import SILENCE, RefusedError, dial
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-LONGEST_PAUSE: Final = 1.0
-"""Seconds between attempts to reach a keeper that does not answer."""
+PAUSES: Final = Growing(0.01, 1.0, 1.5)
+"""Between attempts to reach a keeper that does not answer."""
 
 
 class KeeperLink:
@@ -52,15 +54,16 @@ class KeeperLink:
 
     async def keep(self) -> None:
         """Link, and link again when the link ends, until cancelled."""
-        pause = 0.01
+        tries = Backoff("the keeper of this run (covey run)", PAUSES)
         while True:
             try:
-                link, _, _ = await dial(self._path, self._credentials, self._hello())
-            except (ConnectError, AuthError, RefusedError, TimeoutError):
-                await asyncio.sleep(pause)  # the keeper may be starting, or ending with all its processes
-                pause = min(LONGEST_PAUSE, 1.5 * pause)
+                with tries.telling():
+                    link, _, _ = await dial(self._path, self._credentials, self._hello())
+            except (ConnectError, AuthError, RefusedError, TimeoutError) as error:
+                tries.failed(str(error) or SILENCE)
+                await tries.rest()  # the keeper may be starting, or ending with all its processes
                 continue
-            pause = 0.01
+            tries.worked()
             self._link = link
             self._ended.clear()
             try:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from covey.net.keys.tls import Channel, Credentials
 
+ROOM_BYTES: Final = 1 << 16
+"""A link has room for more while it holds less than this, so that a message does not wait long for those before it."""
 BACKLOG_LIMIT: Final = 1 << 20
 """Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
 UNREAD_LIMIT: Final = 256
@@ -50,6 +52,7 @@ class Link(asyncio.Protocol):
         self._error: BaseException | None = None
         self._on_frame: Callable[[bytes], None] | None = None
         self._on_end: Callable[[], None] | None = None
+        self._on_room: Callable[[], None] | None = None
         self._wake: Callable[[], None] | None = None
         """Opens another link with the same node; set while this one rests."""
         self._waiting: list[bytes] = []
@@ -116,6 +119,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.set_write_buffer_limits(high=ROOM_BYTES)
 
     def data_received(self, data: bytes) -> None:
         if isinstance(self._error, CoveyError):
@@ -146,6 +150,11 @@ class Link(asyncio.Protocol):
         self._arrived.set()
         if self._on_end is not None:
             self._on_end()
+
+    def resume_writing(self) -> None:
+        """Tell the owner that there is room again: the transport calls this when it holds little."""
+        if self._on_room is not None:
+            self._on_room()
 
     def _deliver(self) -> None:
         if self._on_frame is not None:
@@ -189,12 +198,18 @@ class Link(asyncio.Protocol):
             await self._arrived.wait()
         return self._frames.popleft()
 
-    def attach(self, on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+    def attach(
+        self,
+        on_frame: Callable[[bytes], None],
+        on_end: Callable[[], None],
+        on_room: Callable[[], None] | None = None,
+    ) -> None:
         """Pass every frame, waiting ones first, to `on_frame`; call `on_end` once, when the link ends.
 
-        A CoveyError from `on_frame` means that the peer broke the protocol, and ends the link.
+        A CoveyError from `on_frame` means that the peer broke the protocol, and ends the link. `on_room` is called when
+        `has_room` is true again.
         """
-        self._on_frame, self._on_end = on_frame, on_end
+        self._on_frame, self._on_end, self._on_room = on_frame, on_end, on_room
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
         self.data_received(b"")
@@ -208,6 +223,13 @@ class Link(asyncio.Protocol):
         with contextlib.suppress(OSError):
             while data := self._sock.recv(1 << 16):
                 self.data_received(data)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the link takes more now, and will not drop it."""
+        if self.is_resting:
+            return sum(map(len, self._waiting)) <= BACKLOG_LIMIT
+        return self._transport is not None and self._transport.get_write_buffer_size() <= ROOM_BYTES
 
     def send(self, body: bytes, *, wakes: bool = True) -> None:
         """Send a frame. Returns at once; the frame is dropped if the link has ended or the peer does not read.

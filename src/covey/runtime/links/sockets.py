@@ -9,8 +9,10 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.net.descriptors import is_scarce
+from covey.net.descriptors import explain, is_scarce
+from covey.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,10 +22,15 @@ if TYPE_CHECKING:
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, a TCP address as `socket` takes it, a `RelayedWay`, or a `QuicWay`."""
-SCARCE_SECONDS: Final = 0.1
-"""The pause before connections are accepted again when the process has no more descriptors."""
-SHORT_PACKET_BYTES: Final = 1200
-"""Payload of a short packet: with its headers it fits into the 1280 bytes that every network with IPv6 must carry."""
+ACCEPT_PAUSES: Final = Growing(0.1, 0.1)
+"""Before connections are accepted again when the process has no more descriptors."""
+PACKET_LIMITS: Final = (1280, 576)
+"""The longest packets, in bytes, of connections over a path that swallows longer ones (its MTU is smaller than the
+interface's, and the message that says so gets lost): what every network with IPv6 must carry, and what every machine
+with IPv4 must accept."""
+LINK_PACKET_BYTES: Final = PACKET_LIMITS[-1]
+"""The longest packets of links. They carry little, and have to work where long packets do not."""
+IP_AND_TCP_BYTES: Final = {socket.AF_INET: 40, socket.AF_INET6: 60}
 
 
 class RelayedWay(NamedTuple):
@@ -105,29 +112,43 @@ def no_delay(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def accept_shortage(name: str) -> Backoff:
+    """Return what `accepted` needs to pace itself at the listeners of `name` while there is no free descriptor."""
+    return Backoff(f"a free descriptor for connections to {name}", ACCEPT_PAUSES)
+
+
 def accepted(
-    listener: socket.socket, most: int, listen_again: Callable[[socket.socket], None]
+    listener: socket.socket, most: int, listen_again: Callable[[socket.socket], None], shortage: Backoff
 ) -> Iterator[socket.socket]:
     """Yield connections that wait at a listener that does not block, `most` of them at a time.
 
-    Without descriptors, the loop stops to look at the listener; `listen_again` is called with it a moment later.
+    Without descriptors, the loop stops to look at the listener; `listen_again` is called with it a moment later. The
+    `shortage` knows since when no connection can be accepted.
     """
     for _ in range(most):
         try:
             sock, _address = listener.accept()
         except BlockingIOError:
+            shortage.worked()
             return
         except ConnectionError:
             continue
-        except OSError:  # out of descriptors, most likely: wait until some are closed
+        except OSError as error:  # out of descriptors, most likely: wait until some are closed
+            shortage.failed(explain(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener)
-            loop.call_later(SCARCE_SECONDS, listen_again, listener)
+            loop.call_later(shortage.pause, listen_again, listener)
             return
+        shortage.worked()
         yield sock
 
 
-def keep_packets_short(sock: socket.socket) -> None:
-    """Let both ends of a TCP connection, which is not open yet, send short packets only."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_PACKET_BYTES)
+def limit_packets(sock: socket.socket, nbytes: int) -> None:
+    """Let both ends of a TCP connection, which is not open yet, send no packets of more bytes than this."""
+    if (headers := IP_AND_TCP_BYTES.get(sock.family, 0)) and nbytes:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, nbytes - headers)
+
+
+def next_packet_limit(nbytes: int) -> int:
+    """Return the limit that follows where packets up to `nbytes` (0: of any length) do not pass; 0 if there is none."""
+    return next((limit for limit in PACKET_LIMITS if not nbytes or limit < nbytes), 0)

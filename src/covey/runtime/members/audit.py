@@ -19,6 +19,7 @@ from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
 from covey.base.pace import Bucket, Buckets
 from covey.net import audit
 from covey.net.audit import Note
+from covey.runtime.links.acceptor import TurnedAwayError
 from covey.runtime.links.source_limits import source_of
 
 if TYPE_CHECKING:
@@ -108,18 +109,26 @@ class Auditor:
             address = next((each.ip for each in card.contact.addresses), "")
         self.note_paced("refused", source, card, address=address, reason=reason)
 
+    def refused_key(self, address: str, reason: str) -> None:
+        """Write that a connection was refused with a key or certificate that is not accepted."""
+        self.refused(address, f"key: {reason}")
+
     def refused_connection(self, address: str, error: BaseException) -> None:
         """Write that a connection was closed during the handshake.
 
-        A connection that just ended is not written: a node that dials several addresses of another drops all but one.
+        A connection that just ended is not written: a node that dials several addresses of another drops all but one,
+        at any moment of the handshake, and a node that ends drops its dials.
         """
+        is_turned_away = isinstance(error, TurnedAwayError)
         cause = error.__cause__ if isinstance(error, ConnectError) else None
         if isinstance(error, AuthError):
             self.refused(address, f"secret: {error}")
         elif isinstance(error, TimeoutError) or isinstance(cause, TimeoutError):
             self.refused(address, "silent: it did not finish the handshake in time")
-        elif isinstance(error, CoveyError) and not isinstance(cause, ConnectionError):
+        elif is_turned_away or (cause is not None and not isinstance(cause, ConnectionError)):
             self.refused(address, f"limited: {error}")
+        elif isinstance(error, CoveyError) and not isinstance(error, ConnectError):
+            self.refused(address, f"protocol: {error}")
 
     def founded(
         self, generation: int, rank: int, members: Iterable[messages.Card], newcomers: Iterable[messages.Card],

@@ -7,6 +7,7 @@ it is in the run. Methods run on the control loop unless they say otherwise.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import threading
@@ -14,7 +15,6 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
-from covey.base.errors import ClosedError
 from covey.base.numbers import Rank
 from covey.base.text import FEW, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
@@ -326,14 +326,18 @@ class Generation:
             )
         else:
             missing = self._name(effect.missing) or "Some of these members"
-            are_here = f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number}"
+            size = len(self.view.ranks)
+            answered = f"only {len(effect.here)} of the {size} members of view {self.view.number} answered"
             if is_quorum(self.view, effect.here):
-                are_here = f"too few of the {len(effect.here)} members that seem to be here"
+                answered = (
+                    f"{len(effect.here)} of the {size} members of view {self.view.number} seem to be here, but too "
+                )
+                answered += "few of them answered"
             text = (
-                f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
-                f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
+                f"{answered}; a quorum needs {size // 2 + 1}, or half of them with the tie-breaker, "
+                f"{self._name((effect.tie_breaker,))}. {missing} did not answer within {self.patience:g} s. Start the "
                 "missing ones again and join anew, set a longer patience=, or pass quorum='any' if two halves may "
-                "go on separately"
+                "continue separately"
                 + (
                     f". min_size={self.node.generation_table.floor} must be reached, too"
                     if self.node.generation_table.floor > 1
@@ -351,8 +355,14 @@ class Generation:
         self._left.set()
         self._ended.set()
         self.node.groups.end(self, fault, only_surviving=only_surviving)
-        if not only_surviving and self.node.generation is self:
-            self.node.stores.fail(ClosedError(f"the store of the run cannot be asked: {fault.text}"))
+        needs_views = self.node.config.on_loss == "continue"
+        if self.node.generation is self and (needs_views or not only_surviving):
+            of_store = dataclasses.replace(fault, text=f"the store of the run cannot be asked: {fault.text}")
+            self.node.stores.end(
+                functools.partial(
+                    of_store.error, rank=self.rank, host="", operation="store", sequence=0, group=self.node.run
+                )
+            )
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members

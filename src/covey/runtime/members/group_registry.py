@@ -13,6 +13,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
@@ -58,6 +59,8 @@ class RegisteredGroup(Protocol):
     def sent_to(self, seat: Seat) -> tuple[int, int]:
         """Return the bytes that were sent to a member, and in how many transfers."""
 
+    def lane_stuck(self, seat: Seat, attempt: int) -> None: ...
+
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None: ...
 
     def accept_switch(self, seat: Seat, attempt: int, lane: Any, sequence: int) -> int | None: ...
@@ -66,7 +69,11 @@ class RegisteredGroup(Protocol):
 
     def forked(self) -> None: ...
 
-    def close(self) -> None: ...
+    def confirm(self) -> None:
+        """Compare the last calls of the group with those of the other ranks, before it is closed. Not on the loop."""
+
+    def close(self) -> CoveyError | None:
+        """Close the group; return a mismatch of which the program was not told. Not on the loop."""
 
 
 class GroupRegistry:
@@ -130,6 +137,8 @@ class GroupRegistry:
         if group is not None:
             group.heard(seat, message)
         elif isinstance(message, messages.Calls):
+            if self._node.lanes.has_closed(message.group):  # nothing here compares them any more
+                return
             with self._lock:
                 self._early_calls[message.group, seat] = message
                 while len(self._early_calls) > EARLY_CALLS:

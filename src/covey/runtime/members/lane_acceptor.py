@@ -7,15 +7,19 @@ must prove the key of the offer.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
 from covey.net import descriptors
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
+from covey.runtime.backoff import Backoff
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.members.lane_dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
@@ -45,6 +49,8 @@ class _Expected:
 
     peer: Seat
     offer: messages.Offer
+    timer: asyncio.TimerHandle
+    """Ends the wait for the connections. It is cancelled with that: it refers to the node."""
     socks: dict[int, socket.socket] = field(default_factory=dict)
 
 
@@ -54,6 +60,8 @@ class LaneAcceptor:
     def __init__(self, node: Node, table: LaneTable) -> None:
         self._node, self._table = node, table
         self._expected: dict[bytes, _Expected] = {}
+        self.shortage = Backoff("free descriptors for lanes that peers dial", Growing(0.0, 0.0))
+        """Since when such lanes fail for want of a descriptor; the peers pace the tries. Read on any thread."""
 
     def offered(self, seat: Seat, offer: messages.Offer) -> None:
         """Expect the lane that a peer offers, or tell the peer why not."""
@@ -65,9 +73,9 @@ class LaneAcceptor:
         except (ConfigError, OSError) as error:
             self._node.send(seat, messages.NoLane(offer.group, offer.purpose, str(error), offer.attempt))
             return
-        self._expected[offer.lane] = _Expected(seat, offer)
+        timer = asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
+        self._expected[offer.lane] = _Expected(seat, offer, timer)
         self._table.offer_accepted(lane_key(offer.group, seat, offer.purpose, offer.attempt), offer.attempt)
-        asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
         self._node.send(seat, messages.Expect(offer.lane, udp_port))
 
     def _objection(self, seat: Seat, offer: messages.Offer) -> str:
@@ -110,10 +118,15 @@ class LaneAcceptor:
             self._stop_expecting(lane)
 
     def _stop_expecting(self, lane: bytes) -> None:
-        expected = self._expected.pop(lane, None)
-        if expected is not None:
-            for sock in expected.socks.values():
+        if lane in self._expected:
+            for sock in self._taken(lane).socks.values():
                 sock.close()
+
+    def _taken(self, lane: bytes) -> _Expected:
+        """Return a lane that is not expected any more."""
+        expected = self._expected.pop(lane)
+        expected.timer.cancel()
+        return expected
 
     async def claim(self, sock: socket.socket) -> None:
         """Take a connection that claims to belong to a lane; it must prove the lane's key.
@@ -127,13 +140,16 @@ class LaneAcceptor:
                 offer = expected.offer
                 if len(expected.socks) < offer.streams:
                     return
-                del self._expected[offer.lane]
+                self._taken(offer.lane)
                 socks = [expected.socks[stream] for stream in range(offer.streams)]
                 opened = await self._take_over(expected.peer, offer, socks)
-        except BaseException:
+        except BaseException as error:
             for each in socks:
                 each.close()
+            if isinstance(error, OSError) and descriptors.is_exhausted(error):
+                self.shortage.failed(descriptors.explain(error))
             raise
+        self.shortage.worked()
         key = lane_key(offer.group, expected.peer, offer.purpose, offer.attempt)
         self._table.opened(key, offer.attempt, opened)
 
@@ -160,10 +176,12 @@ class LaneAcceptor:
         segment: Any
         if offer.kind == "shm":
             await readable(sock)
-            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-            if len(descriptors) != 1:
+            _, received, flags, _ = socket.recv_fds(sock, 1, 1)
+            if len(received) != 1 and flags & socket.MSG_CTRUNC:  # it was sent, and has no room in this process
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if len(received) != 1:
                 raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
-            segment = shm.attach(descriptors[0], nbytes)
+            segment = shm.attach(received[0], nbytes)
         else:
             segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:

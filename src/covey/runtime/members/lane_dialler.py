@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -15,12 +16,14 @@ import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.base.pace import Growing
+from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import memory_bytes
+from covey.runtime.backoff import Backoff
 from covey.runtime.links.address_race import connect_any
-from covey.runtime.links.handshake import RefusedError, ScarceError, receive_exactly
+from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.lane_kinds import (
     SEALED_KINDS,
     is_ring,
@@ -50,13 +53,10 @@ DIALS_AT_ONCE: Final = 256
 STREAMS_AT_ONCE: Final = 8
 """Connections of one lane that are opened at the same time: each takes several round trips, and a door has room for few
 that have not proved the key yet."""
-SCARCE_SECONDS: Final = 10.0
-"""Shortest time between two log lines about lanes that cannot be opened for want of a descriptor."""
 MEASURE_SECONDS: Final = 1.0
 """How long opening a lane waits for the best address to be measured."""
-FIRST_PAUSE_SECONDS: Final = 0.02
-MOST_PAUSE_SECONDS: Final = 0.5
-"""Longest pause between attempts to connect: the backlog is full, descriptors are short, the network is down."""
+PAUSES: Final = Growing(0.02, 0.5, 1.5)
+"""Between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
 NO_RINGS: Final = "this end has no rings in shared memory"
@@ -82,7 +82,6 @@ class LaneDialler:
         """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
         self._shapes: dict[LaneKey, LaneShape] = {}
         """Replacements whose connections are not those that a new lane would have."""
-        self._log = LimitedLog(SCARCE_SECONDS)
 
     def open(self, key: LaneKey) -> None:
         """Dial a lane that is waited for, or ask the other end to dial it."""
@@ -134,26 +133,34 @@ class LaneDialler:
             kind = offered_kind(self._node, seat, key.purpose)
             if kind == "shm" and not self._has_rings(key):
                 kind = "unix"
-            pause = FIRST_PAUSE_SECONDS
+            tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
+            shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=SCARCE_SECONDS)
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
                     self.open(key)
                     return
                 attempt = self._table.attempt_of_next(key)
                 try:
-                    self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
+                    with tries.telling():
+                        self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
                     if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._shapes:
                         raise
                     if isinstance(error, ScarceError):
-                        self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
-                    await asyncio.sleep(pause)  # a full backlog, or out of descriptors
-                    pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
+                        shortage.failed(error)
+                        if shortage.is_over:
+                            raise
+                    else:
+                        shortage.worked()
+                    tries.failed(str(error) or SILENCE)
+                    await tries.rest()
                 except RefusedError as error:
                     if kind != "shm" or str(error) != NO_RINGS or self._node.config.lanes == "shm":
                         raise
                     kind = "unix"
+        except ScarceError as error:
+            self._table.postponed(key, error)
         except CoveyError as error:
             self._table.failed(key, error)
         except (RefusedError, OSError) as error:
@@ -174,6 +181,8 @@ class LaneDialler:
                 else:
                     name, segment = memory.offer(memory_bytes(capacity))
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # a unix socket would need one, too
+                    raise ScarceError(explain(error)) from error
                 name = self._node.generation_table.name_of(peer.seat)
                 logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
                 kind, capacity = "unix", 0
@@ -296,7 +305,7 @@ class LaneDialler:
         name = self._node.generation_table.name_of(peer.seat)
         if not ways:
             raise ConfigError(f"{name} has no address that can be dialled from here")
-        sock = await connect_any(ways, credentials, door.Purpose.LANE, is_short=peer.has_short_packets)
+        sock = await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)

@@ -18,6 +18,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.pace import Growing
 from covey.runtime import loop as control
 from covey.runtime.links.sockets import relay_of
 from covey.runtime.members.lane_dialler import LaneShape
@@ -38,8 +39,8 @@ logger = logging.getLogger("covey")
 
 TRIES: Final = 20
 """Proposals for one lane. The other end may be ahead, by more operations each time."""
-FIRST_PAUSE_SECONDS: Final = 0.05
-MOST_PAUSE_SECONDS: Final = 1.0
+PAUSES: Final = Growing(0.1, 1.0)
+"""Before a proposal that was refused is made again."""
 RETIRE_LOOK_SECONDS: Final = 0.5
 """How often an end that has switched looks whether the other end has, too."""
 
@@ -160,9 +161,8 @@ class LaneMoves:
         if tries >= TRIES or future is None or not future.done() or future.exception() is not None:
             self._drop(key)
             return
-        pause = min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**tries)
         least = max(sequence + 1, message.begun + 2**tries)
-        asyncio.get_running_loop().call_later(pause, self._propose_again, key, future, least, tries + 1)
+        asyncio.get_running_loop().call_later(PAUSES.after(tries), self._propose_again, key, future, least, tries + 1)
 
     def _propose_again(self, key: LaneKey, future: Future[Any], least: int, tries: int) -> None:
         if self._table.get(key) is future and not self._node.is_closing:

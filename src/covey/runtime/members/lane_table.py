@@ -129,6 +129,14 @@ class LaneTable:
             if future is not None and not future.done():
                 future.set_exception(error)
 
+    def postponed(self, key: LaneKey, error: BaseException) -> None:
+        """Fail the present wait for a lane that cannot open now; the next one that wants it causes another try."""
+        with self._lock:
+            future = self._lanes.get(key)
+            if future is not None and not future.done():
+                del self._lanes[key]
+                future.set_exception(error)
+
     def abandon(self, unwanted: Callable[[LaneKey], bool], error: BaseException) -> None:
         """Fail the waits for lanes that will not open."""
         with self._lock:
@@ -185,6 +193,10 @@ class LaneTable:
         with self._lock:
             opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
         return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane | RingSocket))
+
+    def has_closed(self, group: int) -> bool:
+        """Tell whether a group was closed here."""
+        return group in self._closed_groups
 
     def is_closed_before(self, group: int, sequence: int) -> bool:
         """Tell whether a group was closed here before operation `sequence`."""

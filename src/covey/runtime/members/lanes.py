@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
+from covey.net.descriptors import SCARCE_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.members.lane_acceptor import LaneAcceptor
@@ -69,7 +70,8 @@ class Lanes:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
 
         Raises:
-            ConnectError: the peer is gone, or refused.
+            ConnectError: the peer is gone, or refused; a ScarceError if this process has had no free descriptor for it
+                for `SCARCE_SECONDS`.
             ClosedError: the group, or the attempt, is over here.
             DeadlineError: the lane did not open in time; call again to go on waiting.
         """
@@ -78,6 +80,10 @@ class Lanes:
             return control.result_of(future, timeout)
         except TimeoutError:
             name = self._node.generation_table.name_of(peer)
+            if not self._node.peers[peer].is_dialled:
+                for shortage in (self._node.acceptor.shortage, self.acceptor.shortage):
+                    if shortage.has_lasted(SCARCE_SECONDS):
+                        raise ScarceError(f"the lane that {name} dials cannot be accepted: {shortage.reason}") from None
             raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
@@ -105,6 +111,10 @@ class Lanes:
     def ended(self, group: int, sequence: int) -> bool:
         """Tell whether a group was closed here before operation `sequence`."""
         return self.table.is_closed_before(group, sequence)
+
+    def has_closed(self, group: int) -> bool:
+        """Tell whether a group was closed here."""
+        return self.table.has_closed(group)
 
     def forget(self, group: int, sequence: int) -> None:
         """Close the lanes of a group, whose last operation was `sequence`, and refuse later ones."""

@@ -7,9 +7,9 @@ every other. On the control loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
+import math
 import secrets
 import socket
 import time
@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.numbers import Seat
+from covey.base.pace import Growing
 from covey.base.settings import differences_of
 from covey.base.text import printable
 from covey.runtime import loop as control
+from covey.runtime.backoff import Backoff
 from covey.runtime.early_messages import EarlyMessages
+from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
-from covey.runtime.links.handshake import HungUpError, RefusedError, admit
+from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, admit, version_objection
 from covey.runtime.members.rank_visitors import RankVisitors
 from covey.wire import messages
 
@@ -41,6 +44,10 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: while all ranks dial rank 0 at once, it hangs up on some."""
 REDIAL_SECONDS: Final = 1.5
 """How long one dial of a rank may take before the next: TCP repeats a lost first packet later than that."""
+DIAL_PAUSES: Final = Growing(0.005, 0.1, 1.5)
+REDIAL_PAUSES: Final = Growing(0.02, 0.5, 1.5)
+ANEW_PAUSES: Final = Growing(0.1, 1.0)
+"""Between dials of a rank: at the start of the run, after its link ended, and while nothing is heard on its link."""
 RELAY_SECONDS: Final = 2.5
 """How much longer a dial may take that tries relays after the addresses: a relay needs more round trips."""
 
@@ -53,6 +60,8 @@ class LauncherMesh:
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
+        self._reasons: dict[Seat, str] = {}
+        """By rank: why it could not be dialled the last time."""
         self._tells_roster = node.seat == 0 and any(peer.contact is None for peer in node.peers.values())
         """Ranks of one host know each other's sockets from the start."""
         self._visitors = RankVisitors(node.checkpoints)
@@ -86,7 +95,9 @@ class LauncherMesh:
                 f"rank {node.seat} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
                 f"{within:g} s ended. "
                 f"Is it running, and with the same job id, address, or MASTER_ADDR and MASTER_PORT?{self._refusal}"
-                + (f" Here {strangers}." if strangers else ""),
+                + self._last_reason()
+                + (f" Here {strangers}." if strangers else "")
+                + self._rendezvous_clause(),
                 late=tuple(self._missing()),
             ) from None
         await self._node.generation_table.await_keeper()
@@ -99,8 +110,24 @@ class LauncherMesh:
             await asyncio.sleep(pause)
             if self._formed is None or self._formed.done():
                 return
-            logger.warning("rank %d of %d waits for rank %s of %s", self._node.seat, self._node.size,
-                           ", ".join(map(str, self._missing())), self._node.run)  # fmt: skip
+            logger.warning("rank %d of %d waits for rank %s of %s.%s", self._node.seat, self._node.size,
+                           ", ".join(map(str, self._missing())), self._node.run,
+                           self._last_reason() + self._rendezvous_clause())  # fmt: skip
+
+    def _last_reason(self) -> str:
+        """Return a clause about the last dial of a missing rank; empty if this rank dials none of them."""
+        for seat in self._missing():
+            if reason := self._reasons.get(seat, ""):
+                return f" The last dial of rank {seat} failed: {reason}."
+        return ""
+
+    def _rendezvous_clause(self) -> str:
+        """Return a sentence about the folder in which the ranks meet, if they do that in a folder."""
+        if self._node.credentials.tls is not None or any(peer.contact is None for peer in self._node.peers.values()):
+            return ""
+        from covey.net.discovery.host_rendezvous import about_rendezvous  # only needed when ranks do not meet
+
+        return f" {about_rendezvous(self._node.card.contact.socket)}".rstrip()
 
     def settle(self) -> None:
         """Take the next possible step towards the formed run."""
@@ -141,20 +168,24 @@ class LauncherMesh:
                     self._node.spawn(self.dial(peer))
 
     async def dial(self, peer: Peer) -> None:
-        """Dial a rank until it is linked; an error that no retry can mend makes `form` raise."""
-        pause, hang_ups, hung_up_at = 0.005, 0, 0.0
+        """Dial a rank until it is linked or `form` has ended; an error that no retry can mend makes `form` raise."""
+        hang_ups, hung_up_at = 0, 0.0
+        tries = Backoff(f"rank {peer.seat}", DIAL_PAUSES, level=logging.DEBUG)  # `_log_missing` tells
         while peer.link is None and not peer.is_ready and not self._node.is_closing:
             try:
                 link, welcome, where = await self._call(peer)
             except HungUpError as error:
+                tries.failed(error)
                 hang_ups += 1
                 hung_up_at = hung_up_at or time.monotonic()
                 if hang_ups >= HANG_UPS and time.monotonic() - hung_up_at > HANG_UP_SECONDS:
                     self._complain(AuthError(str(error)))
                     return
-            except (ConnectError, TimeoutError):
+            except (ConnectError, TimeoutError) as error:
+                tries.failed(str(error) or SILENCE)
                 hang_ups, hung_up_at = 0, 0.0  # not there yet
             except RefusedError as error:
+                tries.failed(error)
                 self._refusal = f" Rank {peer.seat} says: {printable(str(error))}."
                 if not error.retry:
                     self._complain(ConfigError(f"rank {peer.seat} refused this rank: {printable(str(error))}"))
@@ -169,8 +200,8 @@ class LauncherMesh:
                     return
                 self._reached(peer, link, welcome, where)
                 return
-            await asyncio.sleep(pause)
-            pause = min(0.1, pause * 1.5)
+            self._reasons[peer.seat] = tries.reason
+            await tries.rest()
 
     def _dial_seconds(self, peer: Peer) -> float:
         """Return how long one dial of a rank may take before the next."""
@@ -189,17 +220,31 @@ class LauncherMesh:
         return f"rank {peer.seat} was refused: {objection}" if objection else ""
 
     def _complain(self, error: CoveyError) -> None:
+        """Make `form` raise, here and on the ranks that are linked: the run cannot form with what is wrong."""
+        if self._complaint is None and isinstance(error, ConfigError) and not self._is_formed:
+            for peer in self._node.peers.values():
+                if peer.link is not None:
+                    self._node.send(peer.seat, messages.Failing(str(error)))
         self._complaint = self._complaint or error
         self.settle()
+
+    def heard_failure(self, seat: Seat, reason: str) -> None:
+        """Take from a rank that the run cannot form."""
+        if not self._is_formed:
+            self._complain(ConfigError(f"rank {seat} gave up: {printable(reason)}"))
+
+    @property
+    def _is_formed(self) -> bool:
+        return self._formed is not None and self._formed.done()
 
     async def redial(self, peer: Peer) -> None:
         """Link again with a process: a connection can end although both ends live.
 
         A process that a view has excluded is dialled too, so that it learns of the view.
         """
-        pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
-        while peer.link is None and not (peer.has_left or self._node.is_closing) and time.monotonic() < until:
-            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+        tries = self._redials(peer, REDIAL_PAUSES, within=2 * self._node.config.patience)
+        while peer.link is None and not (peer.has_left or self._node.is_closing or tries.is_over):
+            try:
                 async with asyncio.timeout(self._dial_seconds(peer)):
                     link, welcome, where = await self._call(peer)
                 if messages.key_of(welcome.card) != (peer.id, peer.life):
@@ -207,14 +252,15 @@ class LauncherMesh:
                     return  # started anew: it comes by itself, as a newcomer
                 self._reached(peer, link, welcome, where)
                 return
-            await asyncio.sleep(pause)
-            pause = min(0.5, pause * 1.5)
+            except (ConnectError, TimeoutError, RefusedError, AuthError) as error:
+                tries.failed(str(error) or SILENCE)
+            await tries.rest()
 
     async def dial_anew(self, peer: Peer, silent: Link) -> None:
         """Link with a process anew while nothing is heard on its link, in case only the path of that link is dead."""
-        pause = 0.1
+        tries = self._redials(peer, ANEW_PAUSES)
         while peer.link is silent and self._node.losses.is_unheard(peer.seat) and not self._node.is_closing:
-            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+            try:
                 async with asyncio.timeout(self._dial_seconds(peer)):
                     link, welcome, where = await self._call(peer)
                 if messages.key_of(welcome.card) != (peer.id, peer.life) or peer.link is not silent:
@@ -222,8 +268,15 @@ class LauncherMesh:
                     return
                 self._reached(peer, link, welcome, where)
                 return
-            await asyncio.sleep(pause)
-            pause = min(1.0, 2 * pause)
+            except (ConnectError, TimeoutError, RefusedError, AuthError) as error:
+                tries.failed(str(error) or SILENCE)
+            await tries.rest()
+
+    def _redials(self, peer: Peer, pauses: Growing, within: float = math.inf) -> Backoff:
+        """Return the pace at which a lost rank is dialled. The events tell of a rank that is not heard."""
+        tries = Backoff(f"a link with rank {peer.seat}", pauses, within=within, level=logging.INFO)
+        tries.begin()
+        return tries
 
     def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
         """Use the link with a process that has answered at `where`."""
@@ -233,8 +286,10 @@ class LauncherMesh:
 
     async def accept(self, sock: socket.socket, said: bytes) -> None:
         """Take a connection that has passed the door: another rank, a newcomer, or a command of this user."""
-        is_local = sock.family == socket.AF_UNIX
-        admitted = await admit(sock, self._node.credentials, said, functools.partial(self._judge, is_local=is_local))
+        is_local, ip = sock.family == socket.AF_UNIX, remote_ip(sock)
+        judge = functools.partial(self._judge, source=ip, is_local=is_local)
+        on_objection = functools.partial(self._node.audit.refused_key, ip)
+        admitted = await admit(sock, self._node.credentials, said, judge, on_objection)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "visitor":
@@ -249,14 +304,19 @@ class LauncherMesh:
         self._visitors.close()
 
     def _judge(
-        self, hello: messages.Hello, _id: bytes, *, is_local: bool = True
+        self, hello: messages.Hello, _id: bytes, *, source: str = "", is_local: bool = True
     ) -> messages.Welcome | messages.Refusal:
-        if hello.version != messages.VERSION:
-            reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
-            self._node.audit.refused("", f"version: {reason}", hello.card)
+        answer = self._answer(hello, is_local=is_local)
+        if isinstance(answer, messages.Refusal) and not answer.retry:  # else it is too early, and it comes again
+            self._node.audit.refused(source, answer.reason, hello.card)
+        return answer
+
+    def _answer(self, hello: messages.Hello, *, is_local: bool) -> messages.Welcome | messages.Refusal:
+        if reason := version_objection(hello, self._node.card):
+            if hello.purpose == "rank" and hello.run == self._node.run:
+                self._complain(ConfigError(f"rank {hello.rank} cannot join: {reason}"))
             return messages.Refusal(reason, retry=False)
         if objection := self._node.objection(hello.card):
-            self._node.audit.refused("", f"denied: {objection}", hello.card)
             return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)

@@ -28,6 +28,10 @@ logger = logging.getLogger("covey")
 
 LAST_MESSAGES_SECONDS: Final = 0.5
 """How long the link of a process that has exited may take to end by itself: a child of the process may hold it open."""
+RELAYED_SECONDS: Final = 5.0
+"""How long a process may be without a link whose last one went through a relay. The end of such a link says that the
+relay has ended, or one of the two ways to it; the process may be well, and is linked again through another relay, which
+takes more round trips than a direct link. If it has exited, its keeper says so."""
 
 
 class Losses:
@@ -149,7 +153,7 @@ class Losses:
     def link_ended(self, seat: Seat) -> None:
         """Act on the end of a peer's link: dial it again, and under `on_loss="raise"` take it for lost."""
         node, peer = self._node, self._node.peers[seat]
-        peer.link = None
+        was_relayed, peer.link = peer.link is not None and bool(peer.link.relay), None
         if node.is_closing:
             return
         if not peer.is_ready:  # it never saw the run formed, so it may come again
@@ -160,11 +164,23 @@ class Losses:
         node.lanes.dialler.link_lost(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)
-        node.generation_table.link_down(seat)
-        if node.config.on_loss == "raise" or node.generation is None:
-            self._give_up(peer)
+        if was_relayed and not peer.has_left and not peer.reason:
+            asyncio.get_running_loop().call_later(RELAYED_SECONDS, self._remains_unlinked, peer)
+        else:
+            self._unlinked(peer)
         if node.generation is not None and peer.is_dialled and not peer.has_left and node.launcher_mesh is not None:
             node.spawn(node.launcher_mesh.redial(peer))
+
+    def _remains_unlinked(self, peer: Peer) -> None:
+        """Take a peer for unlinked whose relayed link ended a while ago, unless it has another one."""
+        if peer.link is None and not peer.is_gone and not self._node.is_closing:
+            self._unlinked(peer)
+
+    def _unlinked(self, peer: Peer) -> None:
+        """Tell the views that there is no link with a peer; without views, take it for lost."""
+        self._node.generation_table.link_down(peer.seat)
+        if self._node.config.on_loss == "raise" or self._node.generation is None:
+            self._give_up(peer)
 
     # Views
 

@@ -9,6 +9,7 @@ the links come from the mesh in which the run was agreed on.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import threading
@@ -180,7 +181,11 @@ class Node:
             before.abort()  # its other end has given it up
         peer.introduce(card)
         self.acceptor.member_ips.add(link.remote_ip)
-        link.attach(functools.partial(self.heard_frame, peer), functools.partial(self._link_ended, peer, link))
+        link.attach(
+            functools.partial(self.heard_frame, peer),
+            functools.partial(self._link_ended, peer, link),
+            functools.partial(self.stores.link_has_room, peer.seat),
+        )
         if peer.is_ready:
             self.relinked(peer)
         if self.launcher_mesh is not None:
@@ -243,12 +248,26 @@ class Node:
         elif peer.vote is not None:
             peer.vote(message)
 
+    @property
+    def run_id(self) -> bytes:
+        """What tells this run from others of its name, for files: the start of its lineage, or a hash of its token."""
+        if self.credentials.token:
+            return hashlib.sha256(b"covey/1/run-id" + self.credentials.token).digest()[:8]
+        return b"" if self.generation is None else self.generation.founded.origin[:8]
+
     def fail(self, reason: str) -> None:
         """Tell all other processes with which error this process's program ends. Returns at once; on any thread.
 
-        The leader tells those whose links rest.
+        The keeper hears of it first, so that it knows the cause when others fail because of it. The leader tells those
+        whose links rest.
         """
+        self.tell_keeper(messages.Failing(reason))
         self.tell(tuple(self.peers), messages.Failing(reason), wakes=False)
+
+    def tell_keeper(self, message: messages.Control) -> None:
+        """Send a message to the keeper, if there is one. Returns at once; on any thread."""
+        if self.generation_table.keeper is not None:
+            control.soon(self.generation_table.keeper.send, message)
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take a frame that came over the link with a process."""
@@ -274,6 +293,8 @@ class Node:
             case messages.Failing(reason):
                 peer.failure = reason
                 self.departures.heard(seat)
+                if self.launcher_mesh is not None:
+                    self.launcher_mesh.heard_failure(seat, reason)
             case messages.Departures(members):
                 self.departures.told(members)
             case messages.Agreeing():

@@ -27,7 +27,7 @@ logger = logging.getLogger("covey")
 LOOK_SECONDS: Final = 1.0
 """How often the kernel is asked how many packets were sent, and how many of them again."""
 LEAST_PACKETS: Final = 500
-"""Of so many packets at least, the share that was lost is taken."""
+"""Smallest sample, in packets, from which a loss rate is computed."""
 LOSSY: Final = 0.005
 """A path that loses this share of its packets, or more, is a lossy one."""
 MOST_ADDRESSES: Final = 1024

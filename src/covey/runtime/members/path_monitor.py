@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.net import tcp
 from covey.runtime.links.dial_limits import DialLimits
-from covey.runtime.links.sockets import RelayedSocket, RelayedWay
+from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_limit
+from covey.runtime.members.lane_table import TOLD_KINDS
 from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
 from covey.wire import messages
 
@@ -75,8 +76,9 @@ class PathMonitor:
     def stuck(self, seat: Seat) -> None:
         """Leave the path of a lane whose bytes are not acknowledged; probes, which are short, may still pass there.
 
-        If there is no other path, lanes that are opened from now on send short packets, too. The end that dials chooses
-        the path, and is told if it is not this one.
+        If there is no other path, or a lane got stuck there, too, lanes that are opened from now on send shorter
+        packets: the MTU of the path may be smaller than that of the interface. The end that dials chooses the path, and
+        is told if it is not this one.
         """
         peer, now = self._node.peers[seat], time.monotonic()
         if peer.contact is None or peer.contact.host == self._node.host:
@@ -88,13 +90,20 @@ class PathMonitor:
             return
         seen, used = self._seen.get(seat, {}), peer.way
         network = seen[used].network if used in seen else ""
-        others = [way for way, each in seen.items() if each.network != network]
+        avoided, until = self._avoided.get(seat, ("", 0.0))
+        left = {network, avoided} if now < until else {network}
+        others = [way for way, each in seen.items() if each.network not in left]
         if network and others:
             self._avoided[seat] = network, now + AVOID_SECONDS
             best = min(others, key=lambda way: seen[way])
             self._move(peer, best, seen[best].round_trip, MoveReason.STUCK)
-        else:
-            peer.has_short_packets = True
+        elif limit := next_packet_limit(peer.packet_limit):
+            self._moved_at[seat] = now
+            before, peer.packet_limit = peer.packet_limit, limit
+            above = f"packets above {before} bytes" if before else "long packets"
+            text = f"{above} seem not to pass (MTU): lanes send packets of {limit} bytes at most"
+            logger.warning("%s: %s", self._node.generation_table.name_of(seat), text)
+            self._node.generation_table.tell_of_peer("mtu", peer, text)
 
     def start(self) -> None:
         """Watch until the node closes."""
@@ -105,6 +114,7 @@ class PathMonitor:
     async def _watch(self) -> None:
         while not self._node.is_closing:
             await asyncio.sleep(TICK_SECONDS)
+            self._look_at_lanes()
             peers = [peer for peer in self._node.peers.values() if self._is_watched(peer)]
             if not peers:
                 continue
@@ -126,6 +136,14 @@ class PathMonitor:
             for peer in due:
                 self._due[peer.seat] = now + pause
             await asyncio.gather(*(self._look(peer, own) for peer in due))
+
+    def _look_at_lanes(self) -> None:
+        """Leave the paths of lanes that are stuck, and tell their groups, for which no operation may be running."""
+        for key, lane in self._node.lanes.table.open_lanes("collectives"):
+            if lane.kind in TOLD_KINDS and lane.is_stuck():
+                self.stuck(key.peer)
+                if (group := self._node.groups.get(key.group)) is not None:
+                    group.lane_stuck(key.peer, key.attempt)
 
     def _is_watched(self, peer: Peer) -> bool:
         """Tell whether this end dials the lanes of a peer on another host."""

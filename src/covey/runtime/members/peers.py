@@ -137,8 +137,8 @@ class Peer:
         """Of a probe when the way was chosen; -1 if there was none."""
         self.last_ping = -1.0
         """Of the last ping on its link; -1 before the first answer."""
-        self.has_short_packets = False
-        """Whether lanes with it send short packets: longer ones seem to be swallowed on the way."""
+        self.packet_limit = 0
+        """The longest packets of lanes with it, in bytes, if longer ones seem to be swallowed on the way; else 0."""
         self.measured = asyncio.Event()
         """Clear while `way` and `round_trip` are being measured."""
         self.measured.set()

@@ -10,6 +10,6 @@ class Urgency(enum.IntEnum):
 
     CALLS = 0
     PARTS = 1
-    """Of large calls."""
+    """The parts of large calls."""
     TENSORS = 2
     """Collectives and messages."""

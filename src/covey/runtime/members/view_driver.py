@@ -128,6 +128,10 @@ class ViewDriver:
         """Return the leading rank, as far as this node knows."""
         return self._core.leader(time.monotonic())
 
+    def expected_leader(self) -> int | None:
+        """Return the leading rank, or the one that leads next, as far as this node knows."""
+        return self._core.expected_leader(time.monotonic())
+
     # Inputs
 
     def link_up(self, rank: int, life: bytes) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError
 from covey.net.keys.identity import LIFE_BYTES, short_id
+from covey.runtime.links.handshake import version_objection
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -64,17 +65,18 @@ class Admission:
 
     def judge(self, hello: messages.Hello, _id: bytes, *, source: str) -> messages.Welcome | messages.Refusal:
         """Return the answer to a node that dialled from address `source`."""
-        if hello.version != messages.VERSION:
-            reason = f"it speaks version {hello.version} of covey's protocol, and this node {messages.VERSION}"
+        if reason := version_objection(hello, self._host.card):
             self._problems.refuse(hello.card, reason, source)
-            return messages.Refusal(f"you speak version {hello.version}, and this node {messages.VERSION}", retry=False)
+            return messages.Refusal(reason, retry=False)
         if self.is_this_process(hello.card):
             return messages.Welcome(-1, self._host.card, self._purpose)  # the dialling side notices
         self._heard_charter(hello)
         if reason := self._objection(hello.card, source):
             return messages.Refusal(reason, retry=False)
         if hello.purpose == "rank":
-            return messages.Refusal("nodes of this run agree on their ranks; a launcher cannot set them", retry=False)
+            reason = "nodes of this run agree on their ranks; a launcher cannot set them"
+            self._problems.refuse(hello.card, reason, source)
+            return messages.Refusal(reason, retry=False)
         return messages.Welcome(-1, self._host.card, self._purpose, self._rules.charter)
 
     def welcomed(self, welcome: messages.Welcome, source: str) -> bool:

@@ -7,8 +7,10 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
+from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.proto.relay_trips import is_news
+from covey.runtime.backoff import Backoff
 from covey.runtime.mesh.redial import ATTEMPT_SECONDS, RELAY_SECONDS
 from covey.wire import messages
 
@@ -60,7 +62,7 @@ class BetterWays:
 
 async def seek_direct(mesh: Mesh, remote: RemoteNode) -> None:
     """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
-    pause, told = 1.0, ""
+    told, tries = "", Backoff("a direct link", Growing(1.0, SEEK_SECONDS), level=logging.DEBUG)
     while remote.link is not None and remote.link.relay and not mesh.is_closing:
         contact = remote.card.contact  # it may have moved
         with contextlib.suppress(TimeoutError):
@@ -69,8 +71,8 @@ async def seek_direct(mesh: Mesh, remote: RemoteNode) -> None:
         if remote.link is not None and remote.link.relay and not told and mesh.purpose == "candidate":
             told = remote.link.relay
             logger.warning("%s cannot be reached directly; the relay %s is used", printable(remote.card.name), told)
-        await asyncio.sleep(pause)
-        pause = min(SEEK_SECONDS, 2 * pause)
+        tries.failed()
+        await tries.rest()
     if told and remote.link is not None:
         logger.warning("%s is reached directly now, and not through a relay", printable(remote.card.name))
 

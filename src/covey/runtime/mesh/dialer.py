@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.base.text import printable
-from covey.net.descriptors import is_exhausted
+from covey.net.descriptors import ScarceError, is_exhausted
 from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
 from covey.runtime.links.address_race import dial_any
-from covey.runtime.links.handshake import HungUpError, RefusedError, ScarceError, spell
+from covey.runtime.links.handshake import HungUpError, RefusedError, spell
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.mesh.follower import DialOutcome
 

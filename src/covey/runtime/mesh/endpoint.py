@@ -18,7 +18,7 @@ from covey.base.version import __version__
 from covey.net.descriptors import explain, keep_a_spare
 from covey.net.discovery.host_rendezvous import host_token
 from covey.net.hardware import hardware
-from covey.net.temporary import temporary_folder
+from covey.net.temporary import host_folder
 from covey.runtime import loop as control
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials
@@ -139,7 +139,7 @@ def cluster_endpoint(
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
         organisation = _organisation(config)
         credentials = _credentials_of(cluster, own, organisation)
-        host = host_token(Path(temporary_folder()))
+        host = host_token(Path(host_folder()))
         token = token or secrets.token_bytes(TOKEN_BYTES)
         contact = Contact(host, addresses, path, token, relay_port or _relay_port())
         breaks_ties = tie_breaker in ("here", own.name, host_name()) if tie_breaker else False

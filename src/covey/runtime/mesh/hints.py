@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from covey.base.pace import Growing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -23,6 +25,7 @@ WAIT_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 0.25
 """How often it is looked whether a hint still has to wait."""
 SELDOM_SECONDS: Final = 15.0
+PAUSES: Final = Growing(AGAIN_SECONDS, SELDOM_SECONDS)
 TRIES: Final = 6
 """Failures in a row after which a hint sleeps: half a minute after the first failure."""
 NAP_SECONDS: Final = 300.0
@@ -83,7 +86,7 @@ class _State:
 
     @property
     def pause(self) -> float:
-        return min(AGAIN_SECONDS * (1 << self.failures), SELDOM_SECONDS)
+        return PAUSES.after(self.failures + 1)
 
     def wake(self, now: float) -> None:
         self.failures, self.next_at = min(self.failures, TRIES - 1), now

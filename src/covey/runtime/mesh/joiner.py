@@ -280,6 +280,10 @@ class Joiner(MeshListener):
         if self.member is not None:
             self.member.link_woke(remote)
 
+    def link_has_room(self, remote: RemoteNode) -> None:
+        if self.member is not None and remote.seat >= 0:
+            self.member.node.stores.link_has_room(remote.seat)
+
     def may_rest(self, remote: RemoteNode) -> bool:
         return self.member is not None and remote.seat >= 0 and self.member.awake.may_rest(remote.seat)
 
@@ -310,7 +314,12 @@ class Joiner(MeshListener):
     def heard(self, remote: RemoteNode, message: messages.Control) -> None:
         match message:
             case messages.Forming(body):
+                before = self._formation.objection_to(remote.card.id)
                 self._core.heard(remote.card.id, forming.decode_formation(body), time.monotonic())
+                objection = self._formation.objection_to(remote.card.id)
+                if objection and objection != before:
+                    ip = remote.link.remote_ip if remote.link is not None else ""
+                    self.mesh.audit.refused(ip, objection, remote.card)
                 self._driver.settle()
             case messages.Founded():
                 self._heard_founded(remote, message)

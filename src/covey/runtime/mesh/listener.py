@@ -34,6 +34,9 @@ class MeshListener:
     def link_woke(self, remote: RemoteNode) -> None:
         """Called when a link that rested was replaced by another; nothing is lost."""
 
+    def link_has_room(self, remote: RemoteNode) -> None:
+        """Called when the link in use with a node, which was full, has room again."""
+
     def may_rest(self, remote: RemoteNode) -> bool:
         """Tell whether the link with a node may rest."""
         return False

@@ -219,8 +219,10 @@ class Mesh:
     # Links
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        judge = functools.partial(self._admission.judge, source=remote_ip(sock))
-        admitted = await admit(sock, self.endpoint.credentials, said, judge)
+        ip = remote_ip(sock)
+        judge = functools.partial(self._admission.judge, source=ip)
+        on_objection = functools.partial(self.audit.refused_key, ip)
+        admitted = await admit(sock, self.endpoint.credentials, said, judge, on_objection)
         if admitted is not None:
             link, hello, _ = admitted
             if self._admission.is_this_process(hello.card):

@@ -171,7 +171,15 @@ class NodeLinks:
             self._tasks.spawn(self._find_best_way(remote, way))
 
     def _attach(self, remote: RemoteNode, link: Link) -> None:
-        link.attach(functools.partial(self._received, remote, link), functools.partial(self._ended, remote, link))
+        link.attach(
+            functools.partial(self._received, remote, link),
+            functools.partial(self._ended, remote, link),
+            functools.partial(self._has_room, remote, link),
+        )
+
+    def _has_room(self, remote: RemoteNode, link: Link) -> None:
+        if link is remote.link:
+            self._listener.link_has_room(remote)
 
     async def _find_best_way(self, remote: RemoteNode, known: Where) -> None:
         """Measure every address of a node that this one dials, and take the fastest for lanes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
@@ -12,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConnectError, CoveyError
-from covey.base.pace import Bucket
+from covey.base.pace import Bucket, Growing
 from covey.base.seeds import parse_relay
 from covey.net.descriptors import explain
 from covey.proto.relay_trips import TripSamples
+from covey.runtime.backoff import Backoff
 from covey.runtime.links.handshake import SILENCE
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.loop import aside
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Coroutine
 
-    from covey.wire.relay import RelayKey, RelayMessage
+    from covey.wire.relay import RelayChallenge, RelayKey, RelayMessage
 
 logger = logging.getLogger("covey")
 
 SILENT_SECONDS: Final = 45.0
 """A relay that says nothing for so long is connected to again: it asks every 15 s whether the node is there."""
-FIRST_PAUSE: Final = 0.2
-PAUSE_LIMIT: Final = 3.0
-"""Longest pause between attempts to reach a relay."""
+PAUSES: Final = Growing(0.2, 0.5)
+"""Between attempts to reach a relay. They are short: a relay that returns may have to carry a link at once, because
+members whose links have ended are lost after `host_silence`."""
+ATTEMPT_SECONDS: Final = 1.5
+"""How long a relay that was reached before may take to greet this node. A new attempt repeats a lost first packet
+sooner than TCP does."""
 CALLS_AT_ONCE: Final = 64
 CALLS_RATE, CALLS_BURST = 64.0, 256.0
 """Calls of one relay that are taken: at the same time, per second, and at once."""
@@ -43,8 +46,12 @@ TOKENS_RATE, TOKENS_BURST = 4.0, 256.0
 """New tokens of one relay that are passed on, per second and at once; others are dropped."""
 FIRST_ECHOES: Final = 4
 FIRST_ECHO_SECONDS: Final = 0.2
-ECHO_SECONDS: Final = 5.0
+ECHO_SECONDS: Final = 2.0
 """How often the round trip to a relay is measured: at first, so that one late answer does not count, and later."""
+ANSWER_SECONDS: Final = 1.5
+"""A relay that has not answered an echo so long after the next one was due is connected to again: its machine may have
+lost its network, or this one. TCP would repeat the echo less and less often, and a call that the relay passes on would
+wait with it."""
 
 
 class RegistrationOwner(Protocol):
@@ -74,6 +81,8 @@ class RelayRegistration:
         self.samples = TripSamples()
         self._node, self._key = node, key
         self._sending = asyncio.Lock()
+        self._echoed = asyncio.Event()
+        """Set when the relay has answered an echo since the last one was sent."""
         self._known: dict[bytes, None] = {}
         self._calls, self._pace = 0, Bucket(CALLS_RATE, CALLS_BURST)
         self._naming = Bucket(TOKENS_RATE, TOKENS_BURST)
@@ -86,7 +95,8 @@ class RelayRegistration:
 
     async def keep(self) -> None:
         """Register, again whenever the connection ends, while the key is good and the relay wanted."""
-        self._task, pause = asyncio.current_task(), FIRST_PAUSE
+        self._task = asyncio.current_task()
+        tries = Backoff(f"the relay {self.text}", PAUSES, level=logging.DEBUG)  # a line says at once that it is lost
         while self._node.is_good(self._key) and self._node.is_wanted(self.text):
             began = time.monotonic()
             try:
@@ -97,9 +107,9 @@ class RelayRegistration:
                 if is_news:
                     logger.warning("the relay %s is lost: %s", self.text, self.problem)
             if time.monotonic() - began > SILENT_SECONDS:
-                pause = FIRST_PAUSE
-            await asyncio.sleep(pause)
-            pause = min(PAUSE_LIMIT, 2 * pause)
+                tries.worked()
+            tries.failed(self.problem)
+            await tries.rest()
 
     async def _register(self) -> None:
         """Connect to the first address of the relay that works, register, and attend to it until it ends."""
@@ -115,22 +125,29 @@ class RelayRegistration:
                 self.address, self.problem = (each.ip, each.port), ""
                 self._known.clear()
                 self.samples.clear()
-                measuring = asyncio.ensure_future(self._measure(sock))
-                try:
-                    await self._attend(sock)
-                finally:
-                    measuring.cancel()
-                    await asyncio.gather(measuring, return_exceptions=True)
+                await self._attend_and_measure(sock)
         raise problem
 
+    async def _attend_and_measure(self, sock: socket.socket) -> None:
+        """Attend to the relay, and measure the round trip, until the connection ends or echoes stay unanswered."""
+        both = [asyncio.ensure_future(each) for each in (self._attend(sock), self._measure(sock))]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for each in both:
+                if each.done():
+                    each.result()  # which raises
+        finally:
+            for each in both:
+                each.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
     async def _registered(self, address: tuple[str, int]) -> socket.socket:
-        from covey.runtime.links.relayed import answer_of, challenged, connect_relay, send_message
+        from covey.runtime.links.relayed import answer_of, send_message
         from covey.wire.relay import TokenRegistered
 
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            sock = await connect_relay(address)
+            sock, first = await self._greeted(address)
             try:
-                first = await challenged(sock)
                 token, is_listed = self._node.token, self._node.is_listed
                 await send_message(sock, self._key.register(first.challenge, token, is_listed=is_listed))
                 if not isinstance(await answer_of(sock), TokenRegistered):
@@ -141,16 +158,33 @@ class RelayRegistration:
                 raise
             return sock
 
+    async def _greeted(self, address: tuple[str, int]) -> tuple[socket.socket, RelayChallenge]:
+        """Connect to the relay; return the connection, and the message with which the relay begins."""
+        from covey.runtime.links.relayed import challenged, connect_relay
+
+        async with asyncio.timeout(HANDSHAKE_SECONDS if self.address is None else ATTEMPT_SECONDS):
+            sock = await connect_relay(address)
+            try:
+                return sock, await challenged(sock)
+            except BaseException:
+                sock.close()
+                raise
+
     async def _measure(self, sock: socket.socket) -> None:
-        """Measure the round trip to the relay, again and again, until cancelled."""
+        """Measure the round trip to the relay, again and again; ConnectError once it answers no more."""
         from covey.wire.relay import RelayEcho
 
-        with contextlib.suppress(OSError):  # `_attend` sees the same
-            for count in itertools.count():
-                number = secrets.randbits(32)
-                self.samples.asked(number, time.monotonic())
-                await self._send(sock, RelayEcho(number))
-                await asyncio.sleep(FIRST_ECHO_SECONDS if count < FIRST_ECHOES else ECHO_SECONDS)
+        for count in itertools.count():
+            number = secrets.randbits(32)
+            self._echoed.clear()
+            self.samples.asked(number, time.monotonic())
+            await self._send(sock, RelayEcho(number))
+            await asyncio.sleep(FIRST_ECHO_SECONDS if count < FIRST_ECHOES else ECHO_SECONDS)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):  # also after a time in which this process did not run
+                    await self._echoed.wait()
+            except TimeoutError:
+                raise ConnectError("it does not answer") from None
 
     async def _send(self, sock: socket.socket, message: RelayMessage) -> None:
         from covey.runtime.links.relayed import send_message
@@ -175,6 +209,7 @@ class RelayRegistration:
                         await self._send(sock, message)
                     case RelayEcho(number):
                         self.samples.answered(number, time.monotonic())
+                        self._echoed.set()
                     case ListedTokens(tokens):
                         self._named(tokens)
                     case IncomingCall(call):

@@ -112,7 +112,10 @@ class RunMember:
     def link_changed(self, remote: RemoteNode) -> None:
         """Note the link in use with a member."""
         if remote.seat >= 0:
+            before = self.node.peers[remote.seat].link
             _hand_over(self.node.peers[remote.seat], remote)
+            if before is not None and before is not remote.link:  # what is on the old link may be lost or late
+                self.node.stores.link_up(remote.seat)
             generation = self.node.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
@@ -123,6 +126,7 @@ class RunMember:
             peer = self.node.peers[remote.seat]
             _hand_over(peer, remote)
             self.node.losses.link_up(peer)
+            self.node.stores.link_has_room(peer.seat)
 
     def _moved(self, seat: Seat, way: Where, round_trip: float) -> None:
         """Note the address to which the lanes with a member move."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base import seeds
 from covey.base.errors import CoveyError
+from covey.base.pace import Growing
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.mdns import Beacon
+from covey.runtime.backoff import Backoff
 from covey.runtime.loop import aside
 from covey.runtime.mesh.endpoint import local_tag, numeric
 from covey.runtime.mesh.hints import Hint, Origin
@@ -25,8 +28,8 @@ REGISTRY_SECONDS: Final = 0.2
 """How often the host registry is read while a node waits for others."""
 RUNNING_REGISTRY_SECONDS: Final = 2.0
 """How often it is read once the run has formed."""
-SEED_SECONDS: Final = 1.0
-"""How often a seed that did not answer is tried again, at most."""
+SEED_PAUSES: Final = Growing(0.1, 1.0)
+"""Before a seed that did not answer is tried again."""
 
 
 class Search:
@@ -116,7 +119,7 @@ class Search:
             await asyncio.sleep(self._registry_seconds)
 
     async def _keep_trying(self, seed: str) -> None:
-        pause = 0.1
+        tries = Backoff(f"the seed {seed}", SEED_PAUSES, level=logging.DEBUG)  # `problems` tells
         while True:
             try:
                 if self._needs_seeds():
@@ -125,8 +128,8 @@ class Search:
                     await self._try_seed(seed, addresses)
             except (OSError, CoveyError) as error:  # the next try may work, and the rest of the search goes on
                 self.problems[seed] = str(error).removeprefix(f"{seed.partition(':')[0]}: ")
-            await asyncio.sleep(pause)
-            pause = min(SEED_SECONDS, pause * 2)
+            tries.failed(self.problems.get(seed, ""))
+            await tries.rest()
 
 
 def parse_seed(seed: str) -> tuple[Address, ...]:

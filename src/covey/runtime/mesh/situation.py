@@ -49,6 +49,8 @@ class Situation:
         report = self._formation.report()
         reasons = {**self._mesh.report_problems(), **dict(report.refused)}
         waiting = f"{report.waiting}; here: {', '.join(report.here)}"
+        if report.gone:
+            waiting += f"; was here before, and has left: {', '.join(report.gone)}"
         return waiting, sorted(f"{name}: {reason}" for name, reason in reasons.items())
 
     async def keep_logging(self, is_decided: Callable[[], bool]) -> None:

@@ -95,6 +95,14 @@ class Visit:
 
         return control.run(look(), LOOP_SECONDS)
 
+    def agents(self) -> list[messages.Card]:
+        """Return the cards of the linked agents (`covey up`), sorted by name."""
+
+        async def look() -> list[messages.Card]:
+            return [each.card for each in self._by_name() if each.purpose == "agent"]
+
+        return control.run(look(), LOOP_SECONDS)
+
     def has_visitors(self) -> bool:
         """Tell whether another visitor is linked."""
 

@@ -1,6 +1,7 @@
 """The lanes of one messenger, polled together: reads, writes, and notices lanes that end.
 
-A lane ends at the end of its stream, with an error, or if the other end does not acknowledge what is sent. The
+A lane ends at the end of its stream, with an error, or if the other end does not acknowledge what is sent: its kernel,
+or, on lanes that both ends attend to all the time (`doubts`), the process itself. The
 messenger takes the ended lanes from here and has them replaced. Callers hold the messenger's lock, except for `poll`.
 """
 
@@ -9,18 +10,19 @@ from __future__ import annotations
 import math
 import os
 import select
+import socket
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.pace import Growing
 from covey.net import tcp
 from covey.net.lanes.ring_socket import RingSocket
 from covey.runtime.messages.lending import short_sizes
 from covey.runtime.messages.message_lane import MessageLane
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from covey.proto.matching import Matcher
@@ -30,9 +32,16 @@ SPIN_SECONDS: Final = 200e-6
 """How long a thread that waits for a message polls without sleeping: a short call takes about as long."""
 VAIN_SPINS_LIMIT: Final = 6
 """The most doublings of the number of waits without a spin."""
-FIRST_PAUSE_SECONDS: Final = 0.01
-MOST_PAUSE_SECONDS: Final = 2.0
-"""The longest pause before asking for a lane, when lanes break one after the other and carry nothing."""
+PAUSES: Final = Growing(0.02, 2.0)
+"""Before asking for a lane, when lanes break one after the other and carry nothing."""
+
+QUIET_SECONDS: Final = 1.0
+"""On a lane on which nothing has moved for so long, each end says how much has arrived."""
+FIRST_DOUBT_SECONDS: Final = 4.0
+MOST_DOUBT_SECONDS: Final = 60.0
+"""A lane on which nothing has moved for so long, and whose other end has not said that it has what was sent, is
+replaced. Each time longer: the other process may only be busy."""
+SWALLOWED: Final = "what was sent did not arrive, though a machine on the way has acknowledged it"
 
 
 class LanePoll:
@@ -43,6 +52,11 @@ class LanePoll:
         self._matcher, self._driving, self._wake_fd, self._spins = matcher, driving, wake_fd, spins
         self.gives_way: Callable[[], bool] | None = None
         """Tells whether something more urgent moves elsewhere; for lanes that are added from now on."""
+        self.doubts = False
+        """Whether lanes are replaced whose other end does not say that it has what was sent."""
+        self._look_at = 0.0
+        self._doubted: defaultdict[int, int] = defaultdict(int)
+        """By rank: how many lanes were replaced for that reason."""
         self.by_rank: dict[int, MessageLane] = {}
         """The last lane to each rank."""
         self._by_fd: dict[int, MessageLane] = {}
@@ -98,7 +112,7 @@ class LanePoll:
         """Return the seconds to wait before a lane that ended is replaced: longer if lanes carry nothing."""
         strikes = 0 if lane.has_moved else self._strikes[lane.peer]
         self._strikes[lane.peer] = strikes + 1
-        return 0.0 if not strikes else min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(strikes, 20))
+        return PAUSES.after(strikes)
 
     def trouble_with(self, ranks: list[int]) -> str:
         """Return sentences about the connections with these ranks that broke and carry nothing, for an error."""
@@ -171,6 +185,9 @@ class LanePoll:
         has_fault = False
         if not events:
             self._end_stuck()
+        if self.doubts and (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + tcp.PATH_CHECK_SECONDS
+            self._look_at_quiet_lanes(now)
         for descriptor, event in events:
             if lane := self._by_fd.get(descriptor):
                 if event & ~select.POLLOUT:
@@ -218,9 +235,26 @@ class LanePoll:
         except RemoteProtocolError as error:
             self.end(lane, error)
 
+    def _look_at_quiet_lanes(self, now: float) -> None:
+        """Acknowledge what arrived on lanes that are quiet, and end those on which what was sent is lost.
+
+        A machine on the way may take bytes, acknowledge them, and not pass them on; the kernel does not notice it.
+        """
+        for lane in list(self._by_fd.values()):
+            quiet = now - lane.moved_at
+            if lane.sock.family == socket.AF_UNIX or quiet < QUIET_SECONDS:  # in memory nothing is lost
+                continue
+            peer = lane.peer
+            self._matcher.fell_quiet(peer)
+            patience = min(MOST_DOUBT_SECONDS, FIRST_DOUBT_SECONDS * 2 ** min(self._doubted[peer], 20))
+            if quiet >= patience and self._matcher.is_unheard(peer) and not lane.undelivered_bytes():
+                self._doubted[peer] += 1
+                self._trouble[peer] = SWALLOWED
+                self.end(lane, None)
+
     def _end_stuck(self) -> None:
         """End lanes whose network path is dead. The peer may be alive, and the next lane may use another path."""
         for lane in list(self._by_fd.values()):
             if tcp.is_stuck(lane.sock):
-                self._trouble[lane.peer] = "the other end does not acknowledge what is sent"
+                self._trouble[lane.peer] = f"the other end {tcp.STUCK}"
                 self.end(lane, None)

@@ -40,7 +40,7 @@ class ListeningMessenger(Messenger):
         something more urgent moves elsewhere.
         """
         super().__init__(*args, **named)
-        self._lanes.gives_way = gives_way
+        self._lanes.gives_way, self._lanes.doubts = gives_way, True
         self._listener = listener
         self._matcher.listened.update(tags)
         self._queued: deque[tuple[int, int, bytes]] = deque()
@@ -127,11 +127,14 @@ class ListeningMessenger(Messenger):
         """Expect messages that no caller waits for."""
         self._driving.attend()
 
-    def run_soon(self, job: Callable[[], None]) -> bool:
-        """Run a short job on this thread, once what has arrived is handled; return False if this thread cannot."""
+    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
+        """Run a short job on this thread, once what has arrived is handled and another thread may receive.
+
+        If another job takes long before it, `elsewhere` is called instead. Return False if this thread cannot run jobs.
+        """
         if not self._driving.may_run_jobs(self):
             return False
-        self._driving.jobs.append(job)
+        self._driving.add_job(job, elsewhere)
         return True
 
     def _settle(self) -> None:

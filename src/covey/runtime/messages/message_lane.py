@@ -45,6 +45,8 @@ class MessageLane:
         self._matcher = matcher
         self._began_at = matcher.progress(peer)
         self.sent_bytes = 0
+        self.moved_at = time.monotonic()
+        """When the kernel last took bytes, or had some."""
         self.is_ended = False
         """Nothing may be read or written after this."""
         self.is_blocked = False
@@ -74,6 +76,7 @@ class MessageLane:
                 break
             self._matcher.sent(self.peer, count)
             self.sent_bytes += count
+            self.moved_at = time.monotonic()
         self.is_blocked = self.peer in self._matcher.ready
 
     def read(self) -> bool:
@@ -94,6 +97,7 @@ class MessageLane:
                 return True
             if not count:
                 return False
+            self.moved_at = time.monotonic()
             self._matcher.received(self.peer, count)
             if count < sum(map(len, buffers)):
                 return True  # the kernel had no more

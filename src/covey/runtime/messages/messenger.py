@@ -224,7 +224,10 @@ class Messenger:
         if error is not None:
             self.abandon(work, error)
             raise error
-        return self.wait(work, deadline, peer)
+        try:
+            return self.wait(work, deadline, peer)
+        finally:
+            work.forget_error()
 
     def stop_short(self) -> None:
         """Let no further message pass without Python, because the group has failed. On any thread."""

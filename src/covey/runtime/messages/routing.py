@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Rank
+from covey.net.descriptors import ScarceError
 from covey.runtime import loop as control
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class MessageRouting:
                 if (fault := group.failure.message_error()) is not None:
                     group.failure.note_raised(fault)
                     raise fault from None
+            except ScarceError as error:  # of this process: the other rank is not lost
+                raise ConnectError(f"messages cannot be sent or received: {error}") from error
             except (ConnectError, ClosedError) as error:
                 if group.is_closed:
                     group.failure.require_open()

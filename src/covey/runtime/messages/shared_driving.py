@@ -5,8 +5,9 @@ A background thread drives while no caller does. Waking a thread takes longer th
 - A caller that waits while no thread drives does it itself, until its work is done. So that it can, the background
   thread steps aside for LINGER_SECONDS when the waiting callers have their answers: often another call follows.
 - With enough cores, a thread that has received something polls for a moment before it sleeps.
-- Short jobs that a message causes run on the background thread. It puts the driving down meanwhile, and a second one
-  stands by: it drives if the job takes longer than LINGER_SECONDS.
+- Short jobs that a message causes, functions of the program among them, run on the background thread once it has put
+  the driving down. A second one stands by: if the job takes longer than LINGER_SECONDS, it drives, and has the jobs
+  behind it run elsewhere. So a thread that drives runs no job, and a job that hangs holds up its own thread only.
 
 So messages are never unattended for longer than that. While messages come that no caller waits for (`attend`), the
 background thread does not step aside.
@@ -59,11 +60,13 @@ class SharedDriving(DrivingThread):
         """The works of callers that wait while another thread drives."""
         self._has_callers = False
         """Whether callers have waited since a background thread began to drive."""
-        self.jobs: deque[Callable[[], None]] = deque()
-        """Short jobs for the background thread that drives, after its turn. Only that thread adds some."""
+        self._jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        """Short jobs for the background thread that drives, after its turn, and what has each run elsewhere."""
         self._job_thread: threading.Thread | None = None
-        """The background thread that runs jobs, and until when what they send may wait."""
-        self._hold_until = 0.0
+        """The background thread that runs jobs, since when, and until when what they send may wait."""
+        self._jobs_at = self._hold_until = 0.0
+        self._is_relieved = False
+        """Whether the jobs behind one that takes long were taken from the thread that runs it."""
 
     # Callers
 
@@ -166,9 +169,11 @@ class SharedDriving(DrivingThread):
         this_thread = threading.get_ident()
         while self._stand_by(messages):
             try:
-                while self._goes_on(messages):
+                if self._is_job_late(time.monotonic()):
+                    self._relieve(messages)
+                while self._driver == this_thread and self._goes_on(messages):
                     messages.turn(None, spins=self._may_spin)
-                    if self.jobs and not self._run_jobs(messages):
+                    if self._jobs and not self._run_jobs(messages):
                         break
             except BaseException as error:  # no other thread would report it
                 messages.fail_all(error)
@@ -179,7 +184,7 @@ class SharedDriving(DrivingThread):
                         self._put_down(messages, is_over=True)
 
     def _stand_by(self, messages: DrivenMessages) -> bool:
-        """Wait until this thread has to drive, and return True; return False if it has to end."""
+        """Wait until this thread has to drive, or a job takes long, and return True; return False if it has to end."""
         with self._lock:
             self._standing_by += 1
             try:
@@ -188,9 +193,12 @@ class SharedDriving(DrivingThread):
                     if self._driver is None and self._is_due(now) and messages.has_more():
                         self._driver, self._has_callers = threading.get_ident(), False
                         return True
+                    if self._is_job_late(now):
+                        return True
                     # A thread that puts the driving down notifies only those that are asleep: doing so for each call
                     # would cost too much. So look again soon while that may happen at any time.
-                    is_busy = now - self._put_down_at < 2 * LINGER_SECONDS
+                    runs_jobs = self._job_thread is not None and not self._is_relieved
+                    is_busy = runs_jobs or now - self._put_down_at < 2 * LINGER_SECONDS
                     self._asleep += not is_busy
                     is_notified = self._needed.wait(LINGER_SECONDS if is_busy else IDLE_SECONDS)
                     self._asleep -= not is_busy
@@ -219,13 +227,20 @@ class SharedDriving(DrivingThread):
     # Jobs
 
     def may_run_jobs(self, messages: DrivenMessages) -> bool:
-        """Tell whether the calling thread may add jobs: a background thread that drives, while another stands by."""
+        """Tell whether the calling thread may add jobs: a background thread that drives, while another stands by.
+
+        A job that takes long runs on, and the thread that stood by drives: then it is the only one, and gets no jobs.
+        """
         if not self.is_here or threading.current_thread() not in self._threads:
             return False
         if not self._standing_by and len(self._threads) < 2:
             with self._lock:
                 self._start_thread(messages)
         return self._standing_by > 0
+
+    def add_job(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> None:
+        """Run a job on the calling thread after its turn, or call `elsewhere` if another job takes long before it."""
+        self._jobs.append((job, elsewhere))
 
     @property
     def holds_flush(self) -> bool:
@@ -236,13 +251,14 @@ class SharedDriving(DrivingThread):
         """Run the jobs while the driving is put down; return whether this thread drives again."""
         with self._lock:
             self._job_thread, self._driver = threading.current_thread(), None
-            self._put_down_at = now = time.monotonic()
-            self._hold_until = now + HOLD_SECONDS
+            self._put_down_at = self._jobs_at = now = time.monotonic()
+            self._hold_until, self._is_relieved = now + HOLD_SECONDS, False
             if self._asleep:
                 self._needed.notify()
         try:
-            while self.jobs:
-                self._run_safely(self.jobs.popleft())
+            while (taken := self._take_job()) is not None:
+                self._run_safely(taken[0])
+                del taken  # it may hold what a function was called with
         finally:
             with self._lock:
                 self._job_thread = None
@@ -251,6 +267,23 @@ class SharedDriving(DrivingThread):
                     self._driver = threading.get_ident()
             messages.flush()
         return is_free
+
+    def _take_job(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
+        try:
+            return self._jobs.popleft()
+        except IndexError:
+            return None
+
+    def _is_job_late(self, now: float) -> bool:
+        """Tell whether jobs have run for so long that those behind them must not wait."""
+        return self._job_thread is not None and not self._is_relieved and now - self._jobs_at > LINGER_SECONDS
+
+    def _relieve(self, messages: DrivenMessages) -> None:
+        """Have the jobs behind one that takes long run elsewhere, and send what those before it have queued."""
+        self._is_relieved = True
+        while (taken := self._take_job()) is not None:
+            self._run_safely(taken[1])
+        messages.flush()
 
     def _run_safely(self, job: Callable[[], None]) -> None:
         try:

@@ -53,6 +53,7 @@ def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
         taken_ns=now,
         offsets=() if node is None else tuple(node.clocks.offsets().items()),
         groups=tuple(map(_flown, groups[: wire.GROUPS_LIMIT])),
+        run_id=b"" if node is None else node.run_id,
     )
 
 

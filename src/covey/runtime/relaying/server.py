@@ -22,7 +22,7 @@ from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, 
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.relayed import keep_alive, receive_message
-from covey.runtime.links.sockets import accepted, no_delay
+from covey.runtime.links.sockets import accept_shortage, accepted, no_delay
 from covey.runtime.links.source_limits import SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.relaying.pipe import Pipe
@@ -131,6 +131,7 @@ class RelayServer:
         self._pipes: set[Pipe] = set()
         self._number = self._joined = self._copied = self._refused = 0
         self._log = LimitedLog(LOG_SECONDS)
+        self._shortage = accept_shortage("the relay")
         self._is_closing = False
 
     def open(self) -> None:
@@ -167,7 +168,7 @@ class RelayServer:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen):
+        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self._shortage):
             source = source_of(remote_ip(sock))
             if problem := self._objection(source):
                 self._refuse(sock, source, problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from msgspec.msgpack import Ext
 from covey.base.errors import RemoteProtocolError
 from covey.wire.call_values import ANYTHING, Reference, pack
 from covey.wire.signatures import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PART: Final = bytes(range(256)) * 256
 """What every input finds as its second part: 64 KiB."""
@@ -50,12 +53,55 @@ class FuzzedRecord:
     array: np.ndarray[Any, np.dtype[Any]]
 
 
+class _MuteError(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def _decode_anything() -> None:
+    msgspec.msgpack.decode(b"\xc1")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+_REFUSALS: Final[dict[str, Callable[[], None]]] = {
+    "assert": lambda: _raise(AssertionError("refused")),
+    "exit": lambda: _raise(SystemExit(3)),
+    "interrupt": lambda: _raise(KeyboardInterrupt()),
+    "close": lambda: _raise(GeneratorExit()),
+    "memory": lambda: _raise(MemoryError()),
+    "depth": lambda: _raise(RecursionError()),
+    "protocol": lambda: _raise(RemoteProtocolError("of the program's own")),
+    "decode": _decode_anything,
+    "text": lambda: _raise(_MuteError()),
+}
+"""What a type of a program may do when it is made."""
+
+
+@dataclasses.dataclass
+class FuzzedRefusal:
+    """A type that raises what its sender asks for."""
+
+    what: str
+
+    def __post_init__(self) -> None:
+        """Raise it."""
+        if self.what in _REFUSALS:
+            _REFUSALS[self.what]()
+
+
 def fuzzed_function(
     number: int,
     array: npt.NDArray[np.float64],
     scalar: np.float32 = np.float32(0),  # noqa: B008
     record: FuzzedRecord | None = None,
     handle: HandleDouble | None = None,
+    refusal: FuzzedRefusal | None = None,
+    small: np.int8 = np.int8(0),  # noqa: B008
     *rest: str,
     **named: float,
 ) -> None:
@@ -68,7 +114,12 @@ _CONVERTER: Final = PlainConverter()
 
 def read_arguments(data: bytes) -> None:
     """Decode the arguments of a call."""
-    _SIGNATURE.arguments(data, [data, bytearray(PART)], _CONVERTER)
+    try:
+        _SIGNATURE.arguments(data, [data, bytearray(PART)], _CONVERTER)
+    except RemoteProtocolError as error:  # a node cuts the caller off
+        if "of the program's own" in str(error):
+            raise AssertionError("what a type of the program raises is taken for a breach of the protocol") from error
+        raise
 
 
 def read_result(data: bytes) -> None:
@@ -100,10 +151,14 @@ def argument_seeds() -> list[bytes]:
     right: list[tuple[Any, Any]] = [
         ((1, np.arange(3.0)), {}),
         (
-            (1, np.arange(3.0), np.float32(2), {"number": 1, "array": np.arange(2)}, HandleDouble(), "x", "y"),
+            (
+                *(1, np.arange(3.0), np.float32(2), {"number": 1, "array": np.arange(2)}, HandleDouble()),
+                *({"what": ""}, 5, "x", "y"),
+            ),
             {"z": 1.5},
         ),
         ((1, np.arange(3.0), 2.5), {"record": None}),
+        ((1, np.arange(3.0), 2.5, None, None, None, 5), {}),
         ((1, np.arange(3.0), np.float32(2), None, HandleDouble()), {}),
         ((), {"number": 1, "array": np.arange(8192.0)}),
     ]
@@ -115,6 +170,8 @@ def argument_seeds() -> list[bytes]:
         ((1, np.arange(3.0), "x"), {}),
         ((1, np.arange(3.0)), {"handle": 3}),
         ((1, np.arange(3.0)), {"number": 2}),
+        ((1, np.arange(3.0)), {"small": 300}),
+        *(((1, np.arange(3.0)), {"refusal": {"what": what}}) for what in _REFUSALS),
     ]
     whole = [pack(value, _CONVERTER)[0] for value in (*right, *wrong)]
     return [*whole, msgspec.msgpack.encode([1]), msgspec.msgpack.encode("x"), b"", b"\xc1"]

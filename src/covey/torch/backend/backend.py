@@ -345,9 +345,11 @@ class ProcessGroupCovey(DescribedProcessGroup):
         self.shutdown()
 
     def _close(self) -> None:
-        self._group.close()  # ends pending operations, so that threads that wait for them wake up
-        self._issuer.notices.close()
-        self._world.forget(self._close)
+        try:
+            self._group.close()  # ends pending operations, so that threads that wait for them wake up
+        finally:
+            self._issuer.notices.close()
+            self._world.forget(self._close)
 
     # Tensors as operands
 

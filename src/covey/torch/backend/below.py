@@ -1,4 +1,4 @@
-"""covey's group below a process group of torch."""
+"""The covey group behind a process group of torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def covey_group_of(process_group: Any = None) -> Group | None:
-    """Return covey's group below a process group, by default the default one; None if it has another backend."""
+    """Return the covey group behind `process_group` (default: the default one), or None if its backend is not covey."""
     below: Group | None = getattr(process_group or dist.group.WORLD, "covey_group", None)
     return below

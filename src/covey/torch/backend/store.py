@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any, Final
+import contextlib
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
 from covey.proto.store_copy import STORES_LIMIT
 from covey.runtime.group.store import open_group_store
-from covey.runtime.members.store import describe
+from covey.runtime.members.store import describe, encoded
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
     from covey.runtime.group.group import Group
@@ -62,7 +63,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several entries at once."""
-        self._ask(wire.Put(tuple((key, _bytes(value)) for key, value in zip(keys, values, strict=True))))
+        self._ask(wire.Put(tuple((key, encoded(value)) for key, value in zip(keys, values, strict=True))))
 
     def get(self, key: str) -> bytes:
         """Wait for an entry, and return its value."""
@@ -70,7 +71,8 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for several entries, and return their values."""
-        return list(self._ask(wire.Get(tuple(keys))).values)
+        with self._naming(wire.Get(tuple(keys)), self.timeout):
+            return self._client.read(tuple(keys), self.timeout.total_seconds())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several entries."""
@@ -85,12 +87,16 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         return self._ask(wire.Add(key, amount)).number
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set an entry if it has the expected value, or does not exist and "" is expected; return its value."""
-        return self._ask(wire.Swap(key, _bytes(expected), _bytes(desired))).values[0]
+        """Set an entry if it has the expected value, or does not exist and "" is expected; return its value.
+
+        As in torch's own stores, the answer is what was expected if there is no entry.
+        """
+        answer = self._ask(wire.Swap(key, encoded(expected), encoded(desired)))
+        return answer.values[0] if answer.values else encoded(expected)
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value."""
-        self._ask(wire.Append(key, _bytes(value)))
+        self._ask(wire.Append(key, encoded(value)))
 
     def delete_key(self, key: str) -> bool:
         """Remove an entry; return whether it existed."""
@@ -102,11 +108,12 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
 
     def list_keys(self) -> list[str]:
         """Return the keys of all entries."""
-        return [key.decode() for key in self._ask(wire.Names()).values]
+        with self._naming(wire.Names(), self.timeout):
+            return self._client.names(self.timeout.total_seconds())
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Add a value to the end of a queue."""
-        self._ask(wire.Push(key, _bytes(value)))
+        self._ask(wire.Push(key, encoded(value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Remove and return the first value of a queue; wait for one if `block`."""
@@ -131,15 +138,18 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
     hasExtendedApi = has_extended_api  # noqa: N815
 
     def _ask(self, question: wire.Question, timeout: timedelta | None = None) -> wire.Done:
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        within = self.timeout if timeout is None else timeout
+        with self._naming(question, within):
+            return self._client.ask(question, within.total_seconds())
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _naming(question: wire.Question, timeout: timedelta) -> Iterator[None]:
+        """Let an error about time say what was asked for, and be torch's own."""
         try:
-            return self._client.ask(question, seconds)
+            yield
         except DeadlineError:
             raise StoreTimeoutError(
-                f"{describe(question)}: not set within {seconds:g} s; "
+                f"{describe(question)}: not set within {timeout.total_seconds():g} s; "
                 "has every rank called this, or did one fail before?"
             ) from None
-
-
-def _bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

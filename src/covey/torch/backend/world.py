@@ -18,7 +18,7 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
 from covey.net.settings_files import effective_environment
-from covey.net.temporary import temporary_folder
+from covey.net.temporary import host_folder
 from covey.runtime.environment import LaunchedRank, find_launched_rank
 from covey.runtime.group.internals import engine_of, steps_between_checks
 from covey.runtime.joining.bootstrap import join, join_at, joined
@@ -85,10 +85,11 @@ class World:
         """Close the groups made here, newest first, and leave the run. A second call does nothing."""
         atexit.unregister(self.close)
         closers, self._closers = self._closers, []
-        for closer in reversed(closers):
-            closer()
-        if self._owns_run:
-            self._top.close()
+        with contextlib.ExitStack() as stack:  # it calls the last one first, and all of them, also if one raises
+            if self._owns_run:
+                stack.callback(self._top.close)
+            for closer in closers:
+                stack.callback(closer)
 
 
 _lock = threading.Lock()
@@ -140,7 +141,7 @@ def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: 
     name = f"torch-{nonce}"
     place = LaunchedRank(rank=rank, size=size, name=name)
     if size > 1:
-        store.set(f"{prefix}host/{rank}", host_token(Path(temporary_folder())))
+        store.set(f"{prefix}host/{rank}", host_token(Path(host_folder())))
         hosts = [store.get(f"{prefix}host/{other}") for other in range(size)]
         here = [other for other in range(size) if hosts[other] == hosts[rank]]
         place = replace(place, local_rank=here.index(rank), local_size=len(here))

@@ -92,8 +92,9 @@ def test_the_story_puts_ranks_that_called_the_same_together() -> None:
     for rank in (1, 3):
         call_log.heard(rank, 1, 1, REDUCE.fingerprint, REDUCE.text)
     call_log.heard(2, 1, 1, BARRIER.fingerprint, BARRIER.text)
-    assert call_log.story(1, range(5), me=0) == (
-        "ranks 0, 2 called barrier(); ranks 1, 3 called all_reduce(float32[2, 3], op=sum); rank 4 called nothing yet"
+    assert call_log.story(1, range(6), me=0, parted={2, 5}) == (
+        "ranks 0, 2 called barrier(); ranks 1, 3 called all_reduce(float32[2, 3], op=sum); rank 4 called nothing yet; "
+        "rank 5 called nothing, and closed the group"
     )
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from covey.proto.evidence import STOPPED_SILENCE
-from covey.runtime.collectives.evidence import COMPARE_SECONDS, HEARING_SECONDS
+from covey.proto.hearing import PATIENCE, Hearing
+from covey.runtime.collectives.evidence import COMPARE_SECONDS
 from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS
 from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
 
 
 def test_a_mismatch_and_a_loss_are_told_within_a_second() -> None:
     assert ANNOUNCE_SECONDS + COMPARE_SECONDS < 1.0, "a rank waits, asks the others, and compares"
-    assert STOPPED_SILENCE + HEARING_SECONDS < 1.0, "its keeper sees that a process is stopped"
-    assert CAUSE_SECONDS + HEARING_SECONDS < 1.0, "a lane ends; the rank waits for the reason, and for other ranks"
+    assert STOPPED_SILENCE + CAUSE_SECONDS < 1.0, (
+        "its keeper sees that a process is stopped; a lane ends without a reason"
+    )
+    hearing = Hearing([1, 2])
+    hearing.looked({1: 7}, [], 10.0)
+    hearing.gone(1)
+    hearing.heard(2, {1: 7}, [])
+    assert hearing.is_over, "a rank that has heard all others waits for nothing"
+
+
+def test_a_rank_that_proves_a_mismatch_is_waited_for_until_it_has_compared() -> None:
+    assert PATIENCE > CAUSE_SECONDS + 2 * COMPARE_SECONDS, "it waits for a reason, asks the others, and compares"

@@ -17,6 +17,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import AuthError, ConnectError
 from covey.net import audit_reader
 from covey.net.locks import only_one
+from covey.runtime.links.acceptor import TurnedAwayError
 from covey.runtime.members import audit as audit_module
 from covey.runtime.members.audit import MEMBERS_BURST, PENDING_LIMIT, SILENT, SOURCE_BURST, STRANGERS_BURST, Auditor
 from covey.wire import messages
@@ -95,7 +96,7 @@ def test_a_flood_of_many_sources_is_bounded_too() -> None:
 
     def flood() -> None:
         for number in range(20_000):
-            auditor.refused_connection(f"10.{number >> 14}.{number >> 7 & 127}.{number & 127}", ConnectError("many"))
+            auditor.refused_connection(f"10.{number >> 14}.{number >> 7 & 127}.{number & 127}", TurnedAwayError("many"))
         auditor.close()
 
     on_a_loop(flood)

@@ -42,7 +42,7 @@ TOGETHER_SECONDS: Final = 90.0
 FINISH_SECONDS: Final = 60.0
 STEPS_TOGETHER: Final = 3
 ORDER_SECONDS: Final = 3.0
-"""How long an order waits for a process that reaches its moment."""
+"""How long an injected fault waits for a process to reach its trigger point."""
 CIRCUMSTANCES: Final = "circumstances.json"
 
 
@@ -136,7 +136,7 @@ class CheckedRun:
         settings = Settings(self.folder, scene.seed, host, scene.pause, scene.bulk, scene.large)
         home, temp = (self._own(f"{what}{host}") for what in ("home", "t"))
         env |= {VARIABLE: msgspec.json.encode(settings).decode(), "COVEY_PATIENCE": f"{scene.patience:g}"}
-        env |= {"COVEY_HOME": home, "TMPDIR": temp, "XDG_RUNTIME_DIR": ""}
+        env |= {"COVEY_HOME": home, "TMPDIR": temp, "XDG_RUNTIME_DIR": temp}
         return env | ({} if self.hosts is None else {"COVEY_SECRET_FILE": os.path.join(self.folder, "secret")})
 
     def _own(self, name: str) -> str:
