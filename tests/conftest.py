@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.support import sets, workers
 from tests.support.durations import Durations
 from tests.support.guard import Guard
+from tests.support.relinking import wait_for_links
 from tests.support.seeds import seeds
 
 from covey.net.keys.secret_sources import forgetting_secrets
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_unconfigure() -> None:
     if _OWN_HOME:
         shutil.rmtree(_OWN_HOME, ignore_errors=True)  # a process that a test has left may still write there
+
+
+@pytest.fixture
+def links_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of this process whose links the test ends have time to link again."""
+    wait_for_links(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,7 @@ def links_with(node: Node, seat: Seat) -> list[Link]:
     return list(mesh.met[node.peers[seat].id].links)
 
 
+@pytest.mark.usefixtures("links_are_awaited")
 def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(detour: Detour) -> None:
     """A router forgets both connections; only the link is watched over, and dialled again."""
     turn = threading.Barrier(2, timeout=DEADLINE)

@@ -231,6 +231,7 @@ def test_different_calls_of_two_ranks_whose_link_rests_are_found(thread_run: Thr
     scene.go_on(differ)
 
 
+@pytest.mark.usefixtures("links_are_awaited")
 def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
     scene = Scene(thread_run)

@@ -85,6 +85,7 @@ def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
             messages.Announce(0, 3, 1, "barrier()"), *votes]  # fmt: skip
 
 
+@pytest.mark.usefixtures("links_are_awaited")
 @pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
 def test_a_member_outside_that_says_it_is_the_life_of_another_has_no_say_in_a_run(purpose: str) -> None:
     first, second = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
@@ -199,6 +200,7 @@ def leave_when_seated(poser: Insider) -> None:
         poser.link.close()
 
 
+@pytest.mark.usefixtures("links_are_awaited")
 def test_a_member_outside_takes_over_no_rank_of_a_launcher() -> None:
     cluster = new_cluster()
     options = ClusterOptions(cluster.name, cluster.secret.key)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.relinking import wait_for_links
 from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.support.waiting import DEADLINE
 
@@ -227,6 +228,7 @@ def test_when_rank_0_is_killed_all_who_wait_are_told_so_at_once(promised: Callab
 
 def break_links(rank: int, size: int, path: str) -> None:
     """Under on_loss="continue" a link that breaks is made anew, and who waits is none the wiser."""
+    wait_for_links()
     config = group_config({}, on_loss="continue")
     with store_of(rank, size, path, config=config) as (group, store):
         node = engine_of(group).node
