@@ -35,7 +35,7 @@ from covey.wire.secret import ClusterSecret
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
 
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
@@ -56,10 +56,10 @@ class Node(MeshListener):
         self.said: list[tuple[bytes, messages.Control]] = []
         self.changed = asyncio.Event()
 
-    def keeper_linked(self, remote: RemoteNode) -> None:
+    def keeper_linked(self, remote: RemoteProcess) -> None:
         self.changed.set()
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         assert remote.purpose == "keeper"
         self.said.append((remote.card.id, message))
         self.changed.set()

@@ -25,7 +25,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     import covey
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
         presence, other = generation.view_driver._core._presence, 1 - group.rank
 
         async def hear(value: Vouch) -> float:
-            node.losses.vouched(node.peers[Seat(other)].keeper, [(node.peers[Seat(other)].life, int(value))])
+            node.losses.vouched(node.peers[Seat(other)].card.keeper, [(node.peers[Seat(other)].life, int(value))])
             return presence.vouched_until(other)
 
         assert control.start(hear(Vouch.STOPPED)).result(DEADLINE) < 0
@@ -83,12 +83,12 @@ def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
     hello, dial, linked, other = LauncherMesh.hello, LauncherMesh.dial, Node.linked, messages.VERSION + step
     is_linked = asyncio.Event()
 
-    def note(node: Node, peer: Peer, link: Any, card: messages.Card) -> None:
+    def note(node: Node, peer: RemoteProcess, link: Any, card: messages.Card) -> None:
         linked(node, peer, link, card)
         if (node.seat, peer.seat) == (0, 2):
             is_linked.set()
 
-    async def dial_late(mesh: LauncherMesh, peer: Peer) -> None:
+    async def dial_late(mesh: LauncherMesh, peer: RemoteProcess) -> None:
         if mesh.hello().rank == 1:
             await is_linked.wait()
         await dial(mesh, peer)

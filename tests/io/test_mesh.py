@@ -19,7 +19,6 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
-from covey.base.numbers import Seat
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity, short_id
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
 
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
@@ -494,7 +493,7 @@ def test_a_visitor_meets_joiners_asks_how_things_stand_and_takes_part_in_nothing
         joiner = await meshes.add(cluster, terms=TERMS)
         visitor = await meshes.add(replace(cluster, seeds=(seed_of(joiner),)))
         await until(lambda: visitor.met and joiner.visitors)
-        remote: RemoteNode = visitor.met[joiner.card.id]
+        remote: RemoteProcess = visitor.met[joiner.card.id]
         assert remote.purpose == "candidate"
         told = await remote.ask(messages.Ask(), 5.0)
         assert isinstance(told, messages.Tell)
@@ -588,8 +587,7 @@ def test_two_joiners_agree_on_one_view_and_on_which_one_reaches_the_other() -> N
         formed, formed_there = await asyncio.gather(one.listener.form(10.0), other.listener.form(10.0))
         assert isinstance(formed, Formed)
         assert isinstance(formed_there, Formed)
-        ranks = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
-        by_rank, by_rank_there = one.listener.seated(ranks), other.listener.seated(ranks)
+        by_rank, by_rank_there = one.listener.seated(formed), other.listener.seated(formed)
         assert formed.view == formed_there.view
         assert [member.id for member in formed.view] == sorted((one.card.id, other.card.id))
         rank = [member.id for member in formed.view].index(one.card.id)
@@ -678,13 +676,13 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             smaller, larger = sorted(nodes, key=lambda node: node.card.id)
             for node in nodes:
                 await node.open()
-            await asyncio.gather(larger.form(10), smaller.form(10))
-            (remote,) = larger.seated({messages.key_of(smaller.card): Seat(0)}).values()
+            formed, _ = await asyncio.gather(larger.form(10), smaller.form(10))
+            (remote,) = larger.seated(formed).values()
             used: list[object] = []
             in_use = remote.link
             link_changed = larger.link_changed
 
-            def note(changed: RemoteNode) -> None:
+            def note(changed: RemoteProcess) -> None:
                 used.append(changed.link)
                 link_changed(changed)
 

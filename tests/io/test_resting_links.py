@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.runtime.group.group import Group
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 SIZE = 6
 
@@ -65,7 +65,7 @@ class Scene:
         id = node_of(self.groups[rank]).card.id
         return next(each for each in self.participants if each.identity.id == id).joiner.mesh
 
-    def remote(self, rank: int, other: int) -> RemoteNode:
+    def remote(self, rank: int, other: int) -> RemoteProcess:
         return self.mesh(rank).met[node_of(self.groups[other]).card.id]
 
     def leader(self) -> int | None:
@@ -284,7 +284,7 @@ def test_a_link_that_only_one_end_can_open_does_not_rest(
 ) -> None:
     tried = set[tuple[bytes, bytes]]()
 
-    async def reach_nothing(self: resting_links.RestingLinks, remote: RemoteNode) -> None:
+    async def reach_nothing(self: resting_links.RestingLinks, remote: RemoteProcess) -> None:
         tried.add((self._mesh.card.id, remote.card.id))
         remote.is_reachable = False
 

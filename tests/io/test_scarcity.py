@@ -116,7 +116,7 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
         _, there = interfaces._known
         monkeypatch.setattr(interfaces, "_known", (time.monotonic() - 60, there))
         assert await second.dial(first.card.contact.addresses) is DialOutcome.LINKED
-        await until(lambda: not second.met[first.card.id].is_measuring)
+        await until(lambda: second.met[first.card.id].measured.is_set())
         assert second.met[first.card.id].round_trip > 0
         told = second.describe()  # names the interface of each link
         assert told.peers[0].interface == "lo"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -43,10 +43,10 @@ class Member(MeshListener):
         self.said: list[messages.Control] = []
         self.links_lost = 0
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         self.said.append(message)
 
-    def lost(self, remote: RemoteNode) -> None:
+    def lost(self, remote: RemoteProcess) -> None:
         self.links_lost += 1
 
 
@@ -56,7 +56,7 @@ def a_member(cluster: Cluster) -> Iterator[tuple[Member, Callable[[messages.Cont
     member = Member()
     with visiting(cluster, CONFIG, announce=False, listener=member) as visit:
 
-        def agents() -> list[RemoteNode]:
+        def agents() -> list[RemoteProcess]:
             return [each for each in visit.mesh.met.values() if each.purpose == "agent"]
 
         def send(message: messages.Control) -> None:

@@ -50,6 +50,7 @@ from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.members.node import Node
+from covey.runtime.members.remote_process import ranks_of
 from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, frame, messages
@@ -257,8 +258,8 @@ def launched(
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
         seat=Seat(rank), size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
-        acceptor=endpoint.acceptor, contacts=contacts or {}, objection=endpoint.objection, on_close=endpoint.on_close,
-        audit=endpoint.audit,
+        acceptor=endpoint.acceptor, peers=ranks_of(size, rank, contacts or {}), objection=endpoint.objection,
+        on_close=endpoint.on_close, audit=endpoint.audit,
     )  # fmt: skip
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 

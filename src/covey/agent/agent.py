@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
     from covey.runtime.calls.transport import CallListener
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 LOOP_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 30.0
@@ -62,7 +62,7 @@ class ResidentAgent(MeshListener):
         """Close every link."""
         await self.mesh.close()
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         if isinstance(message, messages.AgentCall | messages.AgentRefusal):
             self.mesh.visitors.asked(remote)
             self._transport.heard(remote, message)

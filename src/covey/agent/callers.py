@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.net.keys.trust import TrustedMachine
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.calls.work import CallWork
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.visit import Visit
 
 SEARCH_SECONDS: Final = 2.0
@@ -57,7 +57,7 @@ class Terminal(MeshListener):
         self.transport: LinkTransport
         self.calls = CallService(self._connect, call_config(config.interfaces), "terminal")
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         if isinstance(message, messages.AgentCall | messages.AgentRefusal):
             self.transport.heard(remote, message)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.links.link import Link
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
 
 SESSIONS_LIMIT: Final = 256
 SESSIONS_PER_LINK: Final = 4
@@ -34,7 +34,7 @@ SESSIONS_PER_LINK: Final = 4
 class _Session:
     """Calls with one node over one link."""
 
-    def __init__(self, seat: Seat, number: int, remote: RemoteNode, link: Link) -> None:
+    def __init__(self, seat: Seat, number: int, remote: RemoteProcess, link: Link) -> None:
         self.seat, self.number, self.remote, self.link = seat, number, remote, link
         self.sent = self.received = 0
         """Messages, which are numbered from 1."""
@@ -63,7 +63,7 @@ class LinkTransport(BackgroundTransport):
 
     # What the owner of the mesh calls, on the control loop
 
-    def connect(self, remote: RemoteNode) -> Seat:
+    def connect(self, remote: RemoteProcess) -> Seat:
         """Return the seat of a node for calls over the link that is in use now; ConnectError if there is none."""
         if remote.link is None or not remote.link.is_open:
             raise ConnectError(f"{remote.card.name} is not linked")
@@ -76,7 +76,7 @@ class LinkTransport(BackgroundTransport):
             raise ConnectError("the caller has gone")
         return session.remote.card
 
-    def heard(self, remote: RemoteNode, message: messages.AgentCall | messages.AgentRefusal) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.AgentCall | messages.AgentRefusal) -> None:
         """Take a message about calls; RemoteProtocolError, which ends the link, if one before it is missing."""
         session = self._find(remote, message.session)
         if isinstance(message, messages.AgentRefusal):
@@ -140,16 +140,16 @@ class LinkTransport(BackgroundTransport):
                     session.sent += 1
                     session.link.send(messages.encode(messages.AgentCall(session.number, session.sent, body)))
 
-    def _find(self, remote: RemoteNode, number: int) -> _Session | None:
+    def _find(self, remote: RemoteProcess, number: int) -> _Session | None:
         found = (each for each in self._sessions.values() if each.remote is remote and each.number == number)
         return next(found, None)
 
-    def _too_many(self, remote: RemoteNode) -> str:
+    def _too_many(self, remote: RemoteProcess) -> str:
         of_link = sum(each.remote is remote for each in self._sessions.values())
         is_full = of_link >= SESSIONS_PER_LINK or len(self._sessions) >= SESSIONS_LIMIT
         return "too many terminals are connected; try again later" if is_full else ""
 
-    def _begin(self, number: int, remote: RemoteNode, link: Link) -> _Session:
+    def _begin(self, number: int, remote: RemoteProcess, link: Link) -> _Session:
         self._last += 1
         session = self._sessions[Seat(self._last)] = _Session(Seat(self._last), number, remote, link)
 

@@ -159,6 +159,16 @@ def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
     return msgspec.structs.replace(card, contact=msgspec.structs.replace(card.contact, addresses=addresses))
 
 
+def reached_at(card: Card, contact: Contact) -> Card:
+    """Return the card of a node that listens elsewhere."""
+    return msgspec.structs.replace(card, contact=contact)
+
+
+def as_member(card: Card) -> Card:
+    """Return what other nodes are told of a member: its card without what only its own links need."""
+    return msgspec.structs.replace(card, breaks_ties=False, machine=b"", endorsement=b"")
+
+
 class Papers(msgspec.Struct, frozen=True, array_like=True):
     """What an organisation's certificate says about a node: a signature by its key over the node's id."""
 

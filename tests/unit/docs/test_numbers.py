@@ -67,7 +67,7 @@ from covey.runtime.members import (
     stripes,
     trials,
 )  # fmt: skip
-from covey.runtime.members.peers import PeerState
+from covey.runtime.members.remote_process import PeerState
 from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans

@@ -10,7 +10,7 @@ import pytest
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.runtime.members.health_monitor import HealthMonitor
-from covey.runtime.members.peers import TRANSITIONS, Peer, PeerEvent, PeerState
+from covey.runtime.members.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
 from covey.wire.messages import Card, Contact
 
 READY, SUSPECTED, TRUSTED = PeerEvent.READY, PeerEvent.SUSPECTED, PeerEvent.TRUSTED
@@ -18,8 +18,11 @@ GOODBYE, GIVEN_UP = PeerEvent.SAID_GOODBYE, PeerEvent.GIVEN_UP
 RELINKED, EXCLUDED = PeerEvent.RELINKED, PeerEvent.EXCLUDED
 
 
-def peer_after(*events: PeerEvent) -> Peer:
-    peer = Peer(Seat(1), None, is_dialled=False)
+CARD = Card(b"i" * 32, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""), "", b"")
+
+
+def peer_after(*events: PeerEvent) -> RemoteProcess:
+    peer = RemoteProcess(CARD, seat=Seat(1))
     for event in events:
         peer.note(event)
     return peer
@@ -73,7 +76,7 @@ def test_what_becomes_of_a_peer(events: tuple[PeerEvent, ...], state: PeerState)
 
 def test_the_readers_of_each_state() -> None:
     def where(name: str) -> set[PeerState]:
-        peer, found = Peer(Seat(1), None, is_dialled=False), set()
+        peer, found = RemoteProcess(CARD, seat=Seat(1)), set()
         for peer.state in PeerState:
             if getattr(peer, name):
                 found.add(peer.state)
@@ -88,7 +91,6 @@ def test_the_readers_of_each_state() -> None:
 
 def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> None:
     peer = peer_after(READY)
-    peer.introduce(Card(b"i" * 32, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""), "", b""))
     told: list[str] = []
     table = SimpleNamespace(tell_of_peer=lambda kind, _peer: told.append(kind))
     node: Any = SimpleNamespace(

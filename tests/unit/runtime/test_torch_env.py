@@ -10,17 +10,21 @@ import pytest
 from covey.base.numbers import Seat
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.joining.torch_env import address_of_first
-from covey.runtime.members.peers import Peer
-from covey.wire.messages import Address, Contact
+from covey.runtime.members.remote_process import RemoteProcess
+from covey.wire.messages import Address, Card, Contact
 
 
 def contact(host: int) -> Contact:
     return Contact(f"host{host}", (Address(f"10.0.0.{host}", 1000),), "")
 
 
+def card(seat: int) -> Card:
+    return Card(b"", b"", "", "", 0, contact(seat))
+
+
 def group_of(seats: tuple[int, ...], own: int, known: tuple[int, ...]) -> Any:
     """Return the group of the processes in `seats`, each on a host of its own, in seat `own`, which knows `known`."""
-    peers = {Seat(seat): Peer(Seat(seat), contact(seat), is_dialled=True) for seat in known if seat != own}
+    peers = {Seat(seat): RemoteProcess(card(seat), seat=Seat(seat), is_dialled=True) for seat in known if seat != own}
     for seat, peer in peers.items():
         peer.way = (f"10.0.0.{seat}", 1000)
     node: Any = SimpleNamespace(

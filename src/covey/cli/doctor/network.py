@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from covey.net.discovery.mdns import Observation
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.visit import Visit
 
 SEARCH_SECONDS: Final = 2.5
@@ -182,7 +182,7 @@ class Search:
         return tuple(found_by or ["relay" if is_relayed else "others"])
 
     def _describe(
-        self, remote: RemoteNode, mesh: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
+        self, remote: RemoteProcess, mesh: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
     ) -> MetNode:
         card, link = remote.card, remote.link
         assert link is not None

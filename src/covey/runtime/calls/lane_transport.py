@@ -158,7 +158,7 @@ class LaneTransport:
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
         other = self._node.peers.get(peer)
-        host = "" if other is None else other.host_name
+        host = "" if other is None else other.card.host_name
         how = "is gone" if other is None or not other.is_gone else other.how_it_went()
         text = f"rank {rank} ({host or 'this host'}), which was called, {how}"
         return PeerLostError(f"{operation}: {text}", rank=rank, host=host, operation=operation)

@@ -10,8 +10,6 @@ from covey.wire.network import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.planner import Planner, Times
-    from covey.runtime.members.peers import Peer
-    from covey.wire.messages import Card
 
 
 def tell(attempt: Attempt, planner: Planner, plan: str) -> None:
@@ -26,7 +24,7 @@ def tell(attempt: Attempt, planner: Planner, plan: str) -> None:
     measured_at = oldest(times)
     members = []
     for slot, rank in enumerate(attempt.ranks):
-        known: Peer | Card = engine.roster.peer(rank) or engine.node.card
+        known = engine.roster.card(rank)
         members.append(
             NetworkMember(
                 known.id,

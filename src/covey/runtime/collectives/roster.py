@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.lanes.lane import LanePath
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.wire import messages
 
 
@@ -48,11 +48,11 @@ class GroupRoster:
         """Return the seats of the other ranks."""
         return [] if self.node is None else [seat for seat in self.seats if seat != self.node.seat]
 
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[RemoteProcess]:
         """Return the peers that are the other ranks."""
         return [] if self.node is None else [self.node.peers[seat] for seat in self.others()]
 
-    def peer(self, rank: Rank) -> Peer | None:
+    def peer(self, rank: Rank) -> RemoteProcess | None:
         """Return the peer that is a rank; None for this process itself."""
         return None if self.node is None else self.node.peers.get(self.seats[rank])
 
@@ -83,14 +83,22 @@ class GroupRoster:
         names = []
         for rank in ranks:
             peer = self.peer(rank)
-            names.append(f"rank {rank}" + (f" ({peer.host_name}, process {peer.pid})" if peer is not None else ""))
+            names.append(
+                f"rank {rank}" + (f" ({peer.card.host_name}, process {peer.card.pid})" if peer is not None else "")
+            )
         return " and ".join(names)
+
+    def card(self, rank: Rank) -> messages.Card:
+        """Return the card of a rank's process, which may be this one."""
+        assert self.node is not None
+        peer = self.peer(rank)
+        return self.node.card if peer is None else peer.card
 
     def host_name(self, rank: Rank) -> str:
         """Return the name of a rank's host; that of this host for a number that is no other rank's."""
         if self.node is None or rank not in self.ranks or rank == self.rank:
             return self.node.card.host_name if self.node is not None else ""
-        return str(self.node.peers[self.seats[rank]].host_name)
+        return str(self.node.peers[self.seats[rank]].card.host_name)
 
     def host(self, rank: Rank) -> str:
         """Return what is equal for ranks that can share memory."""
@@ -103,7 +111,7 @@ class GroupRoster:
     def pid(self, rank: Rank) -> int:
         """Return the process id of a rank."""
         peer = self.peer(rank)
-        return os.getpid() if peer is None else peer.pid
+        return os.getpid() if peer is None else peer.card.pid
 
     def lane_kind(self, rank: Rank) -> str:
         """Return the kind of lane that this end offers to a rank."""

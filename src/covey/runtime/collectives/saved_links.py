@@ -140,7 +140,7 @@ def _ends(attempt: Attempt) -> list[_End] | None:
     assert node is not None
     ends: list[_End] = []
     for rank in attempt.ranks:
-        card: Endorsed = roster.peer(rank) or node.card
+        card: Endorsed = roster.card(rank)
         try:
             machine = machine_of(card)
         except AuthError:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 LOOK_SECONDS: Final = 5.0
 """How long the control loop may take to answer."""
@@ -36,7 +36,7 @@ def node_of(group: Issuer) -> Node | None:
     return group._engine.node
 
 
-def peers_of(group: Issuer) -> list[Peer]:
+def peers_of(group: Issuer) -> list[RemoteProcess]:
     """Return the peers that are the other ranks of a group, in the order of their ranks."""
     return group._engine.roster.peers()
 

@@ -297,9 +297,8 @@ class Node:
             if peer not in engine.ranks:
                 raise ConfigError(f"there is no rank {peer} in a group of {engine.size}")
             return engine.ranks[peer]
-        card = None if engine.node is None else engine.node.card
-        known = [(rank, engine.roster.peer(rank) or card) for rank in engine.ranks]
-        found = [rank for rank, each in known if each is not None and peer in (each.name, each.id)]
+        cards = {} if engine.node is None else {rank: engine.roster.card(rank) for rank in engine.ranks}
+        found = [rank for rank, card in cards.items() if peer in (card.name, card.id)]
         if len(found) != 1 or not peer:
             what = "several nodes are" if found and peer else "no node is"
             raise ConfigError(f"{what} named {peer!r} in this group; use the rank of one")

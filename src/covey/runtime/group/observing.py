@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.net.discovery.interfaces import Interface
     from covey.net.lanes.lane import LanePath
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.wire.messages import Hardware
 
 
@@ -101,8 +101,9 @@ def _member(engine: Engine, rank: Rank) -> Member:
         pid, version, contact = os.getpid(), __version__, None if card is None else card.contact
         facts: Hardware | None = hardware()
     else:
-        name, host, identity, pid = peer.name, peer.host_name, peer.id, peer.pid
-        facts, version, contact = peer.hardware, peer.version, peer.contact
+        card = peer.card
+        name, host, identity, pid = card.name, card.host_name, card.id, card.pid
+        facts, version, contact = card.hardware, card.version, peer.contact
     addresses = () if contact is None else contact.addresses
     return Member(
         rank,
@@ -141,7 +142,7 @@ def health(engine: Engine) -> tuple[MemberHealth, ...]:
     return tuple(_health(engine.roster.peer(rank), rank, since) for rank in engine.ranks)
 
 
-def _health(peer: Peer | None, rank: Rank, own_since: float) -> MemberHealth:
+def _health(peer: RemoteProcess | None, rank: Rank, own_since: float) -> MemberHealth:
     if peer is None:
         return MemberHealth(rank, "active", own_since, "")
     state = "left" if peer.state.value == "released" else peer.state.value

@@ -280,6 +280,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     if launched.size == 1:
         return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank or 0)
     from covey.runtime.members.node import Node
+    from covey.runtime.members.remote_process import ranks_of
 
     endpoint = _open_endpoint(launched, config, target.options)
     if launched.is_restarted:
@@ -295,7 +296,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             acceptor=endpoint.acceptor,
             audit=endpoint.audit,
             cluster=endpoint.cluster_tag,
-            contacts=endpoint.contacts,
+            peers=ranks_of(launched.size, launched.rank, endpoint.contacts),
             objection=endpoint.objection,
             keeper=launched.keeper,
             on_close=endpoint.on_close,

@@ -108,13 +108,15 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
     try:
         await joiner.open()
         formed = await joiner.form(within)
+        peers = joiner.seated(formed)
         if isinstance(formed, messages.Founded):
-            seats = {messages.key_of(member.card): member.seat for member in formed.members}
+            own = messages.key_of(joiner.card)
+            seat = next(member.seat for member in formed.members if messages.key_of(member.card) == own)
         else:
-            seats = {(member.id, member.life): Seat(rank) for rank, member in enumerate(formed.view)}
+            seat = Seat(next(rank for rank, member in enumerate(formed.view) if member.id == joiner.card.id))
         node = Node(
-            seat=seats[messages.key_of(joiner.card)],
-            size=len(seats),
+            seat=seat,
+            size=1 + len(peers),
             run=joiner.run,
             credentials=endpoint.credentials,
             card=joiner.card,
@@ -122,15 +124,14 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             acceptor=endpoint.acceptor,
             audit=endpoint.audit,
             cluster=endpoint.cluster_tag,
-            contacts={},
+            peers=peers,
             floor=floor,
             store=joiner.records.write,
             closes=(joiner,),
             on_close=endpoint.on_close,
-            seats=tuple(seats.values()),
             links_come=True,
         )
-        joiner.carry_on(node, joiner.seated(seats), formed)
+        joiner.carry_on(node, formed)
         return node
     except BaseException:
         await joiner.close()

@@ -17,11 +17,11 @@ from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
-from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.handshake import RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.node import Node
+from covey.runtime.members.remote_process import RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import socket
 
     from covey.base.config import GroupConfig
+    from covey.base.numbers import Seat
     from covey.runtime.environment import LaunchedRank
     from covey.runtime.links.link import Link
     from covey.runtime.mesh.endpoint import Endpoint
@@ -53,13 +54,9 @@ class Newcomer:
 
     def __init__(self, launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint) -> None:
         self._launched, self._config, self._endpoint = launched, config, endpoint
-        self._links: dict[Key, tuple[Link, messages.Card, bool]] = {}
-        """By id and life: the link, the card of its other end, and whether this process dialled it."""
-        self._newcomers: set[Key] = set()
-        """Other newcomers."""
+        self._met: dict[Key, RemoteProcess] = {}
+        """By id and life: members of the run, and other newcomers."""
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
-        self._early: dict[Key, EarlyMessages[messages.Control]] = {}
-        """Messages about the generation that this process is about to be in."""
 
     async def become_a_node(self, within: float) -> Node:
         """Return the node of the first generation that has a seat for this process.
@@ -95,8 +92,8 @@ class Newcomer:
     async def close(self) -> None:
         """Stop listening, and end every link."""
         await self._endpoint.acceptor.close()
-        for link, _, _ in self._links.values():
-            link.abort()
+        for process in self._met.values():
+            _end(process)
 
     async def _keep_dialling(self, path: str, rank: int) -> None:
         """Stay linked with the process that has this rank, until cancelled."""
@@ -146,22 +143,24 @@ class Newcomer:
 
     def _hold(self, link: Link, card: messages.Card, *, is_dialled: bool, is_newcomer: bool) -> None:
         key = messages.key_of(card)
-        if key in self._links and self._links[key][0].is_open:
+        known = self._met.get(key)
+        if known is not None and known.link is not None and known.link.is_open:
             link.close()
             return
-        if is_newcomer:
-            self._newcomers.add(key)
-        self._links[key] = link, card, is_dialled
-        link.attach(functools.partial(self._heard, key), lambda: None)
+        process = self._met.setdefault(key, RemoteProcess(card))
+        process.purpose = "newcomer" if is_newcomer else "rank"
+        process.is_dialled = is_dialled
+        process.use(link)
+        link.attach(functools.partial(self._heard, process), lambda: None)
 
-    def _heard(self, key: Key, body: bytes) -> None:
+    def _heard(self, process: RemoteProcess, body: bytes) -> None:
         message = messages.decode_control(body)
         if isinstance(message, messages.Founded):
-            is_member = any(messages.key_of(member.card) == key for member in message.members)
-            if is_member and key not in self._newcomers:
+            is_member = any(messages.key_of(member.card) == process.key for member in message.members)
+            if is_member and process.purpose != "newcomer":
                 self._take_seat(message)
         else:
-            self._early.setdefault(key, EarlyMessages()).keep(message, len(body))
+            process.keep_early(message)
 
     def _take_seat(self, founded: messages.Founded) -> None:
         """Accept a generation, if it has a seat for this process."""
@@ -172,8 +171,8 @@ class Newcomer:
     @property
     def _members(self) -> int:
         """How many members are linked with this process."""
-        links = ((key, link) for key, (link, _, _) in self._links.items())
-        return sum(link.is_open and key not in self._newcomers for key, link in links)
+        links = (process.link for process in self._met.values() if process.purpose != "newcomer")
+        return sum(link is not None and link.is_open for link in links)
 
     async def _notice_the_end(self) -> None:
         """Give up when no member of the run has been linked for a while."""
@@ -216,6 +215,7 @@ class Newcomer:
     def _become_node(self, founded: messages.Founded) -> Node:
         mine = messages.key_of(self._endpoint.card)
         me = next(member for member in founded.members if messages.key_of(member.card) == mine)
+        peers = {member.seat: self._seated(member, me.seat) for member in founded.members if member.seat != me.seat}
         node = Node(
             seat=me.seat,
             size=len(founded.members),
@@ -226,22 +226,29 @@ class Newcomer:
             acceptor=self._endpoint.acceptor,
             audit=self._endpoint.audit,
             cluster=self._endpoint.cluster_tag,
-            contacts={member.seat: member.card.contact for member in founded.members},
+            peers=peers,
             keeper=self._launched.keeper,
             on_close=self._endpoint.on_close,
-            seats=tuple(member.seat for member in founded.members),
         )
-        for member in founded.members:
-            if member.seat != me.seat:
-                # If there is no link yet, the process with the larger seat dials.
-                by_seat = (None, None, member.seat < me.seat)
-                link, _, is_dialled = self._links.pop(messages.key_of(member.card), by_seat)
-                node.seat_member(member, link, is_dialled=is_dialled)
-        for link, _, _ in self._links.values():
-            link.abort()
+        for seat in peers:
+            node.seat_member(seat)
+        for process in self._met.values():  # which got no seat
+            _end(process)
         node.enter(founded)
-        for member in founded.members:
-            if (early := self._early.get(messages.key_of(member.card))) is not None:
-                for message in early.take():
-                    node.heard(member.seat, message)
+        for seat, process in peers.items():
+            for message in process.early.take():
+                node.heard(seat, message)
         return node
+
+    def _seated(self, member: messages.SeatedMember, own: Seat) -> RemoteProcess:
+        """Return a member of the generation in its seat. Without a link, the process with the larger seat dials."""
+        process = self._met.pop(messages.key_of(member.card), None)
+        if process is None:
+            process = RemoteProcess(member.card, "rank", is_dialled=member.seat < own)
+        process.card, process.seat = member.card, member.seat
+        return process
+
+
+def _end(process: RemoteProcess) -> None:
+    if process.link is not None:
+        process.link.abort()

@@ -20,8 +20,8 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 CHECKPOINT_SECONDS: Final = 30.0
 """How long a process may take to answer a request for a checkpoint."""
@@ -81,7 +81,7 @@ class ClusterKeeper(MeshListener):
         if own is not None:
             self.mesh.spawn(_request(own))
 
-    def linked(self, remote: RemoteNode) -> None:
+    def linked(self, remote: RemoteProcess) -> None:
         if self._is_own(remote):
             self.survives = self.survives if self._was_told else None
             self._process_table.watch(remote.card, time.monotonic())
@@ -92,10 +92,10 @@ class ClusterKeeper(MeshListener):
                 remote.send(self._over)
         remote.send(self._process_table.vouch())
 
-    def lost(self, remote: RemoteNode) -> None:
+    def lost(self, remote: RemoteProcess) -> None:
         self.rounds.look_closely(remote.card.life)
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         if isinstance(message, messages.Founded) and self._is_own(remote):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
             self._run, self._over = message, None
@@ -117,7 +117,7 @@ class ClusterKeeper(MeshListener):
                     ranks.setdefault(os.getsid(card.pid), rank)
         self.ranks = ranks
 
-    def _is_of_run(self, remote: RemoteNode, lineage: bytes) -> bool:
+    def _is_of_run(self, remote: RemoteProcess, lineage: bytes) -> bool:
         """Tell whether a node is in the run of this lineage, so that it knows whether the run is over.
 
         One of the keeper's processes must have been in that run. Only the node's key counts: it may have been started
@@ -133,7 +133,7 @@ class ClusterKeeper(MeshListener):
         """Whether the run of its own processes is over, because its work is done. May be read on any thread."""
         return self._over is not None
 
-    def _is_own(self, remote: RemoteNode) -> bool:
+    def _is_own(self, remote: RemoteProcess) -> bool:
         """Tell whether a node is a process that this keeper started: nodes of other hosts may claim so, too."""
         card, link, own = remote.card, remote.link, self.mesh.card
         is_claimed = card.keeper == own.id and card.contact.host == own.contact.host
@@ -145,7 +145,7 @@ class ClusterKeeper(MeshListener):
                 remote.send(vouch)
 
 
-async def _request(remote: RemoteNode) -> None:
+async def _request(remote: RemoteProcess) -> None:
     """Request a checkpoint, and take the answer, which must not be taken for that to a later question."""
     with contextlib.suppress(TimeoutError):
         await remote.ask(messages.RequestCheckpoint("", ""), CHECKPOINT_SECONDS)

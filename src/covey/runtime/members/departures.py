@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from covey.runtime.members.peers import PeerEvent
+from covey.runtime.members.remote_process import PeerEvent
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
 from covey.runtime.members import group_limits
-from covey.runtime.members.peers import PeerEvent
+from covey.runtime.members.remote_process import PeerEvent
 from covey.runtime.members.view_driver import ViewDriver, member_keys
 from covey.wire.membership import Bound, Seated, State, Successor
 

@@ -16,7 +16,7 @@ from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
-from covey.runtime.members.peers import Peer, PeerEvent
+from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -110,14 +110,14 @@ class GenerationTable:
         number, view = (0, 0) if self.current is None else (self.current.number, self.current.view.number)
         self._node.events.add(Event("refused", time.time(), number, view, (), (name,), text=reason))
 
-    def tell_of_peer(self, kind: str, peer: Peer, text: str = "") -> None:
+    def tell_of_peer(self, kind: str, peer: RemoteProcess, text: str = "") -> None:
         """Add an event about a peer. On the control loop."""
         generation = self.current
         if generation is not None:
             rank = generation.rank_of(peer.seat)
             ranks = () if rank is None else (rank,)
             self._node.events.add(
-                Event(kind, time.time(), generation.number, generation.view.number, ranks, (peer.name,), text=text)
+                Event(kind, time.time(), generation.number, generation.view.number, ranks, (peer.card.name,), text=text)
             )
 
     def name_of(self, seat: Seat) -> str:
@@ -130,7 +130,10 @@ class GenerationTable:
     def found_first(self, lineage: bytes, tie_breaker: int) -> None:
         """Found the first generation of the run, of all its ranks; `lineage` tells the run from others of its name."""
         node = self._node
-        cards = [node.card if seat == node.seat else node.peers[seat].card() for seat in map(Seat, range(node.size))]
+        cards = [
+            node.card if seat == node.seat else messages.as_member(node.peers[seat].card)
+            for seat in map(Seat, range(node.size))
+        ]
         lives = b"".join(card.life for card in cards)
         digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
         members = tuple(messages.SeatedMember(Seat(rank), card) for rank, card in enumerate(cards))
@@ -152,19 +155,18 @@ class GenerationTable:
         past: messages.Past | None = None
         for member in founded.members:
             if member.seat != node.seat and member.seat not in node.peers:
-                peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
-                peer.introduce(member.card)
-                peer.note(PeerEvent.READY)
                 newcomers.append(member)
                 newcomer = node.newcomers.admit(member.card)
                 if newcomer is None and node.find_newcomer is not None:  # it was told by another member first
                     newcomer = node.find_newcomer(member.card)
                 if newcomer is not None:
-                    newcomer.take_seat(peer)
                     past = past or self._past()
                     newcomer.send(past)  # first: it is delivered when the newcomer has its seat
                     newcomer.send(founded)
-                    seated.append((newcomer, peer))
+                    seated.append(newcomer)
+                peer = node.peers[member.seat] = newcomer or RemoteProcess(member.card)
+                peer.seat = member.seat
+                peer.note(PeerEvent.READY)
         generation = self.current = self._generations[founded.generation] = Generation(
             node, founded, patience=node.config.patience, quorum=Quorum(node.config.quorum), min_size=self.floor,
             store=self._store, record=record,
@@ -186,8 +188,9 @@ class GenerationTable:
         node.checkpoints.view(generation.number, generation.view.number, generation.seats)
         if node.on_founded is not None:
             node.on_founded(founded)
-        for newcomer, peer in seated:
-            newcomer.deliver_early(peer)
+        for newcomer in seated:  # another member may have told it of its seat first
+            for message in newcomer.early.take():
+                node.heard(newcomer.seat, message)
         early, self._early = self._early, {}
         for seat, early_messages in early.items():
             for message in early_messages.take():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.lane_table import LaneKey
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 EARLY_CALLS: Final = 1000
 """Messages that are kept for groups that do not exist here yet."""
@@ -147,7 +147,7 @@ class GroupRegistry:
             text = f"{self._node.generation_table.name_of(self._node.seat)} of the run has closed the group"
             self._node.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
 
-    def peer_gone(self, peer: Peer) -> None:
+    def peer_gone(self, peer: RemoteProcess) -> None:
         """Tell every group that it need not wait for a peer. On the control loop."""
         for group in self:
             group.peer_gone(peer.seat, left=peer.has_left)

@@ -19,8 +19,8 @@ from covey.base.numbers import Seat
 from covey.proto import health
 from covey.runtime.counters import process
 from covey.runtime.driver import CoreDriver
-from covey.runtime.members.peers import PeerEvent, PeerState
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
+from covey.runtime.members.remote_process import PeerEvent, PeerState
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from covey.base.errors import ConfigError
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 
 class HealthMonitor:
@@ -68,14 +68,14 @@ class HealthMonitor:
         finally:
             self._driver.close()
 
-    def watch(self, peer: Peer) -> None:
+    def watch(self, peer: RemoteProcess) -> None:
         """Begin to judge a peer, or trust it again in the next generation."""
         if peer.seat in self._watched and peer.seat not in self._given_up:
             return  # otherwise every pair would ping at the start of each generation
         self._watched.add(peer.seat)
         is_here = peer.contact is not None and peer.contact.host == self._node.host
-        if is_here and peer.pid and peer.life and peer.seat not in self._process_table:
-            self._process_table[peer.seat] = ProcessStatus(peer.life, peer.pid, time.monotonic())
+        if is_here and peer.card.pid and peer.life and peer.seat not in self._process_table:
+            self._process_table[peer.seat] = ProcessStatus(peer.life, peer.card.pid, time.monotonic())
         if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
             self._health.watch(_id(peer.seat), peer.contact.host, time.monotonic())
             peer.note(PeerEvent.TRUSTED)
@@ -83,7 +83,7 @@ class HealthMonitor:
                 self._health.link_up(_id(peer.seat), time.monotonic())
             self._driver.settle_soon()
 
-    def link_up(self, peer: Peer) -> None:
+    def link_up(self, peer: RemoteProcess) -> None:
         """Note a new link with a peer."""
         self._health.link_up(_id(peer.seat), time.monotonic())
         self._show(peer)
@@ -119,7 +119,7 @@ class HealthMonitor:
         if self._node.peers[seat].is_suspected or seat in self._given_up:
             self._driver.settle_soon()
 
-    def vouched(self, peer: Peer, value: int) -> None:
+    def vouched(self, peer: RemoteProcess, value: int) -> None:
         """Take what the keeper of a peer reports about its process."""
         with contextlib.suppress(ValueError):  # a value of a later version
             self._health.vouched(_id(peer.seat), health.Vouch(value), time.monotonic())
@@ -158,7 +158,7 @@ class HealthMonitor:
                 self._ping(peer)
             case health.Dead(_, cause, reason):
                 self._given_up.add(seat)
-                reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
+                reason = reason.replace(f"host {_host(peer)}", peer.card.host_name or "host")
                 self._lost(seat, reason, cause)
             case health.Unheard():
                 self._unheard(seat)
@@ -177,7 +177,7 @@ class HealthMonitor:
         """Raise: no effect of this core writes to disk."""
         raise error
 
-    def _show(self, peer: Peer) -> None:
+    def _show(self, peer: RemoteProcess) -> None:
         """Make the opinion of health the state of a peer."""
         is_suspected = self._health.is_suspected(_id(peer.seat))
         before = peer.state
@@ -189,7 +189,7 @@ class HealthMonitor:
         elif before is PeerState.SUSPECTED:
             self._node.generation_table.tell_of_peer("recovered", peer)
 
-    def _ping(self, peer: Peer) -> None:
+    def _ping(self, peer: RemoteProcess) -> None:
         if peer.link is None:
             return
         if peer.contact is not None and peer.contact.host != self._node.host:
@@ -206,5 +206,5 @@ def _id(seat: Seat) -> bytes:
     return seat.to_bytes(4, "big")
 
 
-def _host(peer: Peer) -> str:
+def _host(peer: RemoteProcess) -> str:
     return peer.contact.host if peer.contact is not None else ""

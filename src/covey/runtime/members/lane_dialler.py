@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 logger = logging.getLogger("covey")
 
@@ -169,7 +169,7 @@ class LaneDialler:
             self._dialling.discard(key)
             self._shapes.pop(key, None)
 
-    async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
+    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
@@ -223,7 +223,7 @@ class LaneDialler:
 
     # Offers
 
-    async def _make_offer(self, peer: Peer, offer: messages.Offer) -> int:
+    async def _make_offer(self, peer: RemoteProcess, offer: messages.Offer) -> int:
         """Offer a lane; return the peer's UDP port when it expects the lane. RefusedError if it refuses."""
         if peer.link is None:
             raise ConnectError("there is no link")
@@ -264,7 +264,7 @@ class LaneDialler:
     # Connections
 
     async def _open_streams(
-        self, peer: Peer, offer: messages.Offer, udp_port: int, each: Sequence[Where]
+        self, peer: RemoteProcess, offer: messages.Offer, udp_port: int, each: Sequence[Where]
     ) -> list[socket.socket]:
         """Open the connections of an offered lane, a few at a time; if one fails, close the others.
 
@@ -288,7 +288,9 @@ class LaneDialler:
                 task.add_done_callback(_close_unwanted)
             raise
 
-    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int, ways: list[Where]) -> socket.socket:
+    async def _open_stream(
+        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where]
+    ) -> socket.socket:
         """Connect to the first address that works; both ends prove that they know the key of the offered lane.
 
         A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
@@ -300,7 +302,7 @@ class LaneDialler:
         return await self._connect_stream(peer, offer, stream, ways, last)
 
     async def _connect_stream(
-        self, peer: Peer, offer: messages.Offer, stream: int, ways: list[Where], credentials: LinkCredentials
+        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where], credentials: LinkCredentials
     ) -> socket.socket:
         name = self._node.generation_table.name_of(peer.seat)
         if not ways:
@@ -327,7 +329,7 @@ def _close_unwanted(task: asyncio.Future[socket.socket]) -> None:
         task.result().close()
 
 
-async def _measured(peer: Peer) -> None:
+async def _measured(peer: RemoteProcess) -> None:
     """Return once the best address of a peer is known, or after MEASURE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MEASURE_SECONDS):

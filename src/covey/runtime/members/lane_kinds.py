@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.lanes.factory import LaneFactory
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.wire import messages
 
 SMALL_RING_BYTES: Final = 128 << 10
@@ -105,7 +105,7 @@ def _ring_sizes(node: Node) -> tuple[int, int]:
     return node.config.ring_bytes, min(node.config.ring_bytes, SMALL_RING_BYTES)
 
 
-def stream_count(node: Node, peer: Peer, kind: str, purpose: str) -> int:
+def stream_count(node: Node, peer: RemoteProcess, kind: str, purpose: str) -> int:
     """Return how many connections a lane gets."""
     if purpose == "messages" or kind not in SEALED_KINDS:
         return 1

@@ -22,18 +22,17 @@ from covey.base.settings import differences_of
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.backoff import Backoff
-from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
 from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, admit, version_objection
 from covey.runtime.members.rank_visitors import RankVisitors
+from covey.runtime.members.remote_process import RemoteProcess
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
 
 logger = logging.getLogger("covey")
 
@@ -163,11 +162,11 @@ class LauncherMesh:
             return
         for peer in self._node.peers.values():
             if peer.contact is None:
-                peer.contact = contacts[peer.seat]
+                peer.listens_at(contacts[peer.seat])
                 if peer.is_dialled:
                     self._node.spawn(self.dial(peer))
 
-    async def dial(self, peer: Peer) -> None:
+    async def dial(self, peer: RemoteProcess) -> None:
         """Dial a rank until it is linked or `form` has ended; an error that no retry can mend makes `form` raise."""
         hang_ups, hung_up_at = 0, 0.0
         tries = Backoff(f"rank {peer.seat}", DIAL_PAUSES, level=logging.DEBUG)  # `_log_missing` tells
@@ -203,16 +202,16 @@ class LauncherMesh:
             self._reasons[peer.seat] = tries.reason
             await tries.rest()
 
-    def _dial_seconds(self, peer: Peer) -> float:
+    def _dial_seconds(self, peer: RemoteProcess) -> float:
         """Return how long one dial of a rank may take before the next."""
         is_relayed = peer.contact is not None and self._node.relayed_ways(peer.contact.relay)
         return REDIAL_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
 
-    async def _call(self, peer: Peer) -> tuple[Link, messages.Welcome, Where]:
+    async def _call(self, peer: RemoteProcess) -> tuple[Link, messages.Welcome, Where]:
         link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.credentials, self.hello())
         return link, welcome, where
 
-    def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
+    def _wrong_peer(self, peer: RemoteProcess, welcome: messages.Welcome) -> str:
         """Return why the process that answered is not the one that was dialled, or is denied; "" if it is right."""
         if welcome.rank != peer.seat:  # something on the way led to another process
             return f"rank {welcome.rank} answered where rank {peer.seat} was dialled"
@@ -237,7 +236,7 @@ class LauncherMesh:
     def _is_formed(self) -> bool:
         return self._formed is not None and self._formed.done()
 
-    async def redial(self, peer: Peer) -> None:
+    async def redial(self, peer: RemoteProcess) -> None:
         """Link again with a process: a connection can end although both ends live.
 
         A process that a view has excluded is dialled too, so that it learns of the view.
@@ -256,7 +255,7 @@ class LauncherMesh:
                 tries.failed(str(error) or SILENCE)
             await tries.rest()
 
-    async def dial_anew(self, peer: Peer, silent: Link) -> None:
+    async def dial_anew(self, peer: RemoteProcess, silent: Link) -> None:
         """Link with a process anew while nothing is heard on its link, in case only the path of that link is dead."""
         tries = self._redials(peer, ANEW_PAUSES)
         while peer.link is silent and self._node.losses.is_unheard(peer.seat) and not self._node.is_closing:
@@ -272,13 +271,13 @@ class LauncherMesh:
                 tries.failed(str(error) or SILENCE)
             await tries.rest()
 
-    def _redials(self, peer: Peer, pauses: Growing, within: float = math.inf) -> Backoff:
+    def _redials(self, peer: RemoteProcess, pauses: Growing, within: float = math.inf) -> Backoff:
         """Return the pace at which a lost rank is dialled. The events tell of a rank that is not heard."""
         tries = Backoff(f"a link with rank {peer.seat}", pauses, within=within, level=logging.INFO)
         tries.begin()
         return tries
 
-    def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
+    def _reached(self, peer: RemoteProcess, link: Link, welcome: messages.Welcome, where: Where) -> None:
         """Use the link with a process that has answered at `where`."""
         if not isinstance(where, str):
             peer.way = where
@@ -295,13 +294,19 @@ class LauncherMesh:
             if hello.purpose == "visitor":
                 self._visitors.add(link)
             elif hello.purpose == "newcomer":
-                self._node.newcomers.add(Latecomer(self._node, link, hello.card))
+                newcomer = RemoteProcess(hello.card, hello.purpose)
+                newcomer.use(link)
+                self._node.attach(newcomer, link)
+                self._node.newcomers.add(newcomer)
             else:
                 self._node.linked(self._node.peers[Seat(hello.rank)], link, hello.card)
 
     async def close(self) -> None:
-        """End the links with commands; the node ends those with other ranks."""
+        """End the links with commands and with newcomers; the node ends those with other ranks."""
         self._visitors.close()
+        for newcomer in self._node.newcomers:
+            if newcomer.link is not None:
+                newcomer.link.abort()
 
     def _judge(
         self, hello: messages.Hello, _id: bytes, *, source: str = "", is_local: bool = True
@@ -347,7 +352,7 @@ class LauncherMesh:
                 f"rank {hello.rank} must not dial rank {self._node.seat}; the higher rank of a pair dials", retry=False
             )
         if peer.link is not None or peer.is_ready:
-            return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
+            return messages.Refusal(f"rank {hello.rank} is already here (process {peer.card.pid})", retry=True)
         return messages.Welcome(self._node.seat, self._node.card)
 
     def hello(self) -> messages.Hello:
@@ -380,33 +385,3 @@ class LauncherMesh:
         if any((peer.id, peer.life) == key and not peer.is_gone for peer in self._node.peers.values()):
             return messages.Refusal("you are a member", retry=True)
         return messages.Welcome(self._node.seat, self._node.card)
-
-
-class Latecomer:
-    """A newcomer to a launcher's run, on the link that it has dialled."""
-
-    def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
-        self._node, self.link, self._card = node, link, card
-        self._said: EarlyMessages[bytes] = EarlyMessages()
-        """Frames that came before this node knew its seat."""
-        link.attach(self._heard, lambda: node.newcomers.remove(self))
-
-    @property
-    def card(self) -> messages.Card:
-        return self._card
-
-    def send(self, message: messages.Control) -> None:
-        self.link.send(messages.encode(message))
-
-    def take_seat(self, peer: Peer) -> None:
-        self._node.linked(peer, self.link, self._card)
-
-    def deliver_early(self, peer: Peer) -> None:
-        for body in self._said.take():
-            self._node.heard_frame(peer, body)
-
-    def turn_away(self) -> None:
-        self.link.abort()
-
-    def _heard(self, body: bytes) -> None:
-        self._said.keep(body, len(body))

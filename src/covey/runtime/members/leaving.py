@@ -51,8 +51,6 @@ async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
     node.generation_table.close()
     for each in closes:
         await each.close()
-    for newcomer in node.newcomers:
-        newcomer.turn_away()
     came = [peer.link for peer in node.peers.values() if peer.link is not None and peer.link not in links]
     for link in came:  # while the acceptor was still open
         link.close()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConnectError
 from covey.proto.health import Cause, Vouch
 from covey.runtime.members.health_monitor import HealthMonitor
-from covey.runtime.members.peers import PeerEvent
+from covey.runtime.members.remote_process import PeerEvent
+from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.links.link import Link
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 logger = logging.getLogger("covey")
 
@@ -76,7 +77,7 @@ class Losses:
     def vouched(self, keeper: bytes, processes: Iterable[tuple[bytes, int]]) -> None:
         """Take what the keeper with this id says of processes; it counts for processes that named this keeper."""
         peers = self._node.peers.values()
-        own = {peer.life: peer for peer in peers if peer.keeper == keeper and not peer.is_denied}
+        own = {peer.life: peer for peer in peers if peer.card.keeper == keeper and not peer.is_denied}
         for life, value in processes:
             if life in own and self._monitor is not None:
                 self._monitor.vouched(own[life], value)
@@ -119,7 +120,7 @@ class Losses:
             # TCP retransmits less and less often; a new link is up soon after the network is.
             self._end_link(peer, peer.link)
 
-    def _end_link(self, peer: Peer, link: Link) -> None:
+    def _end_link(self, peer: RemoteProcess, link: Link) -> None:
         """End a link on which nothing more is expected, unless another has replaced it."""
         if peer.link is not link or self._node.is_closing:
             return
@@ -139,7 +140,7 @@ class Losses:
 
     # Links
 
-    def link_up(self, peer: Peer) -> None:
+    def link_up(self, peer: RemoteProcess) -> None:
         """Take a peer for active again: it has a new link."""
         peer.note(PeerEvent.RELINKED)
         if self._monitor is not None:
@@ -153,7 +154,7 @@ class Losses:
     def link_ended(self, seat: Seat) -> None:
         """Act on the end of a peer's link: dial it again, and under `on_loss="raise"` take it for lost."""
         node, peer = self._node, self._node.peers[seat]
-        was_relayed, peer.link = peer.link is not None and bool(peer.link.relay), None
+        peer.unlink()
         if node.is_closing:
             return
         if not peer.is_ready:  # it never saw the run formed, so it may come again
@@ -164,19 +165,19 @@ class Losses:
         node.lanes.dialler.link_lost(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)
-        if was_relayed and not peer.has_left and not peer.reason:
+        if peer.was_relayed and not peer.has_left and not peer.reason:
             asyncio.get_running_loop().call_later(RELAYED_SECONDS, self._remains_unlinked, peer)
         else:
             self._unlinked(peer)
         if node.generation is not None and peer.is_dialled and not peer.has_left and node.launcher_mesh is not None:
             node.spawn(node.launcher_mesh.redial(peer))
 
-    def _remains_unlinked(self, peer: Peer) -> None:
+    def _remains_unlinked(self, peer: RemoteProcess) -> None:
         """Take a peer for unlinked whose relayed link ended a while ago, unless it has another one."""
         if peer.link is None and not peer.is_gone and not self._node.is_closing:
             self._unlinked(peer)
 
-    def _unlinked(self, peer: Peer) -> None:
+    def _unlinked(self, peer: RemoteProcess) -> None:
         """Tell the views that there is no link with a peer; without views, take it for lost."""
         self._node.generation_table.link_down(peer.seat)
         if self._node.config.on_loss == "raise" or self._node.generation is None:
@@ -198,20 +199,20 @@ class Losses:
         self._tell_gone(peer, is_news=is_news)
         self._node.lanes.part_with(seat)
 
-    def _give_up(self, peer: Peer) -> None:
+    def _give_up(self, peer: RemoteProcess) -> None:
         if peer.link is not None:
             peer.link.catch_up()  # as above
         is_news = not peer.is_gone
         peer.note(PeerEvent.GIVEN_UP)
         self._tell_gone(peer, is_news=is_news)
 
-    def _tell_gone(self, peer: Peer, *, is_news: bool) -> None:
+    def _tell_gone(self, peer: RemoteProcess, *, is_news: bool) -> None:
         node = self._node
         if is_news and node.generation is not None:
             number = node.generation.number
             reason = f"its program failed with {peer.failure}" if peer.failure else peer.reason
             kind = "left" if peer.has_left else "lost"
-            node.audit.note(kind, peer.card(), reason=reason, generation=number, once=True)
+            node.audit.note(kind, messages.as_member(peer.card), reason=reason, generation=number, once=True)
         gone = ConnectError(f"{node.generation_table.name_of(peer.seat)} is gone")
         node.lanes.abandon(lambda key: key.peer == peer.seat, gone)
         node.stores.peer_gone(peer.seat)

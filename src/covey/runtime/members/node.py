@@ -35,8 +35,9 @@ from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.leaving import CLOSE_SECONDS, leave
 from covey.runtime.members.losses import Losses
+from covey.runtime.members.newcomers import Newcomers
 from covey.runtime.members.path_monitor import PathMonitor
-from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
+from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
 from covey.runtime.members.stream_trials import StreamTrials
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from covey.runtime.links.link import Link
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.leaving import Closeable
-    from covey.runtime.members.peers import Newcomer
     from covey.wire.membership import Bound, Record
     from covey.wire.network import MeasuredNetwork
 
@@ -79,7 +79,7 @@ class Node:
         card: messages.Card,
         config: GroupConfig,
         acceptor: Acceptor,
-        contacts: Mapping[Seat, messages.Contact],
+        peers: Mapping[Seat, RemoteProcess],
         objection: Callable[[messages.Card], str] = lambda _card: "",
         keeper: str = "",
         floor: int = 1,
@@ -88,21 +88,19 @@ class Node:
         audit: Auditor = SILENT,
         cluster: str = "",
         on_close: Callable[[], None] = lambda: None,
-        seats: Sequence[Seat] | None = None,
         links_come: bool = False,
     ) -> None:
         """Make the node; `form` or `enter` puts it into the run.
 
         Args:
             seat: the one of this process, which is its rank in the first generation.
-            contacts: where to dial the other ranks; missing ones come from rank 0's roster.
+            peers: the other processes, by seat. Where ranks listen may come from rank 0's roster.
             objection: returns why a node may not be in the cluster, or "".
             keeper: the path at which the keeper of all ranks listens.
             floor: no view has fewer members.
             store: makes durable what this node has promised.
             cluster: differs between clusters; empty in a run without one.
             closes: what is closed with this node, besides `acceptor`.
-            seats: those of the generation that this node enters, if it is not the first.
             links_come: the mesh of a cluster finds the other nodes, and hands the links over.
         """
         self.seat, self.size, self.run, self.config = seat, size, run, config
@@ -114,11 +112,7 @@ class Node:
         self.acceptor, self.audit, self.cluster = acceptor, audit, cluster
         self._closes: tuple[Closeable, ...] = (acceptor, *closes)
         self._on_close = on_close
-        self.peers = {
-            other: Peer(other, contacts.get(other), is_dialled=other < seat)
-            for other in (map(Seat, range(size)) if seats is None else seats)
-            if other != seat
-        }
+        self.peers = dict(peers)
         self.groups = GroupRegistry(self)
         self.lanes = Lanes(self)
         self.stores = Stores(self)
@@ -147,13 +141,15 @@ class Node:
         """Called when another generation begins."""
         self.on_ended: Callable[[bytes, bool], None] | None = None
         """Called when the run is over, with its lineage and whether its work is done."""
-        self.find_newcomer: Callable[[messages.Card], Newcomer | None] | None = None
+        self.find_newcomer: Callable[[messages.Card], RemoteProcess | None] | None = None
         """Finds the link with a process that has a seat in a new generation and is not in `newcomers`."""
         self.relayed_ways: Callable[[bytes], list[Where]] = lambda _token: []
         """Returns the ways through relays to the node that has a token."""
         self.relayed_trip: Callable[[Where], float | None] = lambda _way: None
         """Returns the round trip of a way through a relay, if it is known without a probe."""
-        self.on_relay_trips: Callable[[Peer, tuple[messages.RelayTrip, ...]], None] = lambda _peer, _trips: None
+        self.on_relay_trips: Callable[[RemoteProcess, tuple[messages.RelayTrip, ...]], None] = lambda _peer, _trips: (
+            None
+        )
         """Called with what a rank says about its relays, in a launcher's run."""
         self.rival = ""
         """Describes an older run of the same name, if this run has to end because of it."""
@@ -174,31 +170,39 @@ class Node:
         assert self.launcher_mesh is not None
         self.launcher_mesh.form(timeout)
 
-    def linked(self, peer: Peer, link: Link, card: messages.Card) -> None:
+    def linked(self, peer: RemoteProcess, link: Link, card: messages.Card) -> None:
         """Use a new link with another process."""
-        before, peer.link = peer.link, link
+        before = peer.link
+        peer.use(link)
         if before is not None:
             before.abort()  # its other end has given it up
-        peer.introduce(card)
+        peer.card = card
         self.acceptor.member_ips.add(link.remote_ip)
-        link.attach(
-            functools.partial(self.heard_frame, peer),
-            functools.partial(self._link_ended, peer, link),
-            functools.partial(self.stores.link_has_room, peer.seat),
-        )
+        self.attach(peer, link)
         if peer.is_ready:
             self.relinked(peer)
         if self.launcher_mesh is not None:
             self.launcher_mesh.settle()
 
-    def _link_ended(self, peer: Peer, link: Link) -> None:
+    def attach(self, process: RemoteProcess, link: Link) -> None:
+        """Take what comes over a link with a member, or with a process that waits for a seat."""
+        link.attach(
+            functools.partial(self._heard_frame, process),
+            functools.partial(self._link_ended, process, link),
+            lambda: self.stores.link_has_room(process.seat),
+        )
+
+    def _link_ended(self, peer: RemoteProcess, link: Link) -> None:
+        if peer.seat < 0:
+            self.newcomers.remove(peer)
+            return
         if isinstance(link.error, CoveyError):
             name = self.generation_table.name_of(peer.seat)
             logger.warning("%s sent nonsense and is cut off: %s", name, printable(str(link.error)))
         if peer.link is link:
             self.losses.link_ended(peer.seat)
 
-    def relinked(self, peer: Peer) -> None:
+    def relinked(self, peer: RemoteProcess) -> None:
         """Go on with a process that has a new link after its last one ended."""
         self.losses.link_up(peer)
         self.lanes.link_up(peer.seat)
@@ -211,7 +215,7 @@ class Node:
         self.lanes.dialler.link_lost(seat)
         self.relinked(self.peers[seat])
 
-    def ways_to(self, peer: Peer, kind: str = "") -> list[Where]:
+    def ways_to(self, peer: RemoteProcess, kind: str = "") -> list[Where]:
         """Return where to dial `peer`, best first."""
         return routes_to(self, peer, kind)
 
@@ -269,8 +273,11 @@ class Node:
         if self.generation_table.keeper is not None:
             control.soon(self.generation_table.keeper.send, message)
 
-    def heard_frame(self, peer: Peer, body: bytes) -> None:
-        """Take a frame that came over the link with a process."""
+    def _heard_frame(self, peer: RemoteProcess, body: bytes) -> None:
+        """Take a frame that came over the link with a process; one without a seat may know of its seat before."""
+        if peer.seat < 0:
+            peer.keep_early(messages.decode_control(body))
+            return
         self.losses.noticed(peer.seat)
         self.heard(peer.seat, messages.decode_control(body))
 
@@ -348,16 +355,17 @@ class Node:
         self.losses.run()
         self.paths.start()
 
-    def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
+    def seat_member(self, seat: Seat) -> None:
         """Take a member of the generation that this node is about to enter, with its link, if there is one."""
-        peer = self.peers[member.seat]
-        peer.introduce(member.card)
-        peer.is_dialled = is_dialled
+        peer = self.peers[seat]
         peer.note(PeerEvent.READY)
-        if link is not None and link.is_open:
-            self.linked(peer, link, member.card)
-        elif is_dialled and self.launcher_mesh is not None:
-            self.spawn(self.launcher_mesh.redial(peer))
+        if (link := peer.link) is not None and link.is_open:
+            peer.link = None
+            self.linked(peer, link, peer.card)
+        else:
+            peer.unlink()
+            if peer.is_dialled and self.launcher_mesh is not None:
+                self.spawn(self.launcher_mesh.redial(peer))
 
     def enter(self, founded: messages.Founded, record: Record | None = None) -> None:
         """Take this node's seat in a generation of a running run; `record` is what it has promised there."""

@@ -23,14 +23,12 @@ from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from covey.base.numbers import Seat
     from covey.net.discovery.interfaces import Interface
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.probe import Sounding
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 logger = logging.getLogger("covey")
 
@@ -70,7 +68,6 @@ class PathMonitor:
         self._avoided: dict[Seat, tuple[str, float]] = {}
         """The network in which a lane with a peer got stuck, and until when no lane moves there."""
         self._is_watching = False
-        self.on_moved: Callable[[Seat, Where, float], None] = lambda _seat, _way, _round_trip: None
         """Called with the address to which lanes move, and its round trip."""
 
     def stuck(self, seat: Seat) -> None:
@@ -145,12 +142,12 @@ class PathMonitor:
                 if (group := self._node.groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)
 
-    def _is_watched(self, peer: Peer) -> bool:
+    def _is_watched(self, peer: RemoteProcess) -> bool:
         """Tell whether this end dials the lanes of a peer on another host."""
         contact, is_up = peer.contact, peer.link is not None and not peer.is_gone
         return is_up and peer.is_dialled and contact is not None and contact.host != self._node.host
 
-    async def _look(self, peer: Peer, own: list[Interface]) -> None:
+    async def _look(self, peer: RemoteProcess, own: list[Interface]) -> None:
         """Probe the addresses of a peer, and move its lanes if one of them is better for long enough."""
         from covey.runtime.links.probe import sound
 
@@ -186,7 +183,7 @@ class PathMonitor:
             return
         self._move(peer, way, seen[way].round_trip, reason)
 
-    def _used(self, peer: Peer, ways: list[Where]) -> Where | None:
+    def _used(self, peer: RemoteProcess, ways: list[Where]) -> Where | None:
         """Return the way of a peer's lanes. After its link has left a relay, that is not the way of the link."""
         for _, future in self._node.lanes.table.of_peer(peer.seat):
             if future.done() and future.exception() is None:
@@ -198,7 +195,7 @@ class PathMonitor:
                         return way
         return peer.way
 
-    async def _is_faster(self, peer: Peer, way: Where, reason: MoveReason) -> bool:
+    async def _is_faster(self, peer: RemoteProcess, way: Where, reason: MoveReason) -> bool:
         """Try a path, if the lanes are in use: what they send may be why the round trip of theirs is long."""
         from covey.runtime.links.probe import throughput
 
@@ -217,12 +214,11 @@ class PathMonitor:
                     speeds.append(sum(tcp.sending_speed(sock) or 0.0 for sock in future.result().sockets()))
         return max(speeds, default=0.0) or None
 
-    def _move(self, peer: Peer, way: Where, round_trip: float, reason: MoveReason) -> None:
+    def _move(self, peer: RemoteProcess, way: Where, round_trip: float, reason: MoveReason) -> None:
         name = self._node.generation_table.name_of(peer.seat)
         self._moved_at[peer.seat] = time.monotonic()
         logger.info("lanes with %s move from %s to %s: %s", name, peer.way and peer.way[0], way[0], reason.value)
         peer.way, peer.round_trip = way, round_trip
-        self.on_moved(peer.seat, way, round_trip)
         self._node.lanes.moves.move(peer.seat)
 
 

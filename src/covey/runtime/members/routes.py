@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 
-def routes_to(node: Node, peer: Peer, kind: str = "") -> list[Where]:
+def routes_to(node: Node, peer: RemoteProcess, kind: str = "") -> list[Where]:
     """Return where `node` can dial `peer`, best first: a unix socket on one host, unless the lane has to be TCP."""
     contact = peer.contact
     assert contact is not None

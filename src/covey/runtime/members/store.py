@@ -188,9 +188,9 @@ class Stores:
         if not peer.is_gone:
             return
         rank = self._node.generation_table.rank_of(Seat(owner))
-        name = f"rank {rank} ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
+        name = f"rank {rank} ({peer.card.name or 'unnamed'}, on {peer.card.host_name or 'this host'})"
         text = f"{name}, which orders the changes to the store, {peer.how_it_went()}"
-        host = peer.host_name
+        host = peer.card.host_name
         self._fail_all(lambda: PeerLostError(text, rank=rank, host=host, operation="store"))
 
 

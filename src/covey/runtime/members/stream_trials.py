@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.lane_table import LaneKey
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 FAR_SECONDS: Final = 0.002
 """The shortest round trip at which streams are tried: below, a single one waits for the processor and not for
@@ -69,7 +69,7 @@ class StreamTrials:
         """Return why the lanes with a peer have the streams that they have; empty if this end did not choose."""
         return self._peers[seat].choice.reason if seat in self._peers else ""
 
-    def look(self, peers: list[Peer]) -> None:
+    def look(self, peers: list[RemoteProcess]) -> None:
         """Measure the lanes with peers that this end dials, and replace those that should have other streams."""
         if not self.is_allowed:
             return
@@ -81,7 +81,7 @@ class StreamTrials:
             if lanes[peer.seat] and not self._node.stripes.has_several(peer.seat):
                 self._look(peer, lanes[peer.seat], time.monotonic())
 
-    def _look(self, peer: Peer, lanes: list[tuple[LaneKey, Any]], now: float) -> None:
+    def _look(self, peer: RemoteProcess, lanes: list[tuple[LaneKey, Any]], now: float) -> None:
         known = self._peers.get(peer.seat)
         if known is None or known.way != peer.way:
             first = stream_count(self._node, peer, "secure", "collectives")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
     from covey.runtime.members.path_choice import Quality
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 TEND_SECONDS: Final = 0.2
 LEAST_BYTES: Final = 8 << 20
@@ -148,7 +148,7 @@ class Stripes:
 
     # The end that dials
 
-    async def look(self, peer: Peer, seen: Mapping[Where, Quality]) -> Where | None:
+    async def look(self, peer: RemoteProcess, seen: Mapping[Where, Quality]) -> Where | None:
         """Take the addresses of a peer that answer now: use more networks, or fewer.
 
         Returns an address to move the lanes to, if it is so much faster that their own network would add nothing.
@@ -175,7 +175,7 @@ class Stripes:
             return await self._try(peer, state, max(busy), networks_beside(peer.way, seen))
         return None
 
-    async def _try(self, peer: Peer, state: _Peer, now: float, others: list[Where]) -> Where | None:
+    async def _try(self, peer: RemoteProcess, state: _Peer, now: float, others: list[Where]) -> Where | None:
         from covey.runtime.links.probe import throughput
 
         if not others or not now or peer.way is None:
@@ -194,7 +194,7 @@ class Stripes:
             self._node.lanes.moves.stripe(peer.seat, state.ways)
         return None
 
-    def _review(self, peer: Peer, state: _Peer, striped: list[Any], seen: Mapping[Where, Quality]) -> None:
+    def _review(self, peer: RemoteProcess, state: _Peer, striped: list[Any], seen: Mapping[Where, Quality]) -> None:
         """Stop to use several networks if one of them is gone, or if that is not faster."""
         state.gone = 0 if all(way in seen for way in state.ways) else state.gone + 1
         judged = [speed for lane in striped for sent, speed in [sending(lane)] if sent >= JUDGED_BYTES]

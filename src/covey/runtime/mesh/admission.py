@@ -13,8 +13,8 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.problems import Problems
-    from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.rules import Rules
 
 TAKEOVER_SECONDS: Final = 1.0
@@ -29,9 +29,9 @@ class AdmissionHost(Protocol):
     def card(self) -> messages.Card: ...
 
     @property
-    def met(self) -> Mapping[bytes, RemoteNode]: ...
+    def met(self) -> Mapping[bytes, RemoteProcess]: ...
 
-    def part(self, remote: RemoteNode) -> None: ...
+    def part(self, remote: RemoteProcess) -> None: ...
 
     def identity_refused(self, error: AuthError) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from covey.proto.overlay import Overlay
-from covey.runtime.members.peers import PeerState
+from covey.runtime.members.remote_process import PeerState
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat

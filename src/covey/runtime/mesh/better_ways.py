@@ -15,8 +15,8 @@ from covey.runtime.mesh.redial import ATTEMPT_SECONDS, RELAY_SECONDS
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 logger = logging.getLogger("covey")
 
@@ -33,11 +33,11 @@ class BetterWays:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._seeking: set[RemoteNode] = set()
+        self._seeking: set[RemoteProcess] = set()
         self._told: tuple[messages.RelayTrip, ...] = ()
         """The round trips to relays that other nodes were told of last."""
 
-    def seek(self, remote: RemoteNode) -> None:
+    def seek(self, remote: RemoteProcess) -> None:
         """Look for a better way to a node, if its link goes through a relay, and tell it how far the relays are."""
         if remote.link is not None and remote.link.relay:
             remote.send(messages.RelayTrips(self._mesh.relays.trips()))
@@ -45,7 +45,7 @@ class BetterWays:
                 self._seeking.add(remote)
                 self._mesh.spawn(self._seek(remote))
 
-    async def _seek(self, remote: RemoteNode) -> None:
+    async def _seek(self, remote: RemoteProcess) -> None:
         try:
             await asyncio.gather(seek_direct(self._mesh, remote), seek_shorter_relay(self._mesh, remote))
         finally:
@@ -60,7 +60,7 @@ class BetterWays:
                     remote.send(messages.RelayTrips(trips))
 
 
-async def seek_direct(mesh: Mesh, remote: RemoteNode) -> None:
+async def seek_direct(mesh: Mesh, remote: RemoteProcess) -> None:
     """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
     told, tries = "", Backoff("a direct link", Growing(1.0, SEEK_SECONDS), level=logging.DEBUG)
     while remote.link is not None and remote.link.relay and not mesh.is_closing:
@@ -77,7 +77,7 @@ async def seek_direct(mesh: Mesh, remote: RemoteNode) -> None:
         logger.warning("%s is reached directly now, and not through a relay", printable(remote.card.name))
 
 
-async def seek_shorter_relay(mesh: Mesh, remote: RemoteNode) -> None:
+async def seek_shorter_relay(mesh: Mesh, remote: RemoteProcess) -> None:
     """Link with a node anew through another relay when that is clearly nearer, while its link goes through a relay.
 
     The node with the smaller id does so: it is the one that decides which link is used. Between members of a run, links

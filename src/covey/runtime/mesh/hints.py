@@ -16,7 +16,7 @@ from covey.base.pace import Growing
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from covey.wire.messages import Address
+    from covey.wire.messages import Address, Contact
 
 AGAIN_SECONDS: Final = 1.0
 """How soon a hint is tried again after its first failure; the pauses double."""
@@ -58,6 +58,18 @@ class Hint:
     """The interface by which to reach them; empty: any."""
     relay: bytes = b""
     """The token under which the node may be registered with this node's relays; empty: none."""
+
+    def is_of(self, contact: Contact, host: str) -> bool:
+        """Tell whether it is of a node that listens at `contact`; `host` is this one."""
+        if self.relay and self.relay == contact.relay:
+            return True
+        if self.same_host and contact.host != host:
+            return False
+        return any(  # asked of every node for every hint, so without sets
+            mine.port == address.port and ("127.0.0.1" if self.same_host else mine.ip) == address.ip
+            for mine in contact.addresses
+            for address in self.addresses
+        )
 
     def may_be(self, other: Hint) -> bool:
         """Tell whether another hint may be of the same node: they have an address in common."""

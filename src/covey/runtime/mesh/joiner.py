@@ -13,10 +13,11 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
-from covey.base.numbers import NO_RANK
+from covey.base.numbers import NO_RANK, Seat
 from covey.base.text import printable
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.driver import CoreDriver
+from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.runtime.mesh import waiting
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
@@ -29,15 +30,13 @@ from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from covey.base.config import GroupConfig
-    from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
     from covey.proto.formation import Formed
     from covey.runtime.members.node import Node
     from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 WRONG_SECRET_SECONDS: Final = 4.0
 """If all seeds close connections at the door's challenge for this long, the secret is wrong."""
@@ -170,23 +169,29 @@ class Joiner(MeshListener):
 
     # The node takes its seat
 
-    def seated(self, seats: Mapping[tuple[bytes, bytes], Seat]) -> dict[Seat, RemoteNode]:
-        """Note the seats of linked nodes, given by id and life; return these nodes by seat."""
+    def seated(self, formed: messages.Founded | Formed) -> dict[Seat, RemoteProcess]:
+        """Give the other members of the first view, or of a generation, their seats; return them by seat."""
+        if isinstance(formed, messages.Founded):
+            cards = {member.seat: member.card for member in formed.members}
+        else:
+            cards = {Seat(rank): _card_of(member) for rank, member in enumerate(formed.view)}
         by_seat = {}
-        for remote in self.mesh.met.values():
-            if (key := messages.key_of(remote.card)) in seats:
-                remote.seat = seats[key]
-                by_seat[remote.seat] = remote
+        for seat, card in cards.items():
+            if card.id != self.card.id:
+                met = self.mesh.met.get(card.id)
+                process = met if met is not None and met.key == messages.key_of(card) else RemoteProcess(card)
+                process.seat = seat
+                process.note(PeerEvent.READY)
+                by_seat[seat] = process
         return by_seat
 
-    def carry_on(self, node: Node, by_seat: dict[Seat, RemoteNode], formed: messages.Founded | Formed) -> None:
+    def carry_on(self, node: Node, formed: messages.Founded | Formed) -> None:
         """Hand the links of the run to its node, which from now on receives the messages about the run.
 
         `formed` is the first view, or the generation that the node enters.
         """
         self._since = time.monotonic()
         member = self.member = RunMember(self.mesh, node, self._core, entered=self._enter, settle=self._driver.settle)
-        member.take_links(by_seat, formed)
         if isinstance(formed, messages.Founded):
             record = self.record_of(formed)
             self._enter(formed)
@@ -194,7 +199,7 @@ class Joiner(MeshListener):
         else:
             tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
             node.begin(formed.lineage, tie_breaker)
-        member.deliver_early(by_seat)
+        member.deliver_early()
         self._driver.settle()
 
     def record_of(self, founded: messages.Founded) -> membership.Record | None:
@@ -244,14 +249,17 @@ class Joiner(MeshListener):
 
     # What the mesh reports
 
-    def linked(self, remote: RemoteNode) -> None:
+    def linked(self, remote: RemoteProcess) -> None:
         if not self._core.link_up(remote.card.id, remote.card.life, time.monotonic()):
             self.mesh.part(remote)  # a life that has ended
         elif self.member is not None:
             self.member.recognise(remote)
         self._driver.settle()
 
-    def lost(self, remote: RemoteNode) -> None:
+    def recall(self, card: messages.Card) -> RemoteProcess | None:
+        return None if self.member is None else self.member.recall(card)
+
+    def lost(self, remote: RemoteProcess) -> None:
         refusals = self.mesh.problems.refusals
         for name, reason in self._formation.report().refused:  # it may come again without having heard the reason
             if name == remote.card.name:
@@ -261,44 +269,44 @@ class Joiner(MeshListener):
             self.member.lost(remote)
         self._driver.settle()
 
-    def may_change_link(self, remote: RemoteNode) -> bool:
+    def may_change_link(self, remote: RemoteProcess) -> bool:
         return remote.seat < 0 and not self._formation.is_deciding
 
-    def link_changed(self, remote: RemoteNode) -> None:
+    def link_changed(self, remote: RemoteProcess) -> None:
         if self.member is not None:
             self.member.link_changed(remote)
 
-    def link_replaced(self, remote: RemoteNode) -> None:
+    def link_replaced(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.exchanged(remote.seat)
 
-    def link_rests(self, remote: RemoteNode) -> None:
+    def link_rests(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.losses.link_rests(remote.seat)
 
-    def link_woke(self, remote: RemoteNode) -> None:
+    def link_woke(self, remote: RemoteProcess) -> None:
         if self.member is not None:
             self.member.link_woke(remote)
 
-    def link_has_room(self, remote: RemoteNode) -> None:
+    def link_has_room(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.stores.link_has_room(remote.seat)
 
-    def may_rest(self, remote: RemoteNode) -> bool:
+    def may_rest(self, remote: RemoteProcess) -> bool:
         return self.member is not None and remote.seat >= 0 and self.member.awake.may_rest(remote.seat)
 
-    def wants_awake(self, remote: RemoteNode) -> bool:
+    def wants_awake(self, remote: RemoteProcess) -> bool:
         return self.member is not None and remote.seat >= 0 and self.member.awake.wants(remote.seat)
 
-    def arrived(self, remote: RemoteNode) -> None:
+    def arrived(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.losses.noticed(remote.seat)
 
-    def keeper_linked(self, remote: RemoteNode) -> None:
+    def keeper_linked(self, remote: RemoteProcess) -> None:
         if self.member is not None:
             self.member.tell_keeper(remote)
 
-    def expelled(self, remote: RemoteNode, reason: str) -> None:
+    def expelled(self, remote: RemoteProcess, reason: str) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.node.losses.deny(remote.seat, reason)
 
@@ -311,7 +319,7 @@ class Joiner(MeshListener):
         if not self.mesh.rules.is_waiting(self.card):  # else it may be approved in time
             self._fail(error)
 
-    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         match message:
             case messages.Forming(body):
                 before = self._formation.objection_to(remote.card.id)
@@ -344,7 +352,7 @@ class Joiner(MeshListener):
             case _:
                 remote.keep_early(message)
 
-    def _heard_founded(self, remote: RemoteNode, founded: messages.Founded) -> None:
+    def _heard_founded(self, remote: RemoteProcess, founded: messages.Founded) -> None:
         """Take a generation that a member announces: it may have a seat for this node, or follow the node's own.
 
         A seat is believed if the member is in that generation itself and said, under the same terms, that it is in the
@@ -403,6 +411,11 @@ def check_founded(founded: messages.Founded, least: int, most: int) -> None:
     is_sound = whole and counts == (len(cards), len(cards)) and least <= len(cards) <= most
     if not is_sound or founded.tie_breaker >= len(cards) or len(founded.lineage) != LINEAGE_BYTES or founded.is_kept:
         raise RemoteProtocolError(f"generation {founded.generation}, as a member announced it, contradicts itself")
+
+
+def _card_of(member: forming.Member) -> messages.Card:
+    """Return what is known of a member without a link."""
+    return messages.Card(member.id, member.life, member.name, "", 0, messages.Contact(member.host, (), ""))
 
 
 def _as_member(member: messages.SeatedMember) -> forming.Member:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.link import Link
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
 
 TELL_SECONDS: Final = 2.0
 """How often other ranks are told how far the relays are, if that has changed."""
@@ -56,7 +56,7 @@ class _LaunchedRelays:
             self._relays.open()
             self._node.spawn(self._keep_telling())
 
-    def _heard(self, peer: Peer, trips: tuple[messages.RelayTrip, ...]) -> None:
+    def _heard(self, peer: RemoteProcess, trips: tuple[messages.RelayTrip, ...]) -> None:
         if peer.contact is not None:
             self._relays.told(peer.contact.relay, trips)
 

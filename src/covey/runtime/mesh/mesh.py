@@ -26,6 +26,7 @@ from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.handshake import admit
 from covey.runtime.loop import aside
 from covey.runtime.members.checkpoints import answer_visitor
+from covey.runtime.members.remote_process import RemoteProcess
 from covey.runtime.mesh.admission import Admission
 from covey.runtime.mesh.better_ways import BetterWays
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
@@ -36,7 +37,6 @@ from covey.runtime.mesh.node_links import NodeLinks
 from covey.runtime.mesh.problems import Problems
 from covey.runtime.mesh.reach import ReachAnswers
 from covey.runtime.mesh.relays import Relays
-from covey.runtime.mesh.remote_node import RemoteNode
 from covey.runtime.mesh.resting_links import RestingLinks
 from covey.runtime.mesh.rules import Rules
 from covey.runtime.mesh.search import Search
@@ -89,7 +89,7 @@ class Mesh:
         self._tasks = Tasks("the mesh")
         self.spawn = self._tasks.spawn
         self.rules = Rules(cluster, endpoint.card.name, self._rules_changed, self.spawn)
-        self.met: dict[bytes, RemoteNode] = {}
+        self.met: dict[bytes, RemoteProcess] = {}
         """By node id: the nodes that take part in something; for a visitor, every node."""
         self.visitors = Visitors(self._is_named_keeper)
         """Nodes that take part in nothing: visitors, and keepers."""
@@ -144,12 +144,12 @@ class Mesh:
         return self.rules.cluster
 
     @property
-    def all_linked(self) -> tuple[RemoteNode, ...]:
+    def all_linked(self) -> tuple[RemoteProcess, ...]:
         """Every node that this one is linked with."""
         return (*self.met.values(), *self.visitors)
 
     @property
-    def keepers(self) -> list[RemoteNode]:
+    def keepers(self) -> list[RemoteProcess]:
         """The keepers that this node is linked with."""
         return [remote for remote in self.visitors if remote.purpose == "keeper"]
 
@@ -203,7 +203,7 @@ class Mesh:
         return self._dialer.ways(card.contact.addresses, same_host) + relayed
 
     def _is_linked(self, hint: Hint) -> bool:
-        return any(each.is_at(hint, self.card.contact.host) for each in self.all_linked)
+        return any(hint.is_of(each.card.contact, self.card.contact.host) for each in self.all_linked)
 
     def _is_on_this_host(self, card: messages.Card) -> bool:
         return card.contact.host == self.card.contact.host
@@ -233,7 +233,7 @@ class Mesh:
     def _linked(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
         """Take a link whose two ends have accepted each other."""
         if is_guest(purpose, self.purpose):
-            self._visited(RemoteNode(card, purpose), link, way)
+            self._visited(RemoteProcess(card, purpose), link, way)
             return
         known = self.met.get(card.id)
         if known is not None and known.card.life == card.life:
@@ -243,7 +243,12 @@ class Mesh:
             return
         if known is not None:
             self.part(known)
-        remote = self.met[card.id] = RemoteNode(card, purpose)
+        remote = self.listener.recall(card)
+        if remote is None:
+            remote = RemoteProcess(card, purpose)
+        else:
+            remote.meet_again(card)
+        self.met[card.id] = remote
         self.problems.linked(remote)
         self._links.use(remote, link, way)
         self._tell_acceptor_members()
@@ -263,7 +268,7 @@ class Mesh:
         remote.ping()
         self.listener.linked(remote)
 
-    def _visited(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+    def _visited(self, remote: RemoteProcess, link: Link, way: Where | None) -> None:
         """Take a link with a node that takes part in nothing."""
         for each in self.visitors.add(remote):
             self.part(each)
@@ -281,12 +286,12 @@ class Mesh:
         if not link.relay and card.contact.host != self.card.contact.host:
             self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
 
-    def _is_named_keeper(self, remote: RemoteNode) -> bool:
+    def _is_named_keeper(self, remote: RemoteProcess) -> bool:
         """Tell whether a node is the keeper of this process, or of a linked one."""
         named = (self.card.keeper, *(each.card.keeper for each in self.met.values()))
         return remote.purpose == "keeper" and remote.card.id in named
 
-    def _introduce_others_to(self, remote: RemoteNode) -> None:
+    def _introduce_others_to(self, remote: RemoteProcess) -> None:
         cards = [each.card for each in self.met.values() if each is not remote]
         for start in range(0, len(cards), CARDS_AT_ONCE):
             remote.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
@@ -300,7 +305,7 @@ class Mesh:
         with contextlib.suppress(CoveyError, OSError):  # a secret from the environment has no file
             await aside(clusters.remember, self.cluster.name, card.id, card.name, card.machine)
 
-    def part(self, remote: RemoteNode, *, at_once: bool = True) -> None:
+    def part(self, remote: RemoteProcess, *, at_once: bool = True) -> None:
         """Close the links with a node; unless `at_once`, messages that wait to be sent are sent first."""
         self._links.close(remote, at_once=at_once)
         self.visitors.discard(remote)
@@ -317,7 +322,13 @@ class Mesh:
             if not self.is_closing:
                 self.listener.lost(remote)
 
-    def _ended(self, remote: RemoteNode, link: Link) -> None:
+    def begin_anew(self, excluded: RemoteProcess) -> RemoteProcess:
+        """Return the process of a member that was excluded, as one that was never in the run, with the same links."""
+        remote = self.met[excluded.id] = RemoteProcess(excluded.card, excluded.purpose)
+        self._links.hand_over(excluded, remote)
+        return remote
+
+    def _ended(self, remote: RemoteProcess, link: Link) -> None:
         if link not in remote.links:
             return
         if isinstance(link.error, CoveyError):
@@ -338,7 +349,7 @@ class Mesh:
 
     # Messages
 
-    def _received(self, remote: RemoteNode, link: Link, body: bytes) -> None:
+    def _received(self, remote: RemoteProcess, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
         self.listener.arrived(remote)
         self._links.heard(remote, link)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.runtime.members.audit import Auditor
-    from covey.runtime.mesh.remote_node import RemoteNode
-    from covey.wire.messages import Address, Card
+    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.wire.messages import Address, Card, Contact
 
 LOG_SECONDS: Final = 10.0
 """The log reports refused nodes at most this often."""
@@ -60,9 +60,9 @@ class Problems:
                 self._told += 1
                 self.on_refused(name, reason)
 
-    def linked(self, remote: RemoteNode) -> None:
+    def linked(self, remote: RemoteProcess) -> None:
         """Note that there is a link with a node: it is not refused, and has not left."""
-        for listening in remote.listens_anywhere(self._host):
+        for listening in _listening(remote.card.contact, self._host):
             self._departed.pop(listening, None)
         self.refusals.pop(_spell(remote.card), None)
 
@@ -87,9 +87,9 @@ class Problems:
         """Note that dialling worked."""
         self._failures.pop(where, None)
 
-    def depart(self, visitor: RemoteNode) -> None:
+    def depart(self, visitor: RemoteProcess) -> None:
         """Note that a visitor has left, and forget that its addresses did not answer."""
-        for listening in visitor.listens_anywhere(self._host):
+        for listening in _listening(visitor.card.contact, self._host):
             self._departed.pop(listening, None)
             self._departed[listening] = None
         while len(self._departed) > DEPARTED_LIMIT:
@@ -102,9 +102,9 @@ class Problems:
         """Tell whether these addresses, which are those of one node, belonged to a visitor that has left."""
         return any((each.ip, each.port) in self._departed for each in addresses)
 
-    def report(self, linked: Iterable[RemoteNode]) -> dict[str, str]:
+    def report(self, linked: Iterable[RemoteProcess]) -> dict[str, str]:
         """Return a reason for each refused node and each failed dial; not for addresses of `linked` nodes."""
-        reached = {listening for remote in linked for listening in remote.listens_anywhere(self._host)}
+        reached = {listening for remote in linked for listening in _listening(remote.card.contact, self._host)}
         failures = {
             where: reason
             for where, (reason, addresses) in self._failures.items()
@@ -115,3 +115,9 @@ class Problems:
 
 def _spell(card: Card) -> str:
     return f"{card.name} ({card.contact.addresses[0].ip if card.contact.addresses else '?'})"
+
+
+def _listening(contact: Contact, host: str) -> set[tuple[str, int]]:
+    """Return the addresses and ports of a node, those on the loopback interface included if it runs on this host."""
+    ips = ("127.0.0.1",) if contact.host == host else ()
+    return {(ip, address.port) for address in contact.addresses for ip in (address.ip, *ips)}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 RATE, BURST = 0.5, 3.0
 """How often addresses are tried for one key: rate a second, and burst."""
@@ -46,7 +46,7 @@ class ReachAnswers:
         self._by_key = pace.Buckets(RATE, BURST)
         self._total = pace.Bucket(TOTAL_RATE, TOTAL_BURST)
 
-    def asked(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
+    def asked(self, remote: RemoteProcess, question: messages.Reach, linked_from: set[str]) -> None:
         """Answer a question; `linked_from` are the addresses from which links with the asking node's key come."""
         now = time.monotonic()
         if remote.is_probing or not self._by_key.take(remote.card.id, now) or not self._total.take(now):
@@ -55,7 +55,7 @@ class ReachAnswers:
         remote.is_probing = True
         self._spawn(self._try(remote, question, linked_from))
 
-    async def _try(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
+    async def _try(self, remote: RemoteProcess, question: messages.Reach, linked_from: set[str]) -> None:
         came_from = linked_from | self._endpoint.acceptor.probed_from(question.token)
         advertised = remote.card.contact.addresses
         port = advertised[0].port
@@ -73,6 +73,6 @@ class ReachAnswers:
         _tell(remote, [results.get(each, Sounding(problem=NOT_TRIED)) for each in question.addresses])
 
 
-def _tell(remote: RemoteNode, results: list[Sounding]) -> None:
+def _tell(remote: RemoteProcess, results: list[Sounding]) -> None:
     round_trips = tuple(result.round_trip for result in results)
     remote.send(messages.Reached(round_trips, tuple(result.problem for result in results)))

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from covey.runtime.links.dial_limits import DialLimits
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.mesh import Mesh
     from covey.runtime.mesh.node_links import NodeLinks
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 LOOK_SECONDS: Final = 2.0
 IDLE_SECONDS: Final = 5.0
@@ -47,7 +47,7 @@ class RestingLinks:
     ) -> None:
         """`ways` returns the addresses of a node to dial."""
         self._mesh, self._links, self._limits, self._ways = mesh, links, limits, ways
-        self._trying: set[RemoteNode] = set()
+        self._trying: set[RemoteProcess] = set()
         """Nodes that are being dialled to find out whether that works."""
 
     async def keep(self) -> None:
@@ -61,7 +61,7 @@ class RestingLinks:
                 elif self._mesh.card.id < remote.card.id and self._may_rest(remote):
                     remote.send(messages.Rest(is_agreed=False))
 
-    def heard(self, remote: RemoteNode, link: Link, *, is_agreed: bool) -> None:
+    def heard(self, remote: RemoteProcess, link: Link, *, is_agreed: bool) -> None:
         """Take the question whether a link may rest, or the agreement of the node that was asked."""
         if link is not remote.link or link.is_resting:
             return
@@ -79,9 +79,9 @@ class RestingLinks:
             return
         self._mesh.listener.link_rests(remote)
 
-    def _may_rest(self, remote: RemoteNode) -> bool:
+    def _may_rest(self, remote: RemoteProcess) -> bool:
         link = remote.link
-        is_plain = link is not None and not link.relay and len(remote.links) == 1 and not remote.is_measuring
+        is_plain = link is not None and not link.relay and len(remote.links) == 1 and remote.measured.is_set()
         is_idle = time.monotonic() - remote.used_at > IDLE_SECONDS and not remote.is_silent()
         if not is_plain or not is_idle or not self._mesh.listener.may_rest(remote):
             return False
@@ -92,7 +92,7 @@ class RestingLinks:
             self._mesh.spawn(self._try_to_reach(remote))
         return False
 
-    async def _try_to_reach(self, remote: RemoteNode) -> None:
+    async def _try_to_reach(self, remote: RemoteProcess) -> None:
         try:
             _, round_trip = await best_way(self._ways(remote.card), self._mesh.endpoint.credentials, None, self._limits)
             remote.is_reachable = round_trip >= 0
@@ -100,10 +100,10 @@ class RestingLinks:
         finally:
             self._trying.discard(remote)
 
-    def _woken(self, remote: RemoteNode) -> None:
+    def _woken(self, remote: RemoteProcess) -> None:
         self._mesh.spawn(self._wake(remote))
 
-    async def _wake(self, remote: RemoteNode) -> None:
+    async def _wake(self, remote: RemoteProcess) -> None:
         """Dial a node whose link rests; end the link if that does not work."""
         until = time.monotonic() + WAKE_SECONDS
 

@@ -8,9 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.base.numbers import NO_SEAT
 from covey.base.text import printable
-from covey.runtime.members.peers import PeerEvent
 from covey.runtime.mesh.awake_links import AwakeLinks
 from covey.runtime.mesh.redial import redial
 from covey.wire import membership, messages
@@ -21,13 +19,10 @@ if TYPE_CHECKING:
 
     from covey.base.errors import AuthError
     from covey.base.numbers import Seat
-    from covey.proto.formation import Formed
     from covey.proto.joining import Joining
-    from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.peers import Newcomer, Peer
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 logger = logging.getLogger("covey")
 
@@ -48,7 +43,7 @@ class RunMember:
         self._mesh, self.node, self._core, self._formation = mesh, node, core, core.formation
         self._entered, self._settle = entered, settle
         self._rivals_logged: set[bytes] = set()
-        self._redialled: set[RemoteNode] = set()
+        self._redialled: set[RemoteProcess] = set()
         """Linked members that are silent and are being dialled."""
         self.awake = AwakeLinks(node)
         mesh.search.slow_down()
@@ -56,7 +51,6 @@ class RunMember:
         core.may_go_on = lambda: node.generation_table.hears_quorum
         node.losses.on_silent = self._part_with
         node.losses.on_unheard = self._redial_silent
-        node.paths.on_moved = self._moved
         node.on_founded = self._generation_founded
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
@@ -65,88 +59,68 @@ class RunMember:
 
     # Links
 
-    def take_links(self, by_seat: dict[Seat, RemoteNode], formed: messages.Founded | Formed) -> None:
-        """Hand the links of the members to the node's peers."""
-        founded = formed if isinstance(formed, messages.Founded) else None
-        cards = {} if founded is None else {member.seat: member.card for member in founded.members}
-        for seat, peer in self.node.peers.items():
-            remote = by_seat.get(seat)
-            peer.note(PeerEvent.READY)
-            if remote is not None:
-                peer.introduce(remote.card)
-                _hand_over(peer, remote)
-            elif seat in cards:
-                peer.introduce(cards[seat])
-
-    def deliver_early(self, by_seat: dict[Seat, RemoteNode]) -> None:
+    def deliver_early(self) -> None:
         """Give the node what members said before it had its seat; redial members without a link."""
-        for seat in list(self.node.peers):
-            remote = by_seat.get(seat)
-            if remote is None or self._mesh.met.get(remote.card.id) is not remote:
+        for seat, peer in list(self.node.peers.items()):
+            if self._mesh.met.get(peer.id) is not peer:
                 self.node.losses.link_ended(seat)
-                self._redial_lost(self.node.peers[seat])
+                self._redial_lost(peer)
             else:
-                for message in remote.early.take():
+                for message in peer.early.take():
                     self.node.heard(seat, message)
 
-    def recognise(self, remote: RemoteNode) -> None:
+    def recall(self, card: messages.Card) -> RemoteProcess | None:
+        """Return the member that a card is of; None if it is of none, or of one that a view has excluded."""
+        key = messages.key_of(card)
+        return next((peer for peer in self.node.peers.values() if peer.key == key and not peer.is_excluded), None)
+
+    def recognise(self, remote: RemoteProcess) -> None:
         """Find the seat of a node that is linked again, or the seat for which a later life of it votes.
 
         A node that only votes is a member that a view excluded, or a later life of one.
         """
         for seat, peer in self.node.peers.items():
-            if peer.id != remote.card.id:
-                continue
-            if peer.life == remote.card.life and not peer.is_excluded:
-                remote.seat = seat
+            if peer is remote:
                 self.link_changed(remote)
                 self.node.relinked(peer)
-            else:
+            elif peer.id == remote.id:
                 self._let_vote(remote, seat)
 
-    def _let_vote(self, remote: RemoteNode, seat: Seat) -> None:
+    def _let_vote(self, remote: RemoteProcess, seat: Seat) -> None:
         """Let a node vote for the seat that it, or an earlier life of it, had."""
         remote.votes_for = seat
         self.node.generation_table.voter_up(seat, remote.card.life, remote.send)
 
-    def link_changed(self, remote: RemoteNode) -> None:
+    def link_changed(self, remote: RemoteProcess) -> None:
         """Note the link in use with a member."""
         if remote.seat >= 0:
-            before = self.node.peers[remote.seat].link
-            _hand_over(self.node.peers[remote.seat], remote)
+            before, remote.told = remote.told, remote.link
             if before is not None and before is not remote.link:  # what is on the old link may be lost or late
                 self.node.stores.link_up(remote.seat)
             generation = self.node.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
 
-    def link_woke(self, remote: RemoteNode) -> None:
+    def link_woke(self, remote: RemoteProcess) -> None:
         """Note that the link with a member, which rested, has a connection again."""
         if remote.seat >= 0:
-            peer = self.node.peers[remote.seat]
-            _hand_over(peer, remote)
-            self.node.losses.link_up(peer)
-            self.node.stores.link_has_room(peer.seat)
+            remote.told = remote.link
+            self.node.losses.link_up(remote)
+            self.node.stores.link_has_room(remote.seat)
 
-    def _moved(self, seat: Seat, way: Where, round_trip: float) -> None:
-        """Note the address to which the lanes with a member move."""
-        for remote in self._mesh.met.values():
-            if remote.seat == seat:
-                remote.way, remote.round_trip = way, round_trip
-
-    def lost(self, remote: RemoteNode) -> None:
+    def lost(self, remote: RemoteProcess) -> None:
         """Note that the last link with a node has ended, and redial a member."""
         if remote.votes_for >= 0:
             self.node.generation_table.voter_down(remote.votes_for)
         if remote.seat >= 0:
             self.node.losses.link_ended(remote.seat)
-            self._mesh.spawn(self._redial(self.node.peers[remote.seat], remote.card.contact))
+            self._redial_lost(remote)
 
-    def _redial_lost(self, peer: Peer) -> None:
-        if peer.contact is not None:
-            self._mesh.spawn(self._redial(peer, peer.contact))
+    def _redial_lost(self, peer: RemoteProcess) -> None:
+        if peer.card.contact.addresses or peer.card.contact.relay:
+            self._mesh.spawn(self._redial(peer))
 
-    async def _redial(self, peer: Peer, contact: messages.Contact) -> None:
+    async def _redial(self, peer: RemoteProcess) -> None:
         """Dial a member without a link; if a view has excluded it, it should learn so."""
         until = time.monotonic() + 2 * self._mesh.config.patience
 
@@ -154,7 +128,7 @@ class RunMember:
             is_settled = peer.has_left or self.node.is_closing or peer.id in self._mesh.met or peer.is_denied
             return not is_settled and time.monotonic() < until
 
-        await redial(self._mesh, contact, is_wanted)
+        await redial(self._mesh, peer.card.contact, is_wanted)
 
     def _redial_silent(self, seat: Seat) -> None:
         """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
@@ -163,7 +137,7 @@ class RunMember:
             self._redialled.add(remote)
             self._mesh.spawn(self._redial_until_heard(remote))
 
-    async def _redial_until_heard(self, remote: RemoteNode) -> None:
+    async def _redial_until_heard(self, remote: RemoteProcess) -> None:
         def is_wanted() -> bool:
             return remote.link is not None and remote.is_silent() and not self._mesh.is_closing
 
@@ -179,7 +153,7 @@ class RunMember:
 
     # Nodes that are not members
 
-    def heard_vote(self, remote: RemoteNode, message: messages.Agreeing) -> None:
+    def heard_vote(self, remote: RemoteProcess, message: messages.Agreeing) -> None:
         """Take a message about views from a node that is no member of this node's generation."""
         if remote.votes_for >= 0:
             self.node.generation_table.agreeing(remote.votes_for, message)
@@ -187,7 +161,7 @@ class RunMember:
             self._tell_generation(remote, message.generation)
             remote.keep_early(message)
 
-    def _tell_generation(self, remote: RemoteNode, number: int) -> None:
+    def _tell_generation(self, remote: RemoteProcess, number: int) -> None:
         """Answer a node that believes to be a member of generation `number`, and is none as far as this node knows."""
         generation = self.node.generation
         if generation is None or number > generation.number:
@@ -213,8 +187,8 @@ class RunMember:
             remote = self._mesh.met.get(id)
             if remote is not None and remote.seat >= 0 and node.peers[remote.seat].is_excluded:
                 # It got a seat in a generation and was excluded by a view before it heard of either.
-                self._let_vote(remote, remote.seat)
-                remote.seat = NO_SEAT
+                seat, remote = remote.seat, self._mesh.begin_anew(remote)
+                self._let_vote(remote, seat)
             if remote is not None and remote.seat < 0:
                 waiting[messages.key_of(remote.card)] = remote
         for newcomer in node.newcomers:
@@ -222,7 +196,7 @@ class RunMember:
                 node.newcomers.remove(newcomer)
         for remote in waiting.values():
             if remote.card not in node.newcomers:
-                node.newcomers.add(_LinkedNewcomer(node, remote))
+                node.newcomers.add(remote)
 
     def _inform_members(self) -> None:
         """Tell members of the generation that still wait for a seat, because a message was lost, that they have one."""
@@ -249,12 +223,10 @@ class RunMember:
                 logger.warning("a second run of the name %r, younger than this one, goes on with %s since %s; it was "
                                "begun where this one could not be heard, and ends", run, names, began)  # fmt: skip
 
-    def _find_newcomer(self, card: messages.Card) -> Newcomer | None:
+    def _find_newcomer(self, card: messages.Card) -> RemoteProcess | None:
         """Return a node that a generation has a seat for, if there is a link with it."""
         remote = self._mesh.met.get(card.id)
-        if remote is None or messages.key_of(remote.card) != messages.key_of(card):
-            return None
-        return _LinkedNewcomer(self.node, remote)
+        return remote if remote is not None and remote.key == messages.key_of(card) and remote.seat < 0 else None
 
     # Generations
 
@@ -270,7 +242,7 @@ class RunMember:
                 self._redial_lost(peer)
         self._settle()
 
-    def tell_keeper(self, keeper: RemoteNode) -> None:
+    def tell_keeper(self, keeper: RemoteProcess) -> None:
         """Tell the keeper of this process which generation the process is in."""
         generation = self.node.generation
         if generation is not None and keeper.card.id == self._mesh.card.keeper:
@@ -299,45 +271,9 @@ class RunMember:
         leader = members[leads].card.id if leads is not None else b""
         return leader, members[generation.view.tie_breaker].card.id
 
-    def lane_kind(self, remote: RemoteNode) -> str:
+    def lane_kind(self, remote: RemoteProcess) -> str:
         """Return the kind of lane to a member, or ""."""
         with contextlib.suppress(ConfigError):
             if remote.seat >= 0:
                 return self.node.lanes.kind(remote.seat)
         return ""
-
-
-class _LinkedNewcomer:
-    """A linked node that waits for the next generation."""
-
-    def __init__(self, node: Node, remote: RemoteNode) -> None:
-        self._node, self._remote = node, remote
-
-    @property
-    def card(self) -> messages.Card:
-        return self._remote.card
-
-    def send(self, message: messages.Control) -> None:
-        self._remote.send(message)
-
-    def take_seat(self, peer: Peer) -> None:
-        self._remote.seat = peer.seat
-        _hand_over(peer, self._remote)
-
-    def turn_away(self) -> None:
-        """Do nothing: the mesh closes its links."""
-
-    def deliver_early(self, peer: Peer) -> None:
-        for message in self._remote.early.take():
-            self._node.heard(peer.seat, message)
-
-
-def _hand_over(peer: Peer, remote: RemoteNode) -> None:
-    """Give a peer the link and the addresses that are in use with its node."""
-    peer.link, peer.is_dialled = remote.link, remote.is_dialled
-    peer.way, peer.round_trip = remote.way, remote.round_trip
-    peer.contact = remote.card.contact  # its addresses may have changed
-    if remote.is_measuring:
-        peer.measured.clear()
-    else:
-        peer.measured.set()

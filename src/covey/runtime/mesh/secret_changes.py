@@ -19,9 +19,9 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.relays import Relays
-    from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.rules import Rules
     from covey.runtime.mesh.search import Search
     from covey.runtime.tasks import Tasks
@@ -40,13 +40,13 @@ class SecretChanges:
         self._relays = relays
         self._log = LimitedLog(LOG_SECONDS)
 
-    def receive(self, remote: RemoteNode, message: messages.NewSecret) -> None:
+    def receive(self, remote: RemoteProcess, message: messages.NewSecret) -> None:
         """Check a new secret, write it to disk and answer; one at a time for each node, others are dropped."""
         if not remote.is_changing_secret:
             remote.is_changing_secret = True
             self._tasks.spawn(self._store(remote, message))
 
-    async def _store(self, remote: RemoteNode, message: messages.NewSecret) -> None:
+    async def _store(self, remote: RemoteProcess, message: messages.NewSecret) -> None:
         problem, cluster = "", self._rules.cluster
         try:
             self._rules.saved(await aside(rotation.keep, cluster, self._endpoint.card.id, message))

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.listener import MeshListener
-    from covey.runtime.mesh.remote_node import RemoteNode
 
 POLL_SECONDS: Final = 0.05
 """How often `look` and `ask` check their condition."""
@@ -141,7 +141,7 @@ class Visit:
 
         return control.run(ask(), within + LOOP_SECONDS)
 
-    def _by_name(self) -> list[RemoteNode]:
+    def _by_name(self) -> list[RemoteProcess]:
         return sorted(self.mesh.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
 
     async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
@@ -157,7 +157,7 @@ class Visit:
         raise DeadlineError(f"{node} did not answer within the timeout of {within:g} s")
 
 
-async def _answer(remote: RemoteNode, question: messages.Question, within: float) -> messages.Answer | None:
+async def _answer(remote: RemoteProcess, question: messages.Question, within: float) -> messages.Answer | None:
     """Ask once; return None if time is up, or if another link is in use: the question may be lost on the old one."""
     link, asking = remote.link, asyncio.ensure_future(remote.ask(question, within))
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.members.remote_process import RemoteProcess
 
 LINKS_PER_KEY: Final = 4
 VISITORS_LIMIT: Final = 64
@@ -31,18 +31,18 @@ def is_guest(purpose: str, own: str) -> bool:
 class Visitors:
     """The visitors of one node, ordered by their last question."""
 
-    def __init__(self, is_needed: Callable[[RemoteNode], bool]) -> None:
+    def __init__(self, is_needed: Callable[[RemoteProcess], bool]) -> None:
         """`is_needed` tells whether a node is a keeper that a linked node names."""
         self._is_needed = is_needed
-        self._nodes: dict[RemoteNode, None] = {}
+        self._nodes: dict[RemoteProcess, None] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[RemoteNode]:
+    def __iter__(self) -> Iterator[RemoteProcess]:
         return iter(tuple(self._nodes))
 
-    def add(self, remote: RemoteNode) -> list[RemoteNode]:
+    def add(self, remote: RemoteProcess) -> list[RemoteProcess]:
         """Add a node; return the nodes that have to be dropped for it."""
         self._nodes[remote] = None
         of_key = [each for each in self._nodes if each.card.id == remote.card.id]
@@ -50,11 +50,11 @@ class Visitors:
         counted = [each for each in self._nodes if each not in leaving and not self._is_needed(each)]
         return leaving + counted[: max(0, len(counted) - VISITORS_LIMIT)]
 
-    def asked(self, remote: RemoteNode) -> None:
+    def asked(self, remote: RemoteProcess) -> None:
         """Note that a node asked something just now."""
         if remote in self._nodes:
             del self._nodes[remote]
             self._nodes[remote] = None
 
-    def discard(self, remote: RemoteNode) -> None:
+    def discard(self, remote: RemoteProcess) -> None:
         self._nodes.pop(remote, None)

@@ -10,7 +10,8 @@ from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.runtime.members import losses as losses_module
 from covey.runtime.members.losses import Losses
-from covey.runtime.members.peers import Peer, PeerEvent
+from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
+from covey.wire.messages import Card, Contact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ SEAT = Seat(1)
 class _Node:
     """What `Losses` uses of a node, and what it was told."""
 
-    def __init__(self, peer: Peer, on_loss: str) -> None:
+    def __init__(self, peer: RemoteProcess, on_loss: str) -> None:
         self.unlinked = self.gone = 0
         self.peers, self.config = {peer.seat: peer}, GroupConfig(on_loss=on_loss)
         self.is_closing, self.launcher_mesh, self.generation = False, None, SimpleNamespace(number=0)
@@ -39,18 +40,21 @@ class _Node:
     def _link_down(self, _seat: Seat) -> None:
         self.unlinked += 1
 
-    def _peer_gone(self, _peer: Peer) -> None:
+    def _peer_gone(self, _peer: RemoteProcess) -> None:
         self.gone += 1
 
 
-def play(relay: str, on_loss: str, then: Callable[[Peer], None] = lambda _: None, reason: str = "") -> list[int]:
+def play(
+    relay: str, on_loss: str, then: Callable[[RemoteProcess], None] = lambda _: None, reason: str = ""
+) -> list[int]:
     """End a link, do something before the time of relayed ones is over, and return what was told before and after."""
     told = []
 
     async def work() -> None:
-        peer = Peer(SEAT, None, is_dialled=True)
+        card = Card(b"i" * 16, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""))
+        peer = RemoteProcess(card, seat=SEAT, is_dialled=True)
         peer.note(PeerEvent.READY)
-        peer.id, peer.life, peer.reason = b"i" * 16, b"l" * 16, reason
+        peer.reason = reason
         link: Any = SimpleNamespace(relay=relay, catch_up=lambda: None)
         peer.link = link
         node: Any = _Node(peer, on_loss)
@@ -64,7 +68,7 @@ def play(relay: str, on_loss: str, then: Callable[[Peer], None] = lambda _: None
     return told
 
 
-def relinked(peer: Peer) -> None:
+def relinked(peer: RemoteProcess) -> None:
     link: Any = SimpleNamespace(relay="192.0.2.9:47690")
     peer.link = link
 

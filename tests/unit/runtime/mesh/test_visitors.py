@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from covey.runtime.mesh.remote_node import RemoteNode
+from covey.runtime.members.remote_process import RemoteProcess
 from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT, Visitors
 from covey.wire import messages
 
 NAMED = b"keeper".ljust(32)
 
 
-def remote(id: bytes, purpose: str = "visitor") -> RemoteNode:
-    return RemoteNode(messages.Card(id.ljust(32), b"", "n", "h", 1, messages.Contact("h", (), "")), purpose)
+def remote(id: bytes, purpose: str = "visitor") -> RemoteProcess:
+    return RemoteProcess(messages.Card(id.ljust(32), b"", "n", "h", 1, messages.Contact("h", (), "")), purpose)
 
 
 def visitors() -> Visitors:
     return Visitors(lambda each: each.purpose == "keeper" and each.card.id == NAMED)
 
 
-def take(room: Visitors, each: RemoteNode) -> list[RemoteNode]:
+def take(room: Visitors, each: RemoteProcess) -> list[RemoteProcess]:
     leaving = room.add(each)
     for other in leaving:
         room.discard(other)
