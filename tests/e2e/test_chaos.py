@@ -17,8 +17,8 @@ from tests.support import forked
 from tests.support.jobs import SOURCE, finish, new_job
 
 from covey.base.errors import ConfigError
-from covey.cli.chaos.checked.processes import started_for
-from covey.cli.chaos.cutting import require_cutting
+from covey.lab.chaos.checked.processes import started_for
+from covey.lab.chaos.cutting import require_cutting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
