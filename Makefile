@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
+.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -70,6 +70,10 @@ fuzz: $(VENV)/.fuzz
 SANITIZE_SEEDS ?= 2000
 sanitize: $(VENV)/.built
 	CC=gcc $(BIN)/python -m tools.sanitize address thread --seeds $(SANITIZE_SEEDS)
+
+# Where the source drifts: short modules, knots of types, what takes `Node`, names that occur twice, lines by room.
+house: $(VENV)/.built
+	@$(BIN)/python -m tools.house
 
 format: $(VENV)/.built
 	$(BIN)/ruff format .
