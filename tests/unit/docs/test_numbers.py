@@ -31,7 +31,6 @@ from covey.lab.bench import ddp, sweep
 from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
 from covey.lab.call_stress import CallStress
 from covey.lab.chaos import faults
-from covey.lab.chaos.checked import plan as checked
 from covey.net import run_folder, saved_figures, tcp
 from covey.net.discovery import responder
 from covey.net.keys import clusters
@@ -516,8 +515,8 @@ LISTS = {
     ("docs/concepts/lanes-and-plans.md", "lane"): {*LANES, "memory"},
     ("docs/concepts/lanes-and-plans.md", "`algorithm=`"): {*choose.ALL_REDUCE, *choose.ROOTED},
     ("docs/concepts/membership.md", "verdict"): {fate.name for fate in membership.Fate},
-    ("docs/guides/chaos.md", "fault | what is done"): {*faults.KINDS},
-    ("docs/guides/chaos.md", "fault | on one machine"): {*checked.LOCAL, *checked.HOSTS},
+    ("docs/guides/chaos.md", "fault | what is done"): {*faults.known("command")},
+    ("docs/guides/chaos.md", "fault | on one machine"): {*faults.known("machine"), *faults.known("hosts")},
 }
 """The first columns of tables, by page and head."""
 

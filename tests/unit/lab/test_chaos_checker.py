@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 from tests.support.in_turn import in_turn
 
-from covey.lab.chaos.checked import operations
-from covey.lab.chaos.checked.checker import MAIN, MOST_FINDINGS, Circumstances, check
-from covey.lab.chaos.checked.operations import Operation
-from covey.lab.chaos.checked.records import (
+from covey.lab.chaos import operations
+from covey.lab.chaos.checker import MAIN, MOST_FINDINGS, Circumstances, check
+from covey.lab.chaos.operations import Operation
+from covey.lab.chaos.records import (
     Began,
     Done,
     Ended,
     Entered,
-    Evicted,
+    Exclusion,
     Heard,
     Left,
     Raised,
@@ -324,9 +324,9 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         lambda history: history["d"].append(Ended("quorum", STORY, 3, "x", "nobody", 9.0)),
         "without a quorum on one host",
     ),
-    "an eviction for nothing": (
-        lambda history: history["b"].append(Evicted(0, True, "gone", 5.0)),
-        "b was evicted from generation 0, and nothing was done to it",
+    "an exclusion for nothing": (
+        lambda history: history["b"].append(Exclusion(0, True, "gone", 5.0)),
+        "b was excluded from generation 0, and nothing was done to it",
     ),
     "different ends": (
         lambda history: change(history, "a", Ended, replacing(state="other")),
@@ -374,7 +374,7 @@ def test_a_run_that_begins_anew_after_all_are_lost_is_right_and_counted() -> Non
 
 def test_what_was_done_to_a_process_explains_what_became_of_it() -> None:
     history = right_history()
-    history["b"].append(Evicted(0, True, "gone", 5.0))
+    history["b"].append(Exclusion(0, True, "gone", 5.0))
     assert check(history, Circumstances(touched={"b": frozenset({"stop"})})).is_right
     assert check(history, Circumstances(is_one_host=False, is_network_cut=True)).is_right
     noted = check(history, Circumstances(is_one_host=False))

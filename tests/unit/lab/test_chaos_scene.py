@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,81 +12,46 @@ from tests.support.waiting import DEADLINE
 from tests.unit.lab.test_chaos_checker import FORGERIES, right_history
 
 from covey.base.errors import ConfigError
-from covey.lab.chaos.checked import orders
-from covey.lab.chaos.checked.campaign import Campaign, check_records
-from covey.lab.chaos.checked.checked_run import CIRCUMSTANCES
-from covey.lab.chaos.checked.checker import Circumstances
-from covey.lab.chaos.checked.hosts import require_hosts
-from covey.lab.chaos.checked.orders import MOMENTS, Order
-from covey.lab.chaos.checked.plan import HOSTS, LOCAL, draw
-from covey.lab.chaos.checked.records import to_line
+from covey.lab.chaos import orders
+from covey.lab.chaos.checked_run import CIRCUMSTANCES, check_again, draw
+from covey.lab.chaos.checker import Circumstances
+from covey.lab.chaos.hosts import require_hosts
+from covey.lab.chaos.orders import Order
+from covey.lab.chaos.records import to_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from covey.lab.chaos.checked.plan import Scene
-
-
-def scene(seed: int, **changes: Any) -> Scene:
-    chosen: dict[str, Any] = {"processes": None, "hosts": None, "kinds": (), "every": 1.5, "count": 8, "lanes": ""}
-    return draw(seed, **chosen | changes)
-
 
 @pytest.mark.parametrize("hosts", [None, 3])
 def test_a_seed_draws_the_same_scene_again_and_another_seed_another_one(hosts: int | None) -> None:
-    scenes = [scene(seed, hosts=hosts) for seed in range(50)]
-    assert scenes == [scene(seed, hosts=hosts) for seed in range(50)]
+    scenes = [draw(seed, hosts=hosts) for seed in range(50)]
+    assert scenes == [draw(seed, hosts=hosts) for seed in range(50)]
     assert len({msgspec.json.encode(each) for each in scenes}) == 50
-
-
-@pytest.mark.parametrize(("hosts", "known"), [(None, LOCAL), (4, HOSTS)])
-def test_every_kind_of_fault_and_every_moment_comes_up(hosts: int | None, known: dict[str, Any]) -> None:
-    troubles = [trouble for seed in range(200) for trouble in scene(seed, hosts=hosts).troubles]
-    assert {trouble.kind for trouble in troubles} == set(known)
-    given = [trouble.order for trouble in troubles if trouble.order is not None]
-    assert {order.moment for order in given} == set(MOMENTS)
-    assert {order.signal for order in given} == {signal.SIGKILL, signal.SIGSTOP}
-    assert all((order.seconds > 0) == (order.signal == signal.SIGSTOP) for order in given)
-    assert all((trouble.kind == "order") == (trouble.order is not None) for trouble in troubles)
-
-
-def test_faults_come_in_order_about_as_often_as_asked_for() -> None:
-    times = [trouble.at for trouble in scene(3, count=400, every=2.0).troubles]
-    assert times == sorted(times)
-    assert 1.8 < (times[-1] - times[0]) / 399 < 2.2
-    counts = Counter(trouble.kind for trouble in scene(3, count=400, kinds=("kill", "cut")).troubles)
-    assert counts.keys() == {"kill", "cut"}
+    assert {each.is_one_host for each in scenes} == {hosts is None}
 
 
 def test_what_is_asked_for_beats_what_the_seed_would_choose() -> None:
-    assert scene(1, processes=5).processes == (5,)
-    assert scene(1, processes=2, hosts=3).processes == (2, 2, 2)
-    assert scene(1, lanes="tcp").lanes == "tcp"
-    assert scene(1, count=0).troubles == ()
-    with pytest.raises(ConfigError, match="knows no 'unplug' on one machine; choose from kill"):
-        scene(1, kinds=("unplug",))
-    with pytest.raises(ConfigError, match="knows no 'all' across hosts"):
-        scene(1, kinds=("all",), hosts=3)
-
-
-def campaign(**changes: Any) -> Campaign:
-    chosen: dict[str, Any] = {
-        "seed": 1, "runs": 1, "processes": None, "hosts": None, "kinds": ("kill",), "every": 1.0, "count": 1,
-        "lanes": "", "as_json": False,
-    }  # fmt: skip
-    return Campaign(**chosen | changes)
+    assert draw(1, processes=5).processes == (5,)
+    assert draw(1, processes=2, hosts=3).processes == (2, 2, 2)
+    assert draw(1, lanes="tcp").lanes == "tcp"
+    terms = draw(1, count=0, every=0.5, duration=9.0, min_alive=2, kinds=("kill",)).terms
+    assert (terms.count, terms.every, terms.duration, terms.min_alive, terms.kinds) == (0, 0.5, 9.0, 2, ("kill",))
+    assert (terms.seed, terms.where, terms.restarts) == (1, "machine", 20)
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="2 to 16 processes"):
-        campaign(processes=1)
+    with pytest.raises(ConfigError, match="at least 2 processes, so that one is left; got 1"):
+        draw(1, processes=1)
     with pytest.raises(ConfigError, match="2 to 16 processes in all; got 17"):
-        campaign(processes=17)
+        draw(1, processes=17)
     with pytest.raises(ConfigError, match="above 0"):
-        campaign(every=0.0)
+        draw(1, every=0.0)
+    with pytest.raises(ConfigError, match="knows no 'unplug' on one machine"):
+        draw(1, kinds=("unplug",))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="only root may make network namespaces"):
-        campaign(hosts=3)
+        require_hosts()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="there is no `ip` command"):
@@ -156,23 +118,20 @@ def write(folder: Path, history: dict[str, Any]) -> None:
         (folder / f"{name}.jsonl").write_bytes(b"".join(map(to_line, records)) + b'{"type":"done","sto')  # killed here
 
 
-def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_checked_again(tmp_path: Path) -> None:
     write(tmp_path, right_history())
-    assert check_records(str(tmp_path), as_json=False) == 0
-    assert capsys.readouterr().out.startswith("passed: 17 operations")
+    story = check_again(str(tmp_path))
+    assert (story.code, story.problems, story.figures["operations"]) == (0, [], 17)
     history = right_history()
     FORGERIES["a wrong bit"][0](history)
     write(tmp_path, history)
-    assert check_records(str(tmp_path), as_json=False) == 1
-    assert "WRONG RESULT on b" in capsys.readouterr().out
-    assert check_records(str(tmp_path), as_json=True) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["right"] is False
-    assert told["runs"][0]["figures"]["operations"] == 17
+    story = check_again(str(tmp_path))
+    assert (story.code, story.figures["operations"], story.folder) == (1, 17, str(tmp_path))
+    assert any("WRONG RESULT on b" in problem for problem in story.problems)
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a checked run"):
-        check_records(str(tmp_path), as_json=False)
+        check_again(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):
-        check_records(str(tmp_path / "nowhere"), as_json=False)
+        check_again(str(tmp_path / "nowhere"))

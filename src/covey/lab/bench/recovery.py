@@ -150,7 +150,7 @@ class _Scene:
         time.sleep(max(0.0, max(each.at for each in begun.values()) + moment * length - time.monotonic()))
         self.told.clear()
         killed_at, wall = time.monotonic(), time.time()
-        self.job.signal(target, signal.SIGKILL)
+        target.signal(signal.SIGKILL)
         rank, generation = begun[target.pid].rank, begun[target.pid].generation
         survivors = [pid for pid in pids if pid != target.pid]
         found: dict[int, Returns] = {}

@@ -1,6 +1,11 @@
 """`covey chaos`: runs a job, breaks its processes and connections, and reports what survived.
 
-`app` is the command. It is imported on first use, because `covey bench recovery` needs only the other parts.
+`faults` plans the faults of a run from its seed, and an `injector` performs them. `command_run` runs a command of the
+user, whose events tell what became of it. `checked_run` runs `workload` instead, on this machine or on `hosts` made of
+namespaces: every process records the outcome of each operation (`records`), and `checker` compares all records with
+each other and with the exact values (`operations`). Both give one `report`.
+
+`app` is the command. It is imported on first use, because `covey bench recovery` needs only `processes`.
 """
 
 from __future__ import annotations

@@ -55,6 +55,26 @@ class Told(msgspec.Struct, frozen=True):
 _told: Final = msgspec.json.Decoder(Told)
 
 
+class EventFile:
+    """Reads the file to which the processes of a run append their events."""
+
+    def __init__(self, path: str) -> None:
+        """Begin at the end of the file, which is made if it does not exist."""
+        self._file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.lseek(self._file, 0, os.SEEK_END)
+        self._unread = b""
+
+    def read(self) -> list[Told]:
+        """Return the events that were added."""
+        while data := os.read(self._file, READ_BYTES):
+            self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        return [_told.decode(line) for line in lines if line]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
 @dataclass(eq=False)
 class Worker:
     """One process of the job."""
@@ -77,6 +97,14 @@ class Worker:
     @property
     def is_running(self) -> bool:
         return self.code is None
+
+    @property
+    def title(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    def signal(self, signum: int) -> bool:
+        """Send a signal to the process and its children; False if it has ended."""
+        return signal_group(self.pid, signum, reaped=self.process.poll() is not None)
 
     @property
     def status(self) -> int:
@@ -125,9 +153,7 @@ class JobProcesses:
         self._selector = selectors.DefaultSelector()
         path = os.environ.get("COVEY_EVENTS") or os.path.join(self.run.folder, "events")
         self._env = {**env, "COVEY_EVENTS": path}
-        self._events = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.lseek(self._events, 0, os.SEEK_END)
-        self._unread = b""
+        self._events = EventFile(path)
         self._tick_at = math.inf
 
     def __enter__(self) -> Self:
@@ -139,7 +165,7 @@ class JobProcesses:
             self.run.__exit__(*exception)
         finally:
             self._selector.close()
-            os.close(self._events)
+            self._events.close()
 
     def start_all(self) -> None:
         """Start the processes with which the job begins."""
@@ -162,10 +188,6 @@ class JobProcesses:
     def running(self) -> list[Worker]:
         """Return the processes that have not ended, by rank."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.is_running]
-
-    def signal(self, worker: Worker, signum: int) -> bool:
-        """Send a signal to a process and its children; False if it has ended."""
-        return signal_group(worker.pid, signum, reaped=worker.process.poll() is not None)
 
     def turn(self, until: float) -> Turn:
         """Pass on output, and return what happened, no later than `until` (monotonic clock)."""
@@ -206,11 +228,7 @@ class JobProcesses:
 
     def _read_events(self) -> list[tuple[Worker | None, Told]]:
         found = []
-        while data := os.read(self._events, READ_BYTES):
-            self._unread += data
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in filter(None, lines):
-            event = _told.decode(line)
+        for event in self._events.read():
             worker = self._by_pid.get(event.pid)
             if worker is not None and event.kind in ("generation", "joined"):
                 worker.is_member = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from covey.lab.chaos.checked.operations import Operation  # noqa: TC001 (msgspec looks at it)
+from covey.lab.chaos.operations import Operation  # noqa: TC001 (msgspec looks at it)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,7 +117,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     at: float
 
 
-class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+class Exclusion(msgspec.Struct, frozen=True, tag="excluded"):
     """The other members continue without this process."""
 
     generation: int
@@ -150,7 +150,7 @@ class Obeyed(msgspec.Struct, frozen=True, tag="obeyed"):
     at: float
 
 
-Record: TypeAlias = Began | Entered | Restored | Done | Raised | Heard | Stepped | Left | Evicted | Ended | Obeyed
+Record: TypeAlias = Began | Entered | Restored | Done | Raised | Heard | Stepped | Left | Exclusion | Ended | Obeyed
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(Record)
 

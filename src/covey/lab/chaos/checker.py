@@ -9,7 +9,7 @@ These must hold, also for processes that were lost later:
 - a generation has one roster, one state after restore, one state after every step, and one end;
 - generations follow each other in time: two of them never do work at the same time;
 - a message has the right content, or reports as lost a process that does nothing any more;
-- on one host, no untouched process is evicted, and no process is without a quorum;
+- on one host, no untouched process is excluded, and no process is without a quorum;
 - all processes that finish have the same state.
 """
 
@@ -21,12 +21,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from covey.lab.chaos.checked import operations
-from covey.lab.chaos.checked.records import (
+from covey.lab.chaos import operations
+from covey.lab.chaos.records import (
     Done,
     Ended,
     Entered,
-    Evicted,
+    Exclusion,
     Heard,
     Left,
     Raised,
@@ -37,8 +37,8 @@ from covey.lab.chaos.checked.records import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from covey.lab.chaos.checked.operations import Operation
-    from covey.lab.chaos.checked.records import Record
+    from covey.lab.chaos.operations import Operation
+    from covey.lab.chaos.records import Record
 
 MAIN: Final = "main"
 MOST_FINDINGS: Final = 40
@@ -62,7 +62,7 @@ class Circumstances:
     is_network_cut: bool = False
     """Whether packets were lost between hosts."""
 
-    def may_be_evicted(self, name: str) -> bool:
+    def may_be_excluded(self, name: str) -> bool:
         return self.is_network_cut or bool(self.touched.get(name))
 
 
@@ -94,7 +94,7 @@ def check(processes: Mapping[str, Sequence[Record]], circumstances: Circumstance
         checker.same_transitions,
         checker.one_generation_at_a_time,
         checker.messages,
-        checker.evictions,
+        checker.exclusions,
         checker.endings,
     ):
         for problem in rule():
@@ -205,7 +205,7 @@ class _Checker:
         members: dict[tuple[str, int], tuple[str | None, ...]] = {}
         began: dict[tuple[str, int], int] = {}
         left: dict[tuple[str, int], dict[str, Left]] = defaultdict(dict)
-        evicted = {(name, record.generation) for name, record in self._all(Evicted)}
+        excluded = {(name, record.generation) for name, record in self._all(Exclusion)}
         for _, restored in self._all(Restored):
             members.setdefault((restored.story, restored.generation), restored.members)
             began.setdefault((restored.story, restored.generation), restored.step)
@@ -215,7 +215,7 @@ class _Checker:
             stayed = {
                 name: (record.number, record.step)
                 for name, record in left.get((story, generation - 1), {}).items()
-                if name in following and (name, generation - 1) not in evicted
+                if name in following and (name, generation - 1) not in excluded
             }
             if len(set(stayed.values())) > 1:
                 yield f"members went from generation {generation - 1} to the next after different operations: {stayed}"
@@ -245,7 +245,7 @@ class _Checker:
                 yield f"generation {other[1]} came after generation {one[1]}"
         self.verdict.figures["times begun anew"] = max(0, len({story for story, _ in spans}) - 1)
 
-    # Messages, evictions, ends
+    # Messages, exclusions, ends
 
     def messages(self) -> Iterator[str]:
         active: dict[tuple[str, str, int], float] = defaultdict(float)
@@ -264,12 +264,12 @@ class _Checker:
             if heard.outcome == "lost" and last > heard.at + LOST_SECONDS and not is_cut:
                 yield f"{name}: a message says that {heard.peer} is lost, which goes on for {last - heard.at:.1f} s"
 
-    def evictions(self) -> Iterator[str]:
-        for name, record in self._all(Evicted):
-            self.verdict.figures["evicted"] += 1
-            if self._circumstances.may_be_evicted(name):
+    def exclusions(self) -> Iterator[str]:
+        for name, record in self._all(Exclusion):
+            self.verdict.figures["excluded"] += 1
+            if self._circumstances.may_be_excluded(name):
                 continue
-            text = f"{name} was evicted from generation {record.generation}, and nothing was done to it: {record.text}"
+            text = f"{name} was excluded from generation {record.generation}, and nothing was done to it: {record.text}"
             if self._circumstances.is_one_host and record.has_stepped:
                 yield text
             else:

@@ -20,14 +20,14 @@ import msgspec
 import numpy as np
 
 import covey
-from covey.lab.chaos.checked import operations, orders
-from covey.lab.chaos.checked.operations import Operation
-from covey.lab.chaos.checked.records import (
+from covey.lab.chaos import operations, orders
+from covey.lab.chaos.operations import Operation
+from covey.lab.chaos.records import (
     Began,
     Done,
     Ended,
     Entered,
-    Evicted,
+    Exclusion,
     Heard,
     Left,
     Obeyed,
@@ -41,7 +41,7 @@ from covey.runtime.group.internals import is_newcomer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.lab.chaos.checked.records import Record
+    from covey.lab.chaos.records import Record
 
 VARIABLE: Final = "CHAOS_SETTINGS"
 COUNTS: Final = (1, 17, 251, 4097, 65537)
@@ -115,10 +115,10 @@ class Workload:
             try:
                 self._live_in(group)
             except covey.CoveyError as error:
-                if not _is_eviction(error):
+                if not _is_exclusion(error):
                     raise
                 text = str(error)[:300]
-                self.write(Evicted(group.generation, self._has_stepped, text, time.monotonic()))
+                self.write(Exclusion(group.generation, self._has_stepped, text, time.monotonic()))
                 continue
             if self.is_over:
                 how = "over"
@@ -280,7 +280,7 @@ class GroupWorkload:
             try:
                 work.wait()
             except covey.CoveyError as error:
-                failure = error if failure is None or _is_eviction(error) else failure
+                failure = error if failure is None or _is_exclusion(error) else failure
         for number, (operation, values, work) in enumerate(works, first):
             if work.exception() is None:
                 self._note(operation, number, work.contributors, values, began)
@@ -357,7 +357,7 @@ _CALLS: Final[dict[str, Callable[[covey.Group, Any, int], Any]]] = {
 _MENU: Final = (*_CALLS, "all_reduce", "all_reduce", "async", "async", "split", "messages", "messages")
 
 
-def _is_eviction(error: BaseException) -> bool:
+def _is_exclusion(error: BaseException) -> bool:
     return isinstance(error, covey.GroupChangedError) or isinstance(error.__cause__, covey.GroupChangedError)
 
 

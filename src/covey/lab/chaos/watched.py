@@ -8,11 +8,11 @@ import os
 import signal
 from typing import TYPE_CHECKING, Final
 
-from covey.lab.chaos.checked.records import (
+from covey.lab.chaos.records import (
     Began,
     Ended,
     Entered,
-    Evicted,
+    Exclusion,
     Left,
     Obeyed,
     Restored,
@@ -23,7 +23,7 @@ from covey.lab.chaos.checked.records import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.lab.chaos.checked.records import Record
+    from covey.lab.chaos.records import Record
 
 
 READ_BYTES: Final = 1 << 20
@@ -63,13 +63,17 @@ class Watched:
                     self.members, self.story, self.is_member, self.steps = record.members, record.story, True, []
                 case Stepped():
                     self.steps.append(record.at)
-                case Left() | Evicted():
+                case Left() | Exclusion():
                     self.is_member = False
                 case Ended():
                     self.ended, self.is_member = record.how, False
                 case Obeyed():
                     obeyed.append(record)
         return obeyed
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (rank {self.rank})"
 
     @property
     def is_alive(self) -> bool:
@@ -100,6 +104,10 @@ class Processes:
 
     def __iter__(self) -> Iterator[Watched]:
         return iter(list(self._by_path.values()))
+
+    def named(self, pid: int) -> str:
+        """Return the name of the latest process with this number."""
+        return next((each.name for each in reversed(list(self._by_path.values())) if each.pid == pid), "")
 
     def alive(self) -> list[Watched]:
         return [each for each in self if each.is_alive]
