@@ -71,18 +71,28 @@ def measure(group: Group, options: Mapping[str, str], writes: Sequence[str]) -> 
         PeerLostError: a rank was lost.
     """
     offers = group.all_gather_object(_offer(group, options, writes), type=RankOffer)
-    try:
-        terms = agree(offers)
-    except ConfigError:
-        # Every rank raises it: none may leave before all of them have the offers.
-        with contextlib.suppress(CoveyError):
-            group.barrier()
-        raise
+    terms = agree_or_close(group, offers)
     yield Agreed(terms, offers)
     yield from _measure_links(group, terms)
     for case in terms.grid.cases(group.size):
         yield CaseBegun(case)
         yield NetworkCaseDone(case, measure_case(group, terms.grid, case))
+
+
+def agree_or_close(group: Group, offers: Sequence[RankOffer]) -> NetworkTerms:
+    """Return what all ranks measure; if the offers contradict each other, close the group and raise ConfigError.
+
+    Every rank raises it, so the group ends in good order, once all ranks have the offers: none is told that another one
+    failed.
+    """
+    try:
+        return agree(offers)
+    except ConfigError as error:
+        refusal = error
+    with contextlib.suppress(CoveyError):
+        group.barrier()
+        group.close()
+    raise refusal
 
 
 def _offer(group: Group, options: Mapping[str, str], writes: Sequence[str]) -> RankOffer:
