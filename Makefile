@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize format docs cast lock wheel sbom clean
+.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -51,7 +51,7 @@ check: $(VENV)/.built
 STRESS_ROUNDS ?= 1
 STRESS_TESTS ?= tests
 stress: $(VENV)/.built
-	$(BIN)/python -m covey.testing.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
+	$(BIN)/python -m covey.lab.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
 
 # Plays many more random courses of events in the simulations of protocols than `make test` does.
@@ -62,14 +62,18 @@ simulate: $(VENV)/.built
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
 FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.fuzz
-	$(BIN)/python -m covey.testing.fuzz --seconds $(FUZZ_SECONDS)
-	$(BIN)/python -m covey.testing.hostile --seconds $(FUZZ_SECONDS) --seeds 1000000
+	$(BIN)/python -m covey.lab.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m covey.lab.hostile --seconds $(FUZZ_SECONDS) --seeds 1000000
 
 # The tests of the compiled executor with random inputs, under AddressSanitizer and UndefinedBehaviorSanitizer, then
 # under ThreadSanitizer. Needs gcc.
 SANITIZE_SEEDS ?= 2000
 sanitize: $(VENV)/.built
 	CC=gcc $(BIN)/python -m tools.sanitize address thread --seeds $(SANITIZE_SEEDS)
+
+# Where the source drifts: short modules, knots of types, what takes `Node`, names that occur twice, lines by room.
+house: $(VENV)/.built
+	@$(BIN)/python -m tools.house
 
 format: $(VENV)/.built
 	$(BIN)/ruff format .

@@ -18,9 +18,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import covey
-from covey.cli.bench.plot import DARK, STYLE
-from covey.cli.demo import model, text
+from covey.cli.svg import DARK, STYLE
 from covey.compress.policy import make_policy
+from covey.lab.demo import model, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
     python -m tools.plan_table
 
-Up to `MOST_SIMULATED` ranks every transfer is simulated (`covey.testing.network_simulation`). For more, the times are
+Up to `MOST_SIMULATED` ranks every transfer is simulated (`covey.lab.network_simulation`). For more, the times are
 those of `covey.plan.estimate`; the last column says by how much that differs from the simulation where there are both.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from covey.lab.network_simulation import simulated
 from covey.plan import cost, fit
 from covey.plan.choose import DEFAULT_SIZES
 from covey.plan.network import Network, of_hosts
-from covey.testing.network_simulation import simulated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

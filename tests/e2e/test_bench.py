@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.cli.bench.processes import find_mpirun
+from covey.lab.bench.processes import find_mpirun
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 
@@ -71,7 +71,7 @@ class Bench:
         found: dict[int, int] = {}
         for pid in self.alive():
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            if words[1:4] == ["-m", "covey.cli.bench.worker", engine]:
+            if words[1:4] == ["-m", "covey.lab.bench.worker", engine]:
                 found[int(words[5]) if engine != "mpi" else len(found)] = pid
         return found
 

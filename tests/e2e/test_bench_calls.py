@@ -11,7 +11,7 @@ from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.calls import CallTrial
+from covey.lab.bench.calls import CallTrial
 
 
 def bench(*arguments: str) -> str:

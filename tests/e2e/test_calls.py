@@ -20,7 +20,7 @@ from tests.support.survivors import CoveyRun
 from tests.support.waiting import DEADLINE, wait_until
 
 import covey
-from covey.testing.call_stress import CallStress, run
+from covey.lab.call_stress import CallStress, run
 
 VICTIM = 1
 BY_ITS_END = {"COVEY_HOST_SILENCE": "1000", "COVEY_PROCESS_SILENCE": "1000"}
@@ -206,7 +206,7 @@ def test_small_calls_overtake_large_payloads_to_the_same_node(lanes: str) -> Non
 
 def stress_calls(options: dict[str, Any]) -> dict[str, int]:
     """Take part in a stress of calls."""
-    from covey.testing.call_stress import CallStress, take_part
+    from covey.lab.call_stress import CallStress, take_part
 
     with covey.join() as group:
         return take_part(group, CallStress(**options))

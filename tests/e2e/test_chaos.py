@@ -17,15 +17,15 @@ from tests.support import forked
 from tests.support.jobs import SOURCE, finish, new_job
 
 from covey.base.errors import ConfigError
-from covey.cli.chaos.checked.processes import started_for
-from covey.cli.chaos.cutting import require_cutting
+from covey.lab.chaos.cutting import require_cutting
+from covey.lab.chaos.watched import started_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.jobs import Job
 
-FAULT = re.compile(r"covey: +\d+\.\d+ s  (\w+) ranks? ")
+FAULT = re.compile(r"covey: +\d+\.\d+ s  ([\w-]+): ")
 EXACT = """
 import os, time
 import covey, numpy as np
@@ -108,16 +108,16 @@ def running_with(mark: Path) -> list[int]:
 @pytest.mark.alone
 @pytest.mark.usefixtures("cutting")
 def test_a_job_survives_every_kind_of_fault_with_the_right_numbers(job: Job) -> None:
-    process = chaos(job, EXACT, "-n", "3", "--seed", "116", "--every", "0.8", "--count", "6", "--json")
-    assert hear_faults(process, 6) == ["cut", "slow", "kill", "join", "stop", "leave"]
+    process = chaos(job, EXACT, "-n", "3", "--seed", "123", "--every", "0.8", "--count", "7", "--json")
+    assert hear_faults(process, 7) == ["pause", "kill", "cut", "join", "slow", "stop", "leave"]
     (job.folder / "stop").touch()
     ended = finish(process)
-    report: dict[str, Any] = ended.report
+    report: dict[str, Any] = ended.report["runs"][0]
     assert (report["code"], report["survives"], report["unexplained_losses"]) == (0, True, 0)
     faults = {fault["kind"]: fault for fault in report["faults"]}
     assert not any(fault["bad"] for fault in faults.values())
     assert all(fault["done"] for fault in faults.values())
-    assert faults["slow"]["outcome"] == "no rank was lost"
+    assert faults["pause"]["outcome"] == faults["slow"]["outcome"] == "no rank was lost"
     assert 0 < faults["cut"]["recovered_ms"] < 2000
     assert 0 < faults["kill"]["recovered_ms"] < 2000
     assert 400 < faults["stop"]["recovered_ms"] < 2500  # half a second of it is waiting whether it goes on
@@ -146,7 +146,7 @@ def test_a_job_that_does_not_survive_losses_fails_and_is_told_what_to_do(job: Jo
     code = "import covey\nwith covey.join() as group:\n    while True: group.barrier()"
     ended = finish(chaos(job, code, "-n", "3", "--seed", "1", "--faults", "kill", "--every", "0.2"))
     assert ended.code in (1, 128 + signal.SIGKILL), ended.err  # the others may be stopped before they fail themselves
-    assert ended.out.count("kill rank") == 1
+    assert ended.out.count("killed rank") == 1
     assert 'the job does not survive losses: join with on_loss="continue"' in ended.out
     assert f"the job ended with exit code {ended.code}" in ended.out
 
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_the_job_and_still_reports(job: Job) -> None:
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == 130, ended.err
-    assert json.loads(ended.out)["faults"][0]["kind"] == "slow"
+    assert json.loads(ended.out)["runs"][0]["faults"][0]["kind"] == "slow"
     assert running_with(job.folder) == []
 
 
@@ -186,12 +186,15 @@ def test_every_operation_of_a_checked_run_is_right(job: Job, faults: str, count:
     ended = finish(checked(job, "--check", *options))
     assert ended.code == 0, ended.err
     (run,) = ended.report["runs"]
-    assert (run["right"], run["problems"], run["seed"], run["folder"]) == (True, [], 7, "")
+    assert (run["code"], run["problems"], run["terms"]["seed"], run["folder"]) == (0, [], 7, "")
     assert run["figures"]["operations"] > 30
     assert run["figures"]["results"] > run["figures"]["operations"]
     assert run["figures"]["processes"] > 3
     assert "covey:    0.00 s  3 processes are at work" in ended.err
-    assert sum(" kill: killed " in line for line in run["faults"]) >= 1
+    kills = [fault for fault in run["faults"] if fault["kind"] == "kill"]
+    assert kills
+    assert all(fault["what"].startswith("killed h0.") for fault in kills)
+    assert faults != "kill" or kills[0]["recovered_ms"] > 0
     assert started_for(str(job.folder)) == []
 
 
@@ -224,7 +227,7 @@ def test_a_wrong_number_in_one_operation_of_one_rank_is_found(job: Job) -> None:
             found = ended.out
             break
     assert "WRONG RESULT on h0." in found
-    folder = re.search(r"what the processes wrote is in (\S+);", found)
+    folder = re.search(r"records of the processes: (\S+)\n", found)
     assert folder is not None
     again = finish(checked(job, "--records", folder[1]))
     assert again.code == 1
@@ -240,8 +243,9 @@ def test_a_checked_run_across_hosts_survives_a_host_that_is_cut_off(job: Job) ->
     ended = finish(process)
     assert ended.code == 0, ended.err
     (run,) = ended.report["runs"]
-    assert run["right"]
-    assert any("isolate: packets are lost between hosts" in line for line in run["faults"])
+    assert run["code"] == 0
+    assert [fault["what"].startswith("packets are lost between hosts") for fault in run["faults"]] == [True]
+    assert any("healed" in line for line in run["log"])
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"covey-chaos-{process.pid}-")]
 
 
@@ -261,7 +265,9 @@ def test_ctrl_c_ends_a_checked_run_and_leaves_nothing(job: Job) -> None:
         ((), "name a script or program after --, or use --check"),
         (("--check", "train.py"), "--check and --records take no command"),
         (("--hosts", "3", "train.py"), "--hosts and --runs go with --check"),
-        (("--check", "--faults", "plague"), "knows no 'plague'"),
+        (("--check", "--faults", "plague"), "knows no 'plague' on one machine"),
+        (("--check", "--timeout", "9"), "--restarts, --timeout and --on-loss go with a command"),
+        (("--faults", "order", "train.py"), "knows no 'order' for a command"),
     ],
 )
 def test_what_does_not_go_together_is_refused(job: Job, words: tuple[str, ...], complaint: str) -> None:

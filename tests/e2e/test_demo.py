@@ -15,9 +15,9 @@ from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import RankFailedError
-from covey.cli.demo import processes
-from covey.cli.demo.reports import Joined, Killed, Round, Started
-from covey.cli.demo.worker import BATCH
+from covey.lab.demo import processes
+from covey.lab.demo.reports import Joined, Killed, Round, Started
+from covey.lab.demo.worker import BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

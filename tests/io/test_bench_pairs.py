@@ -10,7 +10,7 @@ from tests.support.ranks import covey, np, run_ranks
 def measure() -> dict[str, Any]:
     import dataclasses
 
-    from covey.cli.bench.network.pairs import measure_pair
+    from covey.lab.bench.network.pairs import measure_pair
 
     with covey.join() as group:
         # Ranks of the pair in the other order than in the group: rank 2 sends first.
@@ -31,7 +31,7 @@ def test_each_rank_of_a_pair_measures_what_it_sends() -> None:
 
 
 def break_rules() -> list[str]:
-    from covey.cli.bench.network import pairs
+    from covey.lab.bench.network import pairs
 
     errors = []
     with covey.join() as group:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from covey.base.errors import RankFailedError
-from covey.cli.bench.processes import RankProcesses
-from covey.cli.bench.sweep import OPERATIONS, Case, Contender
+from covey.lab.bench.processes import RankProcesses
+from covey.lab.bench.sweep import OPERATIONS, Case, Contender
 
 RANK = """
 import os, signal, socket, sys, time
 from pathlib import Path
-from covey.cli.bench.messages import Failed, Hello, RankChannel, Ready
+from covey.lab.bench.messages import Failed, Hello, RankChannel, Ready
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 with socket.socket(socket.AF_UNIX) as sock:

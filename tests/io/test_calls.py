@@ -712,7 +712,7 @@ def test_groups_of_one_run_share_functions_and_number_nodes_their_own_way() -> N
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 def test_many_calls_of_all_sizes_both_ways_with_cancellations_end_right_and_leave_nothing(seed: int) -> None:
-    """`covey.testing.call_stress` does the same between processes."""
+    """`covey.lab.call_stress` does the same between processes."""
     ran: list[set[tuple[int, int]]] = [set() for _ in range(3)]
     lock = threading.Lock()
 

@@ -114,6 +114,18 @@ def test_a_rate_holds_for_each_host_and_direction() -> None:
             assert seconds > 0.25  # 0.32 s, less what may go in a burst
 
 
+def test_an_unplugged_host_has_no_carrier_and_reaches_no_other_until_it_is_plugged_in_again() -> None:
+    with Lan(hosts=2, prefix=PREFIX) as lan:
+        lan.unplug(lan.hosts[1])
+        assert "NO-CARRIER" in lan.hosts[1].run(["ip", "link", "show", "eth0"]).stdout
+        with lan.hosts[1].socket() as client:
+            client.settimeout(DEADLINE)
+            with pytest.raises(OSError, match=r"unreachable|No route"):
+                client.connect((lan.hosts[0].ip4, 9))
+        lan.plug(lan.hosts[1])
+        reach(lan, 1, lan.hosts[0].ip4, 0)
+
+
 def test_processes_have_a_host_of_their_own_and_know_of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_SECRET", "not for them")
     monkeypatch.setenv("RANK", "3")

@@ -1,6 +1,6 @@
 """Everything that reads bytes of others: whatever they are, the answer is a value or one of the errors it promises.
 
-`covey.testing.fuzz` has the readers and makes the inputs, always the same here; `make fuzz` looks further.
+`covey.lab.fuzz` has the readers and makes the inputs, always the same here; `make fuzz` looks further.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.support.seeds import examples
 
 from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
+from covey.lab.fuzz import contract, values
+from covey.lab.fuzz.contract import BrokenContractError
+from covey.lab.fuzz.inputs import inputs
+from covey.lab.fuzz.reached import Missed, Reached
+from covey.lab.fuzz.targets import Target, all_targets, message_decoders, modules
 from covey.net.discovery import host_registry as host_registry
 from covey.net.discovery import sieve
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
 from covey.net.keys import clusters, secret_sources
-from covey.testing.fuzz import contract, values
-from covey.testing.fuzz.contract import BrokenContractError
-from covey.testing.fuzz.inputs import inputs
-from covey.testing.fuzz.reached import Missed, Reached
-from covey.testing.fuzz.targets import Target, all_targets, message_decoders, modules
 from covey.wire import beacon, door, frame, message_header, messages, objects
 from covey.wire.seal import ForgedError, Opener, Sealer
 from covey.wire.secret import decode_join_code, encode_join_code

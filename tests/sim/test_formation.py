@@ -12,10 +12,10 @@ import pytest
 from tests.support.hash_seeds import printed_with_another_hash_seed
 from tests.support.seeds import batches
 
+from covey.lab.world import World
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
 from covey.proto.founders import rank_order
-from covey.testing.world import World
 from covey.wire.formation import Here, Member, Outcome, Propose, Standing, Terms, decode_formation, encode_formation
 
 if TYPE_CHECKING:

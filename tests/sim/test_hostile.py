@@ -1,6 +1,6 @@
 """A member that says whatever it likes: the others raise nothing, keep little, and go on without it.
 
-`python -m covey.testing.hostile --from N --seeds 1` repeats a seed; `make fuzz` plays more of them.
+`python -m covey.lab.hostile --from N --seeds 1` repeats a seed; `make fuzz` plays more of them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.seeds import batches
 
+from covey.lab import hostile
+from covey.lab.hostile import Mode, Quarrel
+from covey.lab.invariants import BrokenError
 from covey.proto.decision import Decision
 from covey.proto.membership import checks, installer
-from covey.testing import hostile
-from covey.testing.hostile import Mode, Quarrel
-from covey.testing.invariants import BrokenError
 
 if TYPE_CHECKING:
     from covey.wire.formation import Standing

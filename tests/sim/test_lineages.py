@@ -1,6 +1,6 @@
 """Whole runs of one name in a world with disks: one run never becomes two, and all machines find together again.
 
-A failing seed prints its story; `python -m covey.testing.lineages --seed N` tells it again.
+A failing seed prints its story; `python -m covey.lab.lineages --seed N` tells it again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from tests.support.plays import performed
 from tests.support.seeds import batches
 
 from covey.base.errors import CoveyError
+from covey.lab.invariants import BrokenError
+from covey.lab.lineages import Story
 from covey.proto.formation import Formation
 from covey.proto.joining import Joining
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
 from covey.proto.membership.position import ViewPosition
-from covey.testing.invariants import BrokenError
-from covey.testing.lineages import Story
 from covey.wire.membership import View
 
 

@@ -17,14 +17,14 @@ from tests.sim.test_formation import perform
 from tests.sim.test_membership import perform as perform_views
 from tests.support.seeds import batches, seeds
 
+from covey.lab.resting import RestingWorld
+from covey.lab.world import Node, World
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
 from covey.proto.formation import Formation, announcer, deciding
 from covey.proto.founders import rank_order
 from covey.proto.membership import Membership, answerer
 from covey.proto.overlay import SPARSE, Overlay, Topology
-from covey.testing.resting import RestingWorld
-from covey.testing.world import Node, World
 from covey.wire.formation import Member, Propose, Standing, Terms
 from covey.wire.membership import MemberKey, Pulse, Record, State, View
 

@@ -1,7 +1,7 @@
 """Whole runs that lose members in a world with a virtual clock: whatever happens, there is one sequence of
 views, and an operation ends in the same way on all members on which it ends.
 
-A failing seed prints its story; `python -m covey.testing.churn --seed N` tells it again.
+A failing seed prints its story; `python -m covey.lab.churn --seed N` tells it again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tests.support.hash_seeds import printed_with_another_hash_seed
 from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
+from covey.lab.churn import Play, play_of
+from covey.lab.invariants import BrokenError
+from covey.lab.workers import Age, Bytes, Job, Token, Worker
 from covey.proto import views
 from covey.proto.ballot import PaxosAcceptor, Proposal
 from covey.proto.commit import Commit
-from covey.testing.churn import Play, play_of
-from covey.testing.invariants import BrokenError
-from covey.testing.workers import Age, Bytes, Job, Token, Worker
 from covey.wire.membership import Fate, Record, State, Verdict, View, decode_membership, encode_membership
 
 
@@ -166,7 +166,7 @@ def test_under_the_same_circumstances_real_members_keep_the_invariants(
 
 def test_a_run_is_the_same_whatever_the_hash_seed_is() -> None:
     story = play_of(5).story()
-    there = printed_with_another_hash_seed("-m", "covey.testing.churn", "--seed", "5")
+    there = printed_with_another_hash_seed("-m", "covey.lab.churn", "--seed", "5")
     assert there == story + "\n"
     assert "INSTALLS" in story
     assert "RETURNS" in story

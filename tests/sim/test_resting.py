@@ -1,6 +1,6 @@
 """Runs whose links rest: most members do not notice that another one crashes or is cut off before they send to it.
 
-A failing seed prints its story; `python -m covey.testing.resting_churn --seed N` tells it again.
+A failing seed prints its story; `python -m covey.lab.resting_churn --seed N` tells it again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tests.sim.test_membership import MUTANTS, Patches, without_the_freeze
 from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
+from covey.lab.invariants import BrokenError
+from covey.lab.resting import RestingWorld
+from covey.lab.resting_churn import RestingPlay, play_of
 from covey.proto.membership import answerer
 from covey.proto.membership.position import ViewPosition
-from covey.testing.invariants import BrokenError
-from covey.testing.resting import RestingWorld
-from covey.testing.resting_churn import RestingPlay, play_of
 
 
 def perform(seed: int) -> RestingPlay:

@@ -9,11 +9,11 @@ import pytest
 from tests.support.plays import performed
 from tests.support.seeds import seeds
 
+from covey.lab.churn import Play
+from covey.lab.invariants import BrokenError
+from covey.lab.workers import Worker
 from covey.proto import keeping
 from covey.proto.health import STOPPED_SILENCE
-from covey.testing.churn import Play
-from covey.testing.invariants import BrokenError
-from covey.testing.workers import Worker
 from covey.wire.membership import Decided
 
 LOOK_EVERY = 0.1

@@ -9,12 +9,12 @@ import pytest
 from tests.support.plays import performed
 from tests.support.seeds import seeds
 
+from covey.lab.churn import PATIENCE, RELINK, Play
+from covey.lab.invariants import BrokenError
+from covey.lab.workers import Worker
 from covey.proto.changes import Excluded
 from covey.proto.membership.proposer import Proposer
 from covey.proto.presence import Presence
-from covey.testing.churn import PATIENCE, RELINK, Play
-from covey.testing.invariants import BrokenError
-from covey.testing.workers import Worker
 from covey.wire.membership import Trouble
 
 EVERY = 0.5

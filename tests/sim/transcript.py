@@ -10,16 +10,16 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from covey.testing import lineages
-from covey.testing.lineages import Disk, Ended, Founded, Process, Story, Voted
-from covey.testing.world import World
+from covey.lab import lineages
+from covey.lab.lineages import Disk, Ended, Founded, Process, Story, Voted
+from covey.lab.world import World
 from covey.wire.formation import Answer, Here, Outcome, Phase, Propose, Standing, Terms
 from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Refuse, Seated, Trouble, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.testing.world import Link, Node
+    from covey.lab.world import Link, Node
 
 NAMES = "abc"
 WIDTH = 72

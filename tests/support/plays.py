@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from covey.testing.invariants import BrokenError
+from covey.lab.invariants import BrokenError
 
 STORY_LIMIT = 20_000
 """Characters of a story that are shown: its end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from covey.testing.network_simulation import fair
+from covey.lab.network_simulation import fair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

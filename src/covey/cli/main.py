@@ -1,7 +1,7 @@
 """The `covey` command: its subcommands, and how errors are shown.
 
-The command X is the Typer app `app` in `covey.cli.X`. That module is imported when the command is used, so that `covey
-run` starts quickly.
+The command X is the Typer app `app` in `covey.cli.X`, or in `covey.lab.X` for those of the laboratory. That module is
+imported when the command is used, so that `covey run` starts quickly.
 
 Exit codes of all commands: 0 success, 1 failure, 2 a wrong call or setting, 70 a fault in covey, 130 Ctrl-C. `covey
 run` returns the exit code of the script.
@@ -55,6 +55,8 @@ COMMANDS: Final = {
     "chaos": "Run a job, break its processes and connections, report what survived.",
     "help": "Show the help of covey or of one of its commands.",
 }
+IN_LAB: Final = frozenset(["demo", "bench", "chaos"])
+"""Commands that are in `covey.lab`, which the library imports nowhere else, and here only by name."""
 TRACEBACK_HELP: Final = "Show the whole traceback of an error, as COVEY_DEBUG=1 does."
 FAULT_CODE: Final = 70
 """The exit code after an unexpected exception: EX_SOFTWARE of sysexits.h."""
@@ -79,7 +81,8 @@ def _traceback_option() -> typer.core.TyperOption:
 
 def load(name: str) -> Any:
     """Return the command of that name, with what all commands share: --traceback, completion, plain help."""
-    command: Any = typer.main.get_command(importlib.import_module(f"covey.cli.{name}").app)
+    module = f"covey.lab.{name}" if name in IN_LAB else f"covey.cli.{name}"
+    command: Any = typer.main.get_command(importlib.import_module(module).app)
     command.name = name
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:

@@ -3,7 +3,7 @@
 A core is told what happened by calls of its own (`link_up`, `received`, ...), each with the time at which it happened.
 It answers with effects: messages to send, records to write, news for the program. A driver takes `effects` after every
 call and performs them in order, and calls `tick` at `next_deadline`. `runtime.driver` does so for any core; the
-simulations in `covey.testing` do it with a virtual clock.
+simulations in `covey.lab` do it with a virtual clock.
 
 `Membership`, `Joining`, `Health`, `RelayTable`, `Calling` and `Parting` have this shape; `runtime.calls.service` drives
 `Calling`, under a lock, and `runtime.collectives.farewell` drives `Parting`, on the thread that closes a group.

@@ -209,6 +209,14 @@ class Lan:
         _shape(host.namespace, f"eth{network}", up)
         _shape(self._bridges[network], host.name, down or up)
 
+    def unplug(self, host: Host, network: int = 0) -> None:
+        """Take a host off a network that is a bridge, as by pulling its cable."""
+        _ip(self._bridges[network], f"link set {host.name} down")
+
+    def plug(self, host: Host, network: int = 0) -> None:
+        """Connect a host with its network again."""
+        _ip(self._bridges[network], f"link set {host.name} up")
+
     def _make_hosts(self) -> None:
         for index in range(self._size):
             host = Host(f"host{index}", index, self._folder)

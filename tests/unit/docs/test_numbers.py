@@ -21,16 +21,16 @@ from covey.base import arithmetic, limits, settings
 from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
-from covey.cli.bench import compress as bench_compress
-from covey.cli.bench import ddp, sweep
-from covey.cli.bench.network import matrix, pairs, rank_rounds, schedule
-from covey.cli.chaos import faults
-from covey.cli.chaos.checked import plan as checked
 from covey.cli.doctor import command as doctor
 from covey.cli.status import command as status
 from covey.compress import choice, policy, quantisers
 from covey.coordinator import run as coordinator
 from covey.coordinator import session
+from covey.lab.bench import compress as bench_compress
+from covey.lab.bench import ddp, sweep
+from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
+from covey.lab.call_stress import CallStress
+from covey.lab.chaos import faults
 from covey.net import run_folder, saved_figures, tcp
 from covey.net.discovery import responder
 from covey.net.keys import clusters
@@ -72,7 +72,6 @@ from covey.runtime.mesh import better_ways, node_links, resting_links, rules, se
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
 from covey.runtime.relaying import server
-from covey.testing.call_stress import CallStress
 from covey.wire import (
     checkpoint,
     door,
@@ -516,8 +515,8 @@ LISTS = {
     ("docs/concepts/lanes-and-plans.md", "lane"): {*LANES, "memory"},
     ("docs/concepts/lanes-and-plans.md", "`algorithm=`"): {*choose.ALL_REDUCE, *choose.ROOTED},
     ("docs/concepts/membership.md", "verdict"): {fate.name for fate in membership.Fate},
-    ("docs/guides/chaos.md", "fault | what is done"): {*faults.KINDS},
-    ("docs/guides/chaos.md", "fault | on one machine"): {*checked.LOCAL, *checked.HOSTS},
+    ("docs/guides/chaos.md", "fault | what is done"): {*faults.known("command")},
+    ("docs/guides/chaos.md", "fault | on one machine"): {*faults.known("machine"), *faults.known("hosts")},
 }
 """The first columns of tables, by page and head."""
 

@@ -9,10 +9,10 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites, uneven
 
+from covey.lab.network_simulation import simulated
 from covey.plan import cost, estimate, fit, ring
 from covey.plan.choose import DEFAULT_SIZES
 from covey.plan.network import Network, of_hosts, uniform
-from covey.testing.network_simulation import simulated
 
 if TYPE_CHECKING:
     from covey.plan.moves import Plan

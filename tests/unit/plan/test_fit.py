@@ -7,11 +7,11 @@ from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import at_every_size, counts
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes, two_sites
 
+from covey.lab.network_simulation import simulated
 from covey.plan import check, choose
 from covey.plan.fit import PLAIN, Fitted, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
-from covey.testing.network_simulation import simulated
 
 DEFAULT = choose.DEFAULT_SIZES
 

@@ -8,10 +8,10 @@ import random
 import pytest
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites
 
+from covey.lab.network_simulation import measured
 from covey.plan import fit, order
 from covey.plan.choose import DEFAULT_SIZES
 from covey.plan.network import Flow, Network, infer, of_hosts, uniform
-from covey.testing.network_simulation import measured
 
 
 def seen(network: Network, noise: float = 0.0, seed: int = 0) -> Network:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
+from covey.lab.world import World
 from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, announcer
 from covey.proto.founders import rank_order
 from covey.proto.lineages import Lineages
-from covey.testing.world import World
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
+from covey.lab.workers import Worker
+from covey.lab.world import World
 from covey.proto import ballot
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
@@ -18,8 +20,6 @@ from covey.proto.commit import Commit
 from covey.proto.lease import DRIFT, LEASE, Lease
 from covey.proto.membership import FINISH_TOGETHER, MOST_AHEAD, PAST_VIEWS, Membership
 from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
-from covey.testing.workers import Worker
-from covey.testing.world import World
 from covey.wire.membership import (
     Accept,
     Accepted,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.native import native
-from covey.cli.bench.metrics import recording_seconds
+from covey.lab.bench.metrics import recording_seconds
 from covey.runtime.counters import GroupCounters, ProcessCounters
 from covey.runtime.recorder import BUCKETS, FAILED, RECORDS, RETURNED, RUNNING, PythonRecorder, clock_ns, make_recorder
 from covey.wire.flight import RECORDS_LIMIT

@@ -20,7 +20,7 @@ from tests.support.in_turn import in_turn
 
 from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.testing.fuzz.call_targets import HandleDouble, PlainConverter
+from covey.lab.fuzz.call_targets import HandleDouble, PlainConverter
 from covey.wire import calls as wire
 from covey.wire.call_values import ANYTHING, PART_BYTES, ValueDecoder, pack
 from covey.wire.signatures import Signature

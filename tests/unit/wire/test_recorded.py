@@ -17,8 +17,8 @@ import msgspec
 from tests.support.in_turn import in_turn
 
 from covey.base.errors import CoveyError
-from covey.testing.fuzz import values
-from covey.testing.fuzz.targets import message_decoders
+from covey.lab.fuzz import values
+from covey.lab.fuzz.targets import message_decoders
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -1,0 +1,110 @@
+"""What a run measures: agreed on by all ranks, from the options that each of them was given. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclass fields
+from dataclasses import dataclass
+from typing import Any, Final
+
+from covey.base.errors import ConfigError
+from covey.base.text import listed, printable
+from covey.lab.bench.network.schedule import pair_seconds
+from covey.lab.bench.sweep import MAX_RANKS, CaseGrid, parse_operations, parse_sizes
+
+SIZES: Final = "4,64K,1M,16M,64M"
+QUICK_SIZES: Final = "4,64K,1M,8M"
+PAIR_SECONDS_RANGE: Final = 0.1, 60.0
+OPTIONS: Final = ("--op", "--sizes", "--dtype", "--reps", "--quick", "--pair-seconds")
+"""The options that all ranks follow, wherever they were given."""
+NAME_LIMIT: Final = 100
+
+
+@dataclass(frozen=True)
+class RankOffer:
+    """What one rank tells the others before it measures."""
+
+    options: dict[str, str]
+    """Those of OPTIONS that this rank was given, as words."""
+    host: str
+    """Equal for ranks of one machine."""
+    host_name: str
+    facts: dict[str, Any]
+    """About its machine."""
+    writes: tuple[str, ...] = ()
+    """Of `json` and `plot`: the files that it was told to write."""
+
+
+@dataclass(frozen=True)
+class NetworkTerms:
+    """What all ranks measure together."""
+
+    grid: CaseGrid
+    pair_seconds: float
+    hosts: tuple[str, ...]
+    """The machine of each rank."""
+    names: tuple[str, ...]
+    """The name of each rank's machine."""
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def label(self, rank: int) -> str:
+        """Return a rank with the name of its machine."""
+        return f"{rank} {self.names[rank]}".rstrip()
+
+
+def parse(options: Mapping[str, str]) -> tuple[CaseGrid, float | None]:
+    """Return the cases that options ask for, and the seconds of a pair, if given; ConfigError if they are wrong."""
+    is_quick = "--quick" in options
+    grid = CaseGrid(
+        operations=parse_operations(options.get("--op", "all_reduce")),
+        sizes=parse_sizes(options.get("--sizes") or (QUICK_SIZES if is_quick else SIZES)),
+        dtype=options.get("--dtype", "float32"),
+        repetitions=_number("--reps", options, 3 if is_quick else 7, int),
+        round_seconds=0.03 if is_quick else 0.1,
+    )
+    seconds = _number("--pair-seconds", options, None, float)
+    low, high = PAIR_SECONDS_RANGE
+    if seconds is not None and not (math.isfinite(seconds) and low <= seconds <= high):
+        raise ConfigError(f"--pair-seconds takes {low:g} to {high:g} seconds, not {seconds:g}")
+    return grid, seconds
+
+
+def _number(option: str, options: Mapping[str, str], default: Any, kind: type[int] | type[float]) -> Any:
+    if option not in options:
+        return default
+    try:
+        return kind(options[option])
+    except ValueError:
+        raise ConfigError(f"{option} takes a number, not {printable(options[option], NAME_LIMIT)!r}") from None
+
+
+def agree(offers: Sequence[RankOffer]) -> NetworkTerms:
+    """Return what all ranks measure, from what each has offered; all of them come to the same result.
+
+    Raises:
+        ConfigError: there are too few or too many ranks, or two ranks were given an option with different values.
+    """
+    if len(offers) < 2:
+        raise ConfigError("links need at least two ranks, and this run has one: start `covey bench` on other machines")
+    if len(offers) > MAX_RANKS:
+        raise ConfigError(f"a benchmark needs 2 to {MAX_RANKS} ranks, not {len(offers)}")
+    names = tuple(printable(offer.host_name, NAME_LIMIT) for offer in offers)
+    options: dict[str, str] = {}
+    for option in OPTIONS:
+        given = {rank: offer.options[option] for rank, offer in enumerate(offers) if option in offer.options}
+        if len(set(given.values())) > 1:
+            words = [f"{printable(text, NAME_LIMIT)} on rank {rank} ({names[rank]})" for rank, text in given.items()]
+            raise ConfigError(f"{option} differs between ranks: {listed(words)}; give options on one machine only")
+        if given:
+            options[option] = next(iter(given.values()))
+    grid, seconds = parse(options)
+    hosts = tuple(offer.host for offer in offers)
+    return NetworkTerms(grid, pair_seconds(hosts) if seconds is None else seconds, hosts, names)
+
+
+def writer(offers: Sequence[RankOffer], kind: str) -> int | None:
+    """Return the lowest rank that was told to write a kind of file; None if none was."""
+    return next((rank for rank, offer in enumerate(offers) if kind in offer.writes), None)

@@ -1,0 +1,162 @@
+"""One rank of one contender: waits on its socket without using the CPU, and runs rounds when told to.
+
+Started as `python -m covey.lab.bench.worker ENGINE ADDRESS RANK SIZE FOLDER [--busy]`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.lab.bench.engines import Engine, Step, open_engine
+from covey.lab.bench.messages import Failed, Hello, Measured, Prepare, RankChannel, Ready, Run
+from covey.lab.bench.sweep import DTYPES, OPERATIONS
+from covey.lab.bench.values import fill, first_wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+FAILURE_CHARACTERS = 8000
+FAREWELL_SECONDS = 3.0
+"""How long the library may take to close in good order after the front has ended."""
+
+
+def main(arguments: list[str]) -> None:
+    """Open the engine, send Hello, and serve the front until it closes the connection."""
+    engine_name, address, rank, size, folder, *flags = arguments
+    busy = BusyThread() if flags == ["--busy"] else None
+    engine = open_engine(engine_name, rank=int(rank), size=int(size), folder=folder)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        end_with(sock)
+        channel = RankChannel(sock)
+        channel.send(Hello(engine.rank, os.getpid(), engine.versions))
+        try:
+            serve(engine, channel, busy)
+        except Exception:
+            channel.send(Failed(traceback.format_exc()[-FAILURE_CHARACTERS:]))
+            # The peers may be stuck in a collective with this rank; an orderly close could wait for them.
+            os._exit(1)
+        engine.close()
+
+
+def end_with(front: socket.socket) -> None:
+    """End this process soon after the front closed the connection: a library may wait for a dead rank for ever."""
+    poll = select.poll()
+    poll.register(front, getattr(select, "POLLRDHUP", select.POLLHUP))
+
+    def watch() -> None:
+        poll.poll()
+        time.sleep(FAREWELL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="front-watch", daemon=True).start()
+
+
+def serve(engine: Engine, channel: RankChannel, busy: BusyThread | None) -> None:
+    """Carry out the orders of the front, with one answer for each."""
+    round_of: Callable[[int], Measured] | None = None
+    for order in channel.orders():
+        match order:
+            case Prepare():
+                round_of = None  # frees the last operation's buffers before the next ones are made
+                round_of = prepare(engine, order, busy)
+                channel.send(Ready(engine.lanes()))
+            case Run(iterations):
+                if round_of is None:
+                    raise RuntimeError("told to run before anything was prepared")
+                channel.send(round_of(iterations))
+
+
+def prepare(engine: Engine, order: Prepare, busy: BusyThread | None) -> Callable[[int], Measured]:
+    """Bind the operation to fresh buffers, check one result, and return what times a round of it."""
+    operation, elements = OPERATIONS[order.operation], order.elements
+    part = elements // engine.size if operation.in_parts else elements
+    x = np.empty(part if operation.name == "all_gather" else elements, DTYPES[order.dtype])
+    out = np.empty(part if operation.name == "reduce_scatter" else elements, DTYPES[order.dtype])
+    step, landed = engine.bind(operation.name, x, out)
+    fill(x, engine.rank)
+    out.fill(0)
+    check(engine, operation.name, step, landed, part)
+    # Sums of zeros stay zeros: no overflow, however often the operation is repeated in place.
+    x.fill(0)
+    fence = engine.barrier if operation.one_way else None
+    halves = 2 if operation.name == "send_recv" else 1
+
+    def round_of(iterations: int) -> Measured:
+        with busy or nullcontext():
+            engine.barrier()
+            before = cpu_seconds() - (busy.cpu_seconds if busy else 0.0)
+            nanoseconds = timed(step, iterations, fence)
+            after = cpu_seconds() - (busy.cpu_seconds if busy else 0.0)
+        return Measured([taken // halves for taken in nanoseconds], max(0.0, after - before) / halves)
+
+    return round_of
+
+
+def check(engine: Engine, operation: str, step: Step, landed: NDArray[Any] | None, part: int) -> None:
+    """Run the operation once; ArithmeticError if its result is wrong, so that no wrong operation is timed."""
+    engine.barrier()
+    returned = step()
+    result = landed if landed is not None else returned
+    array = np.concatenate(result) if isinstance(result, list) else np.asarray(result)
+    if wrong := first_wrong(operation, array.reshape(-1), engine.rank, engine.size, max(1, part)):
+        raise ArithmeticError(f"{operation} gave a wrong result on rank {engine.rank}: {wrong}")
+
+
+def timed(step: Step, iterations: int, fence: Callable[[], None] | None) -> list[int]:
+    """Return what each of `iterations` steps took, in nanoseconds."""
+    clock, taken = time.perf_counter_ns, [0] * iterations
+    for i in range(iterations):
+        if fence is not None:
+            fence()
+        start = clock()
+        step()
+        taken[i] = clock() - start
+    return taken
+
+
+def cpu_seconds() -> float:
+    """Return the user and system time of this process so far, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class BusyThread:
+    """A pure-Python thread that competes for the interpreter while a round runs, as a user's thread might."""
+
+    def __init__(self) -> None:
+        self.cpu_seconds = 0.0
+        """Processor seconds of the thread itself, which do not count for the contender."""
+        self._running = threading.Event()
+        threading.Thread(target=self._count, name="busy", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._running.set()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._running.clear()
+
+    def _count(self) -> None:
+        counted = 0
+        while self._running.wait():
+            while self._running.is_set():
+                for _ in range(1000):
+                    counted += 1
+                self.cpu_seconds = time.thread_time()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

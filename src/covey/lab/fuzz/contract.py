@@ -1,0 +1,69 @@
+"""The contract of every reader of bytes, for any bytes; `BrokenContractError` if a reader breaks it.
+
+1. It returns a value, or raises an error that it documents.
+2. It uses memory in proportion to the input, and little time.
+3. A value that it returns can be written, and is read as the same value.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from covey.lab.fuzz.targets import Target
+
+MEMORY_FACTOR: Final = 128
+"""Bytes of memory for each byte of input: an empty dict is one byte of msgpack, and some eighty in memory."""
+MEMORY_BASE: Final = 256 << 10
+"""Additional bytes, for errors with their texts and for objects made at the first use of a function."""
+SECONDS: Final = 1.0
+"""Processor time of this thread, so that a pause of the machine does not count."""
+SECONDS_PER_BYTE: Final = 1e-5
+
+
+class BrokenContractError(AssertionError):
+    """A reader of bytes broke its contract."""
+
+
+def check(target: Target, data: bytes, *, is_measured: bool = False) -> bool:
+    """Read an input as a target does; return whether it was accepted. `is_measured` also checks time and memory.
+
+    The time includes what measuring the memory costs.
+    """
+    taken, value = _read_measured(target, data) if is_measured else _read(target, data)
+    if taken and target.write is not None:
+        written = target.write(value)
+        is_taken, again = _read(target, written)
+        if not is_taken or type(again) is not type(value) or target.write(again) != written:
+            raise BrokenContractError(f"{target.name} read {value!r}, wrote it, and read {again!r}")
+    return taken
+
+
+def _read(target: Target, data: bytes) -> tuple[bool, object]:
+    try:
+        return True, target.read(data)
+    except target.promised as error:
+        return False, error
+    except Exception as error:
+        raise BrokenContractError(f"{target.name} raised {type(error).__name__}: {error}") from error
+
+
+def _read_measured(target: Target, data: bytes) -> tuple[bool, object]:
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before, began = tracemalloc.get_traced_memory()[0], time.thread_time()
+        result = _read(target, data)
+        took, peak = time.thread_time() - began, tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+    if peak > MEMORY_BASE + MEMORY_FACTOR * len(data):
+        raise BrokenContractError(f"{target.name} took {peak} bytes of memory for {len(data)} bytes of input")
+    if took > SECONDS + SECONDS_PER_BYTE * len(data):
+        raise BrokenContractError(f"{target.name} took {took:.2f} s for {len(data)} bytes of input")
+    return result
