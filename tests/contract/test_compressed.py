@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
 from tests.support.sets import pairs
+from tests.support.waiting import DEADLINE
 
 import covey
 from covey import BF16, FP8, FP16, Codec, ConfigError, ErrorFeedback, Int4, Int8, MismatchError, OneBit, TopK
@@ -424,7 +425,7 @@ def test_what_cannot_be_compressed_is_a_clear_error_and_nothing_is_sent(
 
 def compressing(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """Let the groups of `run_threads` be told to compress."""
-    config = covey.base.config.GroupConfig(lanes="memory", timeout=30.0, compress=policy)
+    config = covey.base.config.GroupConfig(lanes="memory", timeout=DEADLINE, compress=policy)
     monkeypatch.setattr("covey.testing.threads.GroupConfig", lambda **_: config)
 
 

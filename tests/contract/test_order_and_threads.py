@@ -15,9 +15,11 @@ from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, combined, same, values
 from tests.support.waiting import DEADLINE
 
-from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
+from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError, MismatchError
+from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
+from covey.wire.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -424,3 +426,21 @@ def test_strided_arrays_are_read_when_the_operation_runs() -> None:
         return [float(value) for value in x]
 
     assert run_threads(2, body) == [[4.0] * 4] * 2
+
+
+def test_the_header_of_a_rank_that_never_answers_tells_what_it_called() -> None:
+    """Rank 1 has a header of rank 0, which is thought to be here and does not answer; rank 1 called nothing."""
+
+    def body(group: Group) -> str:
+        group.barrier()
+        engine = engine_of(group)
+        said = make_call("broadcast", 0, (6,), root=0)
+        if group.rank == 1:
+            header = Header(said.operation, said.dtype, 0, 0, 0, engine.id, said.fingerprint, 2, 0, 48)
+            engine.stalls.recognise(engine.ranks[0], header, None, is_here=True)
+            engine.stalls.compare(2)
+        with pytest.raises(MismatchError) as caught:
+            group.recv(0 if group.rank else 1)
+        return str(caught.value)
+
+    assert all("rank 0 called broadcast(" in told for told in run_threads(2, body)[1:])

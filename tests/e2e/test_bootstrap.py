@@ -260,7 +260,7 @@ def test_ranks_with_different_folders_for_temporary_files_meet_under_an_address(
     for rank in (0, 1):
         (job.folder / f"tmp{rank}").mkdir()
         own = {"TMPDIR": str(job.folder / f"tmp{rank}"), "XDG_RUNTIME_DIR": ""}
-        words = f"covey.join(rank={rank}, size=2, address='127.0.0.1:{port}', timeout=60)"
+        words = f"covey.join(rank={rank}, size=2, address='127.0.0.1:{port}', timeout=500)"
         ranks.append(job.start(JOB.replace("covey.join()", words), **own))
     reports = reports_of(finish_all(ranks))
     check(reports, 2)
@@ -406,7 +406,7 @@ def test_a_rank_of_another_run_that_knows_no_token_is_refused(job: Job) -> None:
 import contextlib, socket, sys
 for junk in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(32) + b"\\xff" * 4, bytes(200)):
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(ConnectionResetError):
-        sock.settimeout(10)
+        sock.settimeout(500)
         sock.connect(sys.argv[1])
         sock.sendall(junk)
         sock.shutdown(socket.SHUT_WR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,9 @@ with covey.join(settings=settings) as group:
     try:
         error = finish(ranks[0]).error
         assert error.startswith("covey.PeerLostError")
-        assert "1.2 s" in error, error
+        silent = re.search(r"silent for ([\d.]+) s", error)
+        assert silent, error
+        assert 1.2 <= float(silent[1]) < 15, error  # more than 1.2 where both stood still; 15 without the settings
     finally:
         os.kill(ranks[1].pid, signal.SIGKILL)
 

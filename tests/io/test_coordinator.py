@@ -108,7 +108,7 @@ channel.close()
     process, address = coordinate(machine)
     program(machine, register, address)
     process.kill()
-    process.wait(10)
+    process.wait(DEADLINE)
     process, address = coordinate(machine)
     program(machine, register, address)  # the same lives: each has the rank that it had
     process.send_signal(signal.SIGTERM)

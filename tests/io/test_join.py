@@ -34,7 +34,7 @@ while not bootstrap._joining.locked():
     pass
 child = os.fork()
 if not child:
-    signal.alarm(5)
+    signal.alarm(500)
     os._exit(covey.join().size)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 os._exit(0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.lanes import shm
@@ -123,7 +124,7 @@ def test_a_pair_with_an_end_that_has_no_rings_uses_a_unix_socket(unable: int) ->
         assert node is not None
         if group.rank == unable:
             node.lanes.factory.ring_obstacle = shm.obstacle("linux", "aarch64", is_native=False)
-        no_lane_is_open.wait(10)
+        no_lane_is_open.wait(DEADLINE)
         x = np.arange(300_000.0) + group.rank
         group.all_reduce(x)
         return dict(group.lanes()), [x[0], x[-1]]

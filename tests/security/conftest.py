@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.attackers import new_cluster, victim
+from tests.support.waiting import DEADLINE
+
+from covey.runtime.mesh import mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +26,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def prey() -> Iterator[Victim]:
-    """A node that attackers can reach."""
+def prey(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
+    """A node that attackers can reach. It waits for visitors that answer when a test gets to them."""
+    monkeypatch.setattr(mesh, "VISITOR_SECONDS", 2 * DEADLINE)
     with victim(new_cluster()) as node:
         yield node

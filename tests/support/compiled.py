@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
 from covey.runtime.members.lanes import Lanes
@@ -42,7 +43,7 @@ def shared_library(folder: Path, text: str) -> Path:
     source.write_text(text)
     command = [COMPILER, *FLAGS, "-Wno-unused-function", "-DPy_LIMITED_API=0x030B0000", *LINK_FLAGS, f"-I{SOURCES}"]
     include = sysconfig.get_path("include")
-    subprocess.run([*command, f"-I{include}", str(source), "-o", str(library)], check=True, timeout=100)
+    subprocess.run([*command, f"-I{include}", str(source), "-o", str(library)], check=True, timeout=DEADLINE)
     _libraries[text] = library
     return library
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tests.support.waiting import DEADLINE
 from tests.torch import conformance
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,7 +49,7 @@ class LaggingDevice:
     def fetch(self, tensor: torch.Tensor, room: torch.Tensor) -> Callable[[], None]:
         self.fetched += 1
         copied = self._leaving.submit(self._copy, tensor, room.view(tensor.shape))
-        return lambda: copied.result(30)
+        return lambda: copied.result(DEADLINE)
 
     def mark(self, device: torch.device) -> None:
         return None
@@ -70,7 +71,7 @@ class LaggingDevice:
         with self._lock:
             last = self._last
         if last is not None:
-            last.result(30)
+            last.result(DEADLINE)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         time.sleep(self._lag.random() * MOST_LAG)
@@ -92,7 +93,7 @@ class QueuedDevice(LaggingDevice):
 
     def finish(self) -> None:
         if self._queued is not None:
-            self._queued.result(30)
+            self._queued.result(DEADLINE)
 
     def mark(self, device: torch.device) -> Any:
         return self._queued
@@ -111,7 +112,7 @@ class QueuedDevice(LaggingDevice):
 
     def _wait_for(self, queued: Future[Any] | None) -> None:
         if queued is not None:
-            queued.result(30)
+            queued.result(DEADLINE)
 
 
 def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:

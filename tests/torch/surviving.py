@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tests.support.waiting import DEADLINE
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -283,7 +284,8 @@ def work_in_groups(rank: int, size: int, store: str, folder: str) -> dict[str, A
     dist.all_gather_object(objects, {"rank": rank}, group=left)
     said["objects"] = objects
     for step, async_ in ((1, False), (2, True)):
-        covey.torch.save({"x": torch.arange(3.0) * step}, folder, step=step, process_group=left, async_=async_).wait(30)
+        saving = covey.torch.save({"x": torch.arange(3.0) * step}, folder, step=step, process_group=left, async_=async_)
+        saving.wait(DEADLINE)
     state = {"x": torch.zeros(3)}
     said["loaded"] = covey.torch.load(state, folder, process_group=left), state["x"].tolist()
     return said

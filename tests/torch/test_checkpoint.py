@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.waiting import DEADLINE
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -161,7 +162,7 @@ def test_an_asynchronous_save_keeps_what_was_there_and_its_failure_is_not_lost(t
     expected = states(state)
     saving = save(state, tmp_path, step=1, async_=True)
     train(state["model"], state["optimizer"])
-    saving.wait(30)
+    saving.wait(DEADLINE)
     assert saving.done()
     loaded = fresh()
     load(loaded, tmp_path)
@@ -265,7 +266,7 @@ def in_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         dist.all_reduce(total)
         assert total == 1 + 2 * number
     train(state["model"], state["optimizer"])
-    saving.wait(30)
+    saving.wait(DEADLINE)
     save(state, folder / "two", step=9)
     result["files"] = sorted(os.listdir(folder / "two" / "step-0000000009"))
 

@@ -184,7 +184,7 @@ def fail_on_one(rank: int, size: int, store: str, folder: str) -> list[tuple[typ
     def fail(place: Any = kept, *, room: int | None = None, async_: bool = False, **more: Any) -> None:
         limited = no_room_for(room) if room is not None else contextlib.nullcontext()
         with limited, pytest.raises((ConfigError, CheckpointError, OSError)) as raised:
-            covey.torch.save(state(2, **more), place, step=2, async_=async_).wait(60)
+            covey.torch.save(state(2, **more), place, step=2, async_=async_).wait(DEADLINE)
         told.append((type(raised.value), str(raised.value)))
         dist.barrier()
         assert os.listdir(kept) == ["step-0000000001"]
@@ -203,7 +203,7 @@ def fail_on_one(rank: int, size: int, store: str, folder: str) -> list[tuple[typ
     saving = covey.torch.save(state(3), kept if rank != 1 else Path(folder) / "file", step=3, async_=True)
     if rank == 0:
         with pytest.raises(CheckpointError, match="step 3 could not be written: rank 1"):
-            saving.wait(60)
+            saving.wait(DEADLINE)
     with pytest.raises(CheckpointError, match="step 3 could not be written: rank 1"):  # the others did not ask yet
         covey.torch.save(state(4), kept, step=4)
     covey.torch.save(state(4), kept, step=4)
@@ -229,7 +229,7 @@ def leave_while_it_is_written(_rank: int, _size: int, _store: str, folder: str) 
     go_on, fsync = threading.Event(), os.fsync
 
     def fsync_slowly(fd: Any) -> None:
-        if go_on.wait(30):
+        if go_on.wait(DEADLINE):
             fsync(fd)
 
     os.fsync = fsync_slowly  # a slow disk

@@ -164,7 +164,7 @@ def interrupt_a_wait(store: CoveyStore) -> None:
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         wait()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < DEADLINE / 2
 
 
 def carry_gloo(rank: int, size: int, store: CoveyStore) -> None:

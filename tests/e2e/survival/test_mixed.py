@@ -9,6 +9,7 @@ import pytest
 from tests.support.compiled import needs_native
 from tests.support.seeds import batches
 from tests.support.survivors import Members, covey, np, os, signal, threading, values
+from tests.support.waiting import DEADLINE
 
 pytestmark = needs_native
 
@@ -31,7 +32,7 @@ def run_mixed(seed: int, policy: str, victims: dict[str, int], compiled: list[in
     assert (native().module is not None) == (rank in compiled)
     told, own = random.Random(seed), random.Random(f"{seed} {rank}")
     wrong: list[Any] = []
-    with covey.join(on_loss=policy, lanes=lanes, timeout=60) as group:
+    with covey.join(on_loss=policy, lanes=lanes, timeout=DEADLINE) as group:
         ranks, lost = list(range(group.size)), ""
         for number in range(120):
             kind = told.choice(["all_reduce", "all_reduce", "all_gather", "broadcast", "barrier"])

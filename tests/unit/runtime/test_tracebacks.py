@@ -119,7 +119,7 @@ def test_a_thread_that_fails_is_shown_short_too(monkeypatch: pytest.MonkeyPatch)
     thread = threading.Thread(target=lambda: covey.join(lanes="pigeons"))
     thread.start()
     thread.join(DEADLINE)
-    assert not any("src/covey" in line for line in told.result(10.0))
+    assert not any("src/covey" in line for line in told.result(DEADLINE))
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from build_native import ROOT
+from tests.support.waiting import DEADLINE
 from tools.sanitize import PYTEST, SANITIZERS
 
 
@@ -13,4 +14,4 @@ def test_the_command_line_of_the_sanitized_tests_is_accepted() -> None:
     for sanitizer in SANITIZERS.values():
         assert all((ROOT / name).exists() for name in sanitizer.tests if name.startswith("tests/"))
     words = [sys.executable, "-m", "pytest", *PYTEST, "--collect-only", "tests/unit/tools/test_sanitize.py"]
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=100).returncode == 0
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=DEADLINE).returncode == 0

@@ -69,6 +69,8 @@ class StallDiagnosis(EnginePart):
         """Ranks that have sent their last calls, this one among them."""
         self._in_order: set[Rank] = set()
         """Those of them whose programs close the group without an error."""
+        self._seen: dict[tuple[Rank, int], Header] = {}
+        """By rank and operation: headers that lanes have shown, of calls that their ranks have not told of."""
         self.reported = threading.Event()
         """Set whenever another rank has told something about its calls."""
 
@@ -140,8 +142,11 @@ class StallDiagnosis(EnginePart):
     def recognise(self, rank: Rank, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
         """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
         sequence = header.sequence
+        if self.call_log.knows(rank, sequence):
+            return
+        self._seen[rank, sequence] = header  # a rank that is thought to be here may never answer
         mine = upcoming if sequence == self.call_log.entered + 1 else self.call_log.at(sequence)
-        if mine is None or mine.fingerprint == header.fingerprint or self.call_log.knows(rank, sequence):
+        if mine is None or mine.fingerprint == header.fingerprint:
             return
         if is_here:
             if not self.is_comparing:
@@ -262,6 +267,9 @@ class StallDiagnosis(EnginePart):
         if not self._is_concluded and (
             is_last or self.call_log.heard_all(sequence, ranks, self._parted | {engine.rank})
         ):
+            for (rank, of), header in list(self._seen.items()):
+                if of == sequence and not self.call_log.knows(rank, of):
+                    self.call_log.heard(rank, of, of, header.fingerprint, describe_header(header))
             story = self.call_log.story(sequence, ranks, engine.rank, self._parted)
             text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
             engine.failure.declare(Fault("MismatchError", text), differs_at=sequence)
