@@ -478,7 +478,7 @@ HELD = {
     ),
     "docs/reference/settings.md": (
         f"under `covey run`, on at least {run.MIN_HOSTS} machines",
-        f"the default is {environment.JOIN_SECONDS:g} under a launcher",
+        f"Under a launcher, the default is {environment.JOIN_SECONDS:g}",
         f"`auto` is `kregular` for more than {overlay.FULL_UP_TO} nodes",
         f"After {spelled(SILENCES.suspect_least / SILENCES.heartbeat)} times that, a peer is suspected",
         f"After the first {size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of a process, lanes get at most "

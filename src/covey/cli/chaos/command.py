@@ -20,7 +20,8 @@ from covey.cli.chaos.relay import Relay
 from covey.cli.chaos.report import as_json as to_json
 from covey.cli.chaos.report import view
 from covey.cli.chaos.trial import Trial
-from covey.cli.run import Lanes, OnLoss, command_line
+from covey.cli.options import setting_option
+from covey.cli.run import command_line
 
 PLAIN_WIDTH: Final = 140
 """Line width without a terminal."""
@@ -80,10 +81,8 @@ def chaos(
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="End the job after this long.", show_default="never")
     ] = None,
-    lanes: Annotated[Lanes | None, typer.Option(help="Use this kind of lane between all ranks.")] = None,
-    on_loss: Annotated[
-        OnLoss | None, typer.Option(help="What the job does about losses.", show_default="what it says")
-    ] = None,
+    lanes: Annotated[str | None, setting_option("lanes")] = None,
+    on_loss: Annotated[str | None, setting_option("on_loss", default="what the job says")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
     ] = False,
@@ -122,7 +121,7 @@ def chaos(
         raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
     argv = command_line(command[0], command[1:], module=False)
     settings = {"COVEY_LANES": lanes, "COVEY_ON_LOSS": on_loss}
-    env = {name: value.value for name, value in settings.items() if value is not None}
+    env = {name: value for name, value in settings.items() if value is not None}
     relay = Relay(only_stderr=as_json)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
@@ -156,7 +155,7 @@ def _checked(
     faults: str | None,
     every: float,
     count: int | None,
-    lanes: Lanes | None,
+    lanes: str | None,
     as_json: bool,
 ) -> int:
     """Perform checked runs, or check one again; return the exit code."""
@@ -175,7 +174,7 @@ def _checked(
         kinds=tuple(split_list(faults or "")),
         every=every,
         count=7 if count is None else count,
-        lanes="" if lanes is None else lanes.value,
+        lanes=lanes or "",
         as_json=as_json,
     )
     try:
