@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ANSWERS_LIMIT: Final = 16
 PINGS_LIMIT: Final = 100
-SILENT_SECONDS: Final = 1.2
+LINK_SILENCE: Final = 1.2
 """A link in use that carries nothing for this long is replaced by another link with the same node."""
 
 
@@ -80,7 +80,7 @@ class RemoteNode:
 
     def is_silent(self) -> bool:
         """Tell whether the link in use carries nothing: a reachable node answers a ping every half second."""
-        return not self.is_resting and time.monotonic() - self.heard_at > SILENT_SECONDS
+        return not self.is_resting and time.monotonic() - self.heard_at > LINK_SILENCE
 
     def listens_anywhere(self, host: str) -> set[tuple[str, int]]:
         """Return its addresses and ports, those on the loopback interface of `host` included if it runs there."""
