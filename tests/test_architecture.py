@@ -355,8 +355,20 @@ def later():
     assert [target_layer(name) for name in ("covey.runtime", "covey.Group", "covey")] == ["runtime", "covey", "covey"]
 
 
+def test_a_time_is_named_by_what_it_is_for() -> None:
+    """A name that fits many modules, such as LOOK_SECONDS, does not say which wait is meant."""
+    defined = re.compile(r"^_?([A-Z][A-Z_]*(?:_SECONDS|_EVERY)): Final", re.MULTILINE)
+    homes: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for name in defined.findall(path.read_text()):
+            homes.setdefault(name, []).append(str(path.relative_to(SRC)))
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 3}
+
+
 def test_what_is_tried_again_is_paced_in_one_way() -> None:
     """`base.pace.Growing` has the pauses that grow, and `runtime.backoff.Backoff` the tries: no loop has its own."""
-    growing = re.compile(r"pause = min\((?!\[)|\bpause \* [\d.]+|[\d.]+ \* pause\b|PAUSE\w* \* 2")
+    growing = re.compile(
+        r"pause = min\((?!\[)|\bpause \* [\d.]+|[\d.]+ \* pause\b|PAUSE\w* \* 2|\* 2(?:\.0)? \*\* min\("
+    )
     others = (path for path in SRC.rglob("*.py") if path.name != "backoff.py")
     assert not [str(path) for path in others if growing.search(path.read_text())]

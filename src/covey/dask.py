@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 START_SECONDS: Final = 120.0
-LOOK_SECONDS: Final = 0.5
+WORKERS_ASK_EVERY: Final = 0.5
 """How often the scheduler is asked which workers are there: it keeps the task of a lost worker for its return."""
 
 
@@ -72,7 +72,7 @@ def launch(
         with contextlib.suppress(TimeoutError):
             distributed.wait(
                 [future for _, future in pending.values()],
-                timeout=LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS),
+                timeout=WORKERS_ASK_EVERY if seconds is None else min(seconds, WORKERS_ASK_EVERY),
                 return_when="FIRST_COMPLETED",
             )
         there = client.scheduler_info(n_workers=-1)["workers"]

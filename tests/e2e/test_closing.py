@@ -67,7 +67,7 @@ def launched() -> Iterator[Callable[..., LaunchedRank]]:
 @pytest.fixture(autouse=True)
 def _limits_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for one of covey's own limits, and then goes on, waits longer than a test does."""
-    for name in ("FLUSH_SECONDS", "END_SECONDS", "CLOSE_SECONDS"):
+    for name in ("FLUSH_SECONDS", "END_SECONDS", "OTHER_CLOSE_SECONDS"):
         monkeypatch.setattr(closing, name, NEVER)
     for module in (driving_thread, shared_driving):
         for name in ("STEP_ASIDE_SECONDS", "IDLE_SECONDS"):
@@ -245,7 +245,7 @@ def test_a_link_that_comes_while_a_node_closes_is_not_kept(
         close(node)
 
     monkeypatch.setattr(nodes.Node, "close", close_slowly)
-    monkeypatch.setattr(nodes, "CLOSE_SECONDS", DEADLINE)
+    monkeypatch.setattr(nodes, "GOODBYE_SECONDS", DEADLINE)
 
     def join(rank: int) -> None:
         with pytest.raises(covey.DeadlineError):

@@ -28,7 +28,7 @@ SPARSE = ELASTIC.replace(
     """import covey
 from covey.runtime.group.internals import engine_of
 from covey.runtime.mesh import resting_links
-resting_links.IDLE_SECONDS, resting_links.LOOK_SECONDS = 0.3, 0.1
+resting_links.LINK_IDLE_SECONDS, resting_links.IDLE_CHECK_EVERY = 0.3, 0.1
 """,
 )
 """Says when links have begun to rest, which they do after a moment instead of seconds."""

@@ -163,7 +163,7 @@ def test_a_host_is_this_machine_only_if_it_names_it(host: str) -> None:
 
 
 def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "CLOSE_SECONDS", DEADLINE)
+    monkeypatch.setattr(http_server, "BEGUN_ANSWERS_SECONDS", DEADLINE)
     begun = threading.Event()
 
     def slow(_request: Request) -> Response:

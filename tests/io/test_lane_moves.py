@@ -18,7 +18,7 @@ from covey.net import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
 from covey.runtime.members import stream_choice, stream_trials
-from covey.runtime.members.lane_moves import RETIRE_LOOK_SECONDS, LaneMoves
+from covey.runtime.members.lane_moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
@@ -231,7 +231,7 @@ def test_the_old_lane_is_closed_when_both_ends_have_switched_and_not_before() ->
             assert (group.broadcast(np.arange(3.0) * (turn + group.rank), root=1) == np.arange(3.0) * (turn + 1)).all()
         assert old not in node.lanes.arrived(engine.id, "collectives").values()
         if group.rank == 1:
-            time.sleep(2 * RETIRE_LOOK_SECONDS)
+            time.sleep(2 * RETIRE_CHECK_EVERY)
             assert old.sockets()[0].fileno() >= 0, "the other end still reads from it"
             is_ahead.set()
         await_that(lambda: old.sockets()[0].fileno() < 0)

@@ -14,6 +14,7 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 
+from covey.base.pace import Growing
 from covey.net import tcp
 from covey.proto.calling.tags import CALL_TAG
 from covey.proto.message_link import MessageSizes
@@ -322,7 +323,7 @@ def test_what_a_machine_on_the_way_acknowledges_and_swallows_is_sent_again(
     way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_poll, "QUIET_SECONDS", 0.05)
-    monkeypatch.setattr(lane_poll, "FIRST_DOUBT_SECONDS", 0.3)
+    monkeypatch.setattr(lane_poll, "DOUBTS", Growing(0.3, 60.0))
     monkeypatch.setattr(tcp, "PATH_CHECK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(listener.getsockname()) as proxy:
         used: list[socket.socket] = []

@@ -110,7 +110,7 @@ def test_what_cannot_be_made_is_an_error_once_everything_is_cleaned_up() -> None
 def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_module, "CLOSE_SECONDS", DEADLINE)  # a loop that waits for itself waits for so long
+    monkeypatch.setattr(node_module, "GOODBYE_SECONDS", DEADLINE)  # a loop that waits for itself waits for so long
 
     async def close(group: covey.Group) -> None:
         group.close()  # as the end of a forgotten `for group in covey.generations()` does

@@ -180,7 +180,7 @@ def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_relay_that_falls_silent_is_left_and_found_again_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine has lost its network: no connection ends, and TCP alone would notice minutes later."""
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.2)
-    monkeypatch.setattr(relay_registration, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(relay_registration, "ECHO_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(relay_registration, "ATTEMPT_SECONDS", 0.3)
 
     async def work(meshes: Meshes) -> None:
@@ -206,7 +206,7 @@ def relay_of(node: Mesh, other: Mesh) -> str:
 
 def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
-    monkeypatch.setattr(better_ways, "RELAY_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(better_ways, "RELAY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
     monkeypatch.setattr(relay_registration, "PAUSES", Growing(0.2, 0.2))

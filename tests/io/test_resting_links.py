@@ -36,8 +36,8 @@ SIZE = 6
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let links rest after a moment instead of seconds."""
-    monkeypatch.setattr(resting_links, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(resting_links, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(resting_links, "LINK_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(resting_links, "IDLE_CHECK_EVERY", 0.1)
     monkeypatch.setattr(resting_links, "TRY_AGAIN_SECONDS", 0.5)
 
 

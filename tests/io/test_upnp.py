@@ -159,7 +159,7 @@ def test_a_router_whose_line_is_down_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_search_ends_when_the_mapping_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upnp, "SEARCHES", (3600.0,))
-    monkeypatch.setattr(port_mapping, "CLOSE_SECONDS", DEADLINE)
+    monkeypatch.setattr(port_mapping, "UNMAP_SECONDS", DEADLINE)
     with GatewayThread(speaks="upnp") as router:
         use(monkeypatch, router)
         router.gateway.upnp.location = "http://127.0.0.9/"
@@ -172,7 +172,7 @@ def test_a_search_ends_when_the_mapping_is_closed(monkeypatch: pytest.MonkeyPatc
 def test_a_mapping_that_could_not_be_renewed_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_mapping, "LEAST_PAUSE", 0.01)
     monkeypatch.setattr(port_mapping, "MOST_PAUSE", 0.01)
-    monkeypatch.setattr(port_mapping, "CLOSE_SECONDS", DEADLINE)
+    monkeypatch.setattr(port_mapping, "UNMAP_SECONDS", DEADLINE)
     with GatewayThread(speaks="upnp", claims=OUTSIDE) as router, socket.create_server(("127.0.0.1", 0)) as listener:
         use(monkeypatch, router)
         mapping = PortMapping(listener.getsockname()[1])

@@ -176,7 +176,8 @@ class _Elastic(generations._Generations):
 
     def __init__(self, thread_run: ThreadRun) -> None:
         wanted = thread_run.wanted
-        super().__init__(JoinRequest(run="run", min_size=wanted.min_size, max_size=wanted.max_size, timeout=DEADLINE))
+        sizes = {"min_size": wanted.min_size, "max_size": wanted.max_size}
+        super().__init__(JoinRequest.of({"run": "run", "timeout": DEADLINE, **sizes}))
         self._thread_run = thread_run
 
     def _seat(self, request: JoinRequest) -> Group:

@@ -66,8 +66,8 @@ def test_an_address_says_what_join_is_asked_for(url: str, asked: dict[str, Any])
     ("url", "what"),
     [
         ("covey://r?sise=4", "no parameter 'sise'; there are cluster, size"),
-        ("covey://r?size=four", "size='four' is not a number"),
-        ("covey://r?timeout=", "timeout='' is not a number"),
+        ("covey://r?size=four", "size='four' must be a number from 1 to 1024"),
+        ("covey://r?timeout=", "timeout='' is not a number of seconds"),
         ("covey://r?size=4&size=5", "size is given twice"),
         ("covey://r?rank=0&world_size=2", "leave rank= out"),
         ("covey://r?size=4&world_size=2", "contradict each other"),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.mesh.endpoint import Endpoint
 
-LOOP_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 30.0
 
 
@@ -118,7 +117,7 @@ def serving(
             maps_port=config.map_port,
         )
         ending.callback(endpoint.leave)
-        agents.append(agent := control.run(_open(cluster, config, endpoint, permission), LOOP_SECONDS))
+        agents.append(agent := control.run(_open(cluster, config, endpoint, permission), control.LOOP_SECONDS))
         agent.relay_port = relay.port
         try:
             yield agent
@@ -126,7 +125,7 @@ def serving(
             agent.service.close()
             agent.calls.close()
             with contextlib.suppress(TimeoutError):
-                control.run(agent.close(), LOOP_SECONDS)
+                control.run(agent.close(), control.LOOP_SECONDS)
 
 
 async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> ResidentAgent:

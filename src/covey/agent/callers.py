@@ -39,10 +39,10 @@ SEARCH_SECONDS: Final = 2.0
 NAMED_SECONDS: Final = 10.0
 """How long to look for agents that were named."""
 STREAM_SECONDS: Final = 30 * 24 * 3600.0
-LOOP_SECONDS: Final = 5.0
-SILENT_SECONDS: Final = 10.0
+AGENT_SILENCE: Final = 10.0
 """An agent that does not answer for so long is lost."""
-_POLL_SECONDS: Final = 0.05
+AGENTS_CHECK_EVERY: Final = 0.05
+"""How often a search checks whether all agents that it needs are linked."""
 
 
 class RestartedError(ConfigError):
@@ -68,9 +68,9 @@ class Terminal(MeshListener):
     async def part_silent(self) -> None:
         """End the links with agents that do not answer, so that their callers connect again."""
         while True:
-            await asyncio.sleep(SILENT_SECONDS / 5)
+            await asyncio.sleep(AGENT_SILENCE / 5)
             for remote in list(self.visit.mesh.met.values()):
-                if remote.purpose == "agent" and remote.unanswered_seconds() > SILENT_SECONDS:
+                if remote.purpose == "agent" and remote.unanswered_seconds() > AGENT_SILENCE:
                     self.visit.mesh.part(remote)
 
     def agents(self, book: Mapping[bytes, TrustedMachine]) -> list[AgentCaller]:
@@ -79,7 +79,7 @@ class Terminal(MeshListener):
         async def look() -> list[messages.Card]:
             return [each.card for each in self.visit.mesh.met.values() if each.purpose == "agent"]
 
-        cards = sorted(control.run(look(), LOOP_SECONDS), key=lambda card: (card.name, card.id))
+        cards = sorted(control.run(look(), control.LOOP_SECONDS), key=lambda card: (card.name, card.id))
         found = {machine_of(card): card for card in cards}  # a card whose machine has not signed it is not linked
         named = {machine: _name(machine, card, book) for machine, card in found.items()}
         often = Counter(named.values())
@@ -100,7 +100,7 @@ class Terminal(MeshListener):
         while time.monotonic() < deadline:
             if names is not None and is_complete(names, _claims(self.agents(book)), book):
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(AGENTS_CHECK_EVERY)
         found = self.agents(book)
         if names is None:
             return _all_trusted(found, book)
@@ -185,7 +185,7 @@ class AgentCaller:
                     raise RestartedError("the agent was restarted, and its programs have ended with it")
                 return self._terminal.transport.connect(remote)
 
-            self._seat = control.run(connect(), LOOP_SECONDS)
+            self._seat = control.run(connect(), control.LOOP_SECONDS)
         return self._seat
 
 

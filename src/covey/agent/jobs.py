@@ -46,8 +46,8 @@ LOOK_SECONDS: Final = 0.5
 READ_BYTES: Final = 64 << 10
 WORDS_SHOWN: Final = 200
 """Characters of the arguments in a list of programs."""
-_START_SECONDS: Final = 30.0
-_STOP_SECONDS: Final = SIGNAL_GRACE + 2 * TERM_GRACE
+JOB_START_SECONDS: Final = 30.0
+JOB_STOP_SECONDS: Final = SIGNAL_GRACE + 2 * TERM_GRACE
 """How long `covey run` may take to end its processes after SIGTERM."""
 
 
@@ -81,7 +81,7 @@ class StartedJob:
             target=self._work, args=(argv, env, started, ended), name=f"covey-job-{self.number}", daemon=True
         )
         thread.start()
-        started.result(_START_SECONDS)
+        started.result(JOB_START_SECONDS)
 
     def report(self) -> JobReport:
         """Describe the program."""
@@ -115,7 +115,7 @@ class StartedJob:
     def stop(self) -> None:
         """Ask the program to end, and kill it if it does not. Returns at once."""
         self.send_signal(signal.SIGTERM)
-        self._kill_at = self._kill_at or time.monotonic() + _STOP_SECONDS
+        self._kill_at = self._kill_at or time.monotonic() + JOB_STOP_SECONDS
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -257,7 +257,7 @@ class JobTable:
         for job in running:
             job.stop()
         for job in running:
-            job.has_ended.wait(_STOP_SECONDS + TERM_GRACE)
+            job.has_ended.wait(JOB_STOP_SECONDS + TERM_GRACE)
         for job in running:
             job.send_signal(signal.SIGKILL)
 

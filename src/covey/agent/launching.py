@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import signal
 import threading
@@ -13,6 +14,8 @@ from covey.agent.callers import RestartedError
 from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
 from covey.agent.shares import Ended, Printed, Said
 from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.base.pace import Growing
+from covey.runtime.backoff import Backoff
 from covey.wire import messages
 from covey.wire.machine import machine_of
 
@@ -30,7 +33,8 @@ LEASE_SECONDS: Final = 20.0
 """How long a program goes on after its terminal was lost, unless it was started with --detach."""
 AGAIN_SECONDS: Final = 15.0
 """How long a terminal tries to reach an agent again; shorter than the lease."""
-PAUSE_SECONDS: Final = 0.2
+PAUSES: Final = Growing(0.1, 1.0)
+"""Between two tries."""
 PUTS_AT_ONCE: Final = 12
 """Chunks of files on the way: together they are less than what a link holds for a slow peer."""
 ASK_SECONDS: Final = 1.0
@@ -56,13 +60,13 @@ class AgentShare:
 
     def run(self, report: Callable[[Report], None]) -> None:
         """Report the output until the program has ended; connect again if the agent is lost for a while."""
-        offset, lost_at = 0, 0.0
+        offset, tries = 0, self._tries()
         while True:
             try:
                 for batch in self._agent.stream("follow", self._number, offset, True, True):
-                    if lost_at:
+                    if tries.failures:
                         report(Said("connected again"))
-                        lost_at = 0.0
+                        tries.worked()
                     if batch.missing:
                         report(Said(f"{batch.missing} bytes of output are missing here: they came too fast"))
                     for stream, data in batch.records:
@@ -72,14 +76,14 @@ class AgentShare:
                         report(Ended(batch.code))
                         return
                 raise ConnectError("the output ended early")
-            except ConnectError:
-                if not lost_at:
-                    lost_at = time.monotonic()
-                    report(Said("the agent is lost; trying to reach it again"))
-                elif time.monotonic() - lost_at > AGAIN_SECONDS:
+            except ConnectError as error:
+                if tries.is_over:
                     report(Ended(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s", is_lost=True))
                     return
-                time.sleep(PAUSE_SECONDS)
+                if not tries.failures:
+                    report(Said("the agent is lost; trying to reach it again"))
+                tries.failed(error)
+                time.sleep(tries.pause)
             except RestartedError as error:
                 report(Ended(1, str(error), is_lost=True))
                 return
@@ -89,16 +93,21 @@ class AgentShare:
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on, once, although the answer may be lost: a second SIGINT would kill."""
-        deadline, token = time.monotonic() + AGAIN_SECONDS, secrets.randbits(52)
-        while time.monotonic() < deadline:
+        tries, token = self._tries(), secrets.randbits(52)
+        while not tries.is_over:
             try:
                 self._agent.call("send_signal", self._number, int(signum), token)
-            except ConnectError:
-                time.sleep(PAUSE_SECONDS)
+            except ConnectError as error:
+                tries.failed(error)
+                time.sleep(tries.pause)
             except CoveyError:  # the program has ended
                 return
             else:
                 return
+
+    def _tries(self) -> Backoff:
+        """Return tries to reach the agent; `run` tells how they end."""
+        return Backoff(f"the agent on {self.name}", PAUSES, within=AGAIN_SECONDS, level=logging.DEBUG)
 
 
 def launch(

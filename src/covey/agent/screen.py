@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.keeper.rank_logs import RankLogs
 
-WAIT_SECONDS: Final = 0.2
+WRITE_WAIT_SECONDS: Final = 0.2
 _PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
 
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
@@ -86,7 +86,7 @@ class Screen:
         rest = memoryview(data)
         while rest and not self._is_closed[stream]:
             try:
-                if select.select([], [stream], [], WAIT_SECONDS)[1]:
+                if select.select([], [stream], [], WRITE_WAIT_SECONDS)[1]:
                     rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]  # so much is taken without a wait
                 else:
                     self.while_waiting()

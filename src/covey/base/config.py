@@ -1,4 +1,4 @@
-"""The settings of a group, and the variables of covey; unknown variables and invalid values are refused.
+"""Reads settings from variables, files and arguments; unknown names and invalid values are refused.
 
 Explicit arguments beat the environment, which beats the defaults. Nothing here reads the environment itself:
 callers pass the mapping, with the settings of covey.toml below it (`covey.net.settings_files`).
@@ -6,17 +6,20 @@ callers pass the mapping, with the settings of covey.toml below it (`covey.net.s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
 from covey.base.setting_kinds import check_timeout as check_timeout
+from covey.base.settings import FILE, SETTINGS, USER_FILE, suggestion
 from covey.base.settings import PORTS as PORTS
-from covey.base.settings import SETTINGS, suggestion
+from covey.base.settings import GroupConfig as GroupConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from covey.base.settings import Setting
 
 LAUNCHER_VARIABLES: Final = (
     "COVEY_RANK",
@@ -64,72 +67,8 @@ KNOWN_VARIABLES: Final = tuple(
 """All variables of covey: settings, and what launchers tell the processes they start."""
 
 
-def _default(name: str) -> Any:
-    return SETTINGS[name].default
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupConfig:
-    """How the ranks of a run reach each other, how long they wait, and how they work; `base.settings` explains each."""
-
-    lanes: str = _default("lanes")
-    timeout: float = _default("timeout")
-    insecure: bool = _default("insecure")
-    interfaces: str = _default("interfaces")
-    map_port: bool = _default("map_port")
-    metered: str = _default("metered")
-    tls_ca: str = _default("tls_ca")
-    tls_cert: str = _default("tls_cert")
-    tls_key: str = _default("tls_key")
-    streams: str = _default("streams")
-    stripe: str = _default("stripe")
-    topology: str = _default("topology")
-    limit: int = _default("limit")
-    on_loss: str = _default("on_loss")
-    patience: float = _default("patience")
-    quorum: str = _default("quorum")
-    compress: str = _default("compress")
-    check_every: int = _default("check_every")
-    plan: str = _default("plan")
-    warn_after: float = _default("warn_after")
-    bucket_bytes: int = _default("bucket_bytes")
-    heartbeat: float = _default("heartbeat")
-    host_silence: float = _default("host_silence")
-    process_silence: float = _default("process_silence")
-    exchange_bytes: int = _default("exchange_bytes")
-    doubling_bytes: int = _default("doubling_bytes")
-    tree_bytes: int = _default("tree_bytes")
-    segment_bytes: int = _default("segment_bytes")
-    cached_segment_bytes: int = _default("cached_segment_bytes")
-    ring_bytes: int = _default("ring_bytes")
-    kernel_copy: str = _default("kernel_copy")
-    eager_bytes: int = _default("eager_bytes")
-    credit_bytes: int = _default("credit_bytes")
-    call_handlers: int = _default("call_handlers")
-    call_bytes: int = _default("call_bytes")
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            setting = SETTINGS[field.name]
-            object.__setattr__(self, field.name, setting.kind.read(field.name, getattr(self, field.name)))
-        if self.host_silence < 4.5 * self.heartbeat:
-            raise ConfigError(
-                f"host_silence={self.host_silence:g} must be at least 4.5 times heartbeat={self.heartbeat:g}: a peer "
-                "is pinged and suspected before its machine is lost"
-            )
-        if self.process_silence < self.host_silence:
-            raise ConfigError(
-                f"process_silence={self.process_silence:g} must be at least host_silence={self.host_silence:g}"
-            )
-
-    def agreed(self) -> str:
-        """Return the settings that all ranks must share and that are not at their defaults, as one text.
-
-        `lanes` and `on_loss` are not in it: ranks tell each other these in fields of their own.
-        """
-        shared = [each for each in SETTINGS.values() if each.is_shared and each.name not in ("lanes", "on_loss")]
-        values = {each.name: getattr(self, each.name) for each in shared}
-        return ", ".join(f"{name}={value}" for name, value in values.items() if value != SETTINGS[name].default)
+HIDDEN: Final = ("secret",)
+"""Settings whose values are not shown."""
 
 
 def split_list(text: str) -> tuple[str, ...]:
@@ -161,3 +100,76 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in KNOWN_VARIABLES:
             raise ConfigError(f"{key} is set, but covey has no such setting{suggestion(key, KNOWN_VARIABLES)}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EffectiveSetting:
+    """One setting of this process: its value, and its source."""
+
+    name: str
+    value: str
+    """Never a secret."""
+    source: str
+    """`argument`, `environment`, `default`, or the path of a covey.toml or of a file with keys."""
+    variable: str
+
+
+def effective_settings(layers: Mapping[str, Mapping[str, str]]) -> list[EffectiveSetting]:
+    """Return all settings; `layers` has variables and their texts by source, those that take precedence first.
+
+    Raises:
+        ConfigError: a value is malformed.
+    """
+    return [_effective(setting, layers) for setting in SETTINGS.values()]
+
+
+def _effective(setting: Setting, layers: Mapping[str, Mapping[str, str]]) -> EffectiveSetting:
+    source = next((source for source, values in layers.items() if setting.variable in values), "default")
+    if source == "default":
+        value = setting.shown_default
+    elif setting.name in HIDDEN:
+        value = "(hidden)"
+    else:
+        value = setting.show(setting.kind.read(setting.variable, layers[source][setting.variable]))
+    return EffectiveSetting(name=setting.name, value=value, source=source, variable=setting.variable)
+
+
+def from_file(content: Mapping[str, Any], path: str, *, is_users: bool) -> dict[str, str]:
+    """Return the settings of a covey.toml, as texts by variable; `is_users` if it is in the configuration folder.
+
+    Raises:
+        ConfigError: a name is unknown or must not be set there, or a value is malformed.
+    """
+    found = {}
+    for name, value in content.items():
+        setting = SETTINGS.get(name)
+        if setting is None:
+            raise ConfigError(f"{path}: covey has no setting {name!r}{suggestion(name, SETTINGS)}")
+        if not setting.files:
+            raise ConfigError(f"{path}: {name} cannot be set in a file; set {setting.variable}")
+        if setting.files == USER_FILE and not is_users:
+            raise ConfigError(
+                f"{path}: {name} cannot be set by the folder of a program, because it affects security; set it in "
+                f"{FILE} of your configuration folder, or set {setting.variable}"
+            )
+        found[setting.variable] = setting.show(setting.kind.read(f"{path}: {name}", value))
+    return found
+
+
+def from_argument(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checked values of `join(settings=...)`, by name.
+
+    Raises:
+        ConfigError: a name is unknown or has an argument of its own, or a value is malformed.
+    """
+    found = {}
+    known = {name for name, setting in SETTINGS.items() if setting.argument == "settings"}
+    for name, value in settings.items():
+        setting = SETTINGS.get(name)
+        if setting is None:
+            raise ConfigError(f"settings={{{name!r}: ...}}: covey has no such setting{suggestion(name, known)}")
+        if name not in known:
+            instead = f"{setting.argument}= of join" if setting.argument else setting.variable
+            raise ConfigError(f"settings={{{name!r}: ...}}: use {instead}")
+        found[name] = setting.kind.read(name, value)
+    return found

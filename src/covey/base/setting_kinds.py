@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from covey.base.errors import ConfigError
 
@@ -17,14 +17,21 @@ _UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _RATE_UNITS: Final = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
-class Kind(Protocol):
+_Read = TypeVar("_Read", covariant=True)
+
+
+class Kind(Protocol[_Read]):
     """A kind of value."""
 
     @property
     def words(self) -> str:
         """What values of this kind are, for the documentation."""
 
-    def read(self, label: str, value: Any) -> Any:
+    @property
+    def metavar(self) -> str:
+        """What stands for a value in the help of a command; "" if its option takes none."""
+
+    def read(self, label: str, value: Any) -> _Read:
         """Return a value of this kind; raise ConfigError if `value` is none."""
 
 
@@ -36,6 +43,10 @@ class Seconds(NamedTuple):
     @property
     def words(self) -> str:
         return f"seconds, at least {self.least:g}" if self.least else "seconds"
+
+    @property
+    def metavar(self) -> str:
+        return "S"
 
     def read(self, label: str, value: Any) -> float:
         if isinstance(value, str):
@@ -62,6 +73,10 @@ class ByteCount(NamedTuple):
             f", a multiple of {self.multiple}" if self.multiple > 1 else ""
         )
 
+    @property
+    def metavar(self) -> str:
+        return "BYTES"
+
     def read(self, label: str, value: Any) -> int:
         size = value
         if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMG]iB|)", value, re.IGNORECASE)):
@@ -86,6 +101,10 @@ class Rate(NamedTuple):
             f"bits a second, `{show_rate(self.least)}` to `{show_rate(self.most)}`, or bytes a second as in `2.5MB`; "
             "`0`: no limit"
         )
+
+    @property
+    def metavar(self) -> str:
+        return "RATE"
 
     def read(self, label: str, value: Any) -> int:
         rate = value
@@ -120,6 +139,10 @@ class OneOf(NamedTuple):
     def words(self) -> str:
         return " or ".join(f"`{word}`" for word in self.known)
 
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.known)
+
     def read(self, label: str, value: Any) -> str:
         if value not in (*self.known, *self.hidden):
             raise ConfigError(f"{label}={value!r} is unknown; use one of {', '.join(self.known)}")
@@ -130,6 +153,10 @@ class Flag(NamedTuple):
     """On or off."""
 
     words: str = "1 or 0"
+
+    @property
+    def metavar(self) -> str:
+        return ""
 
     def read(self, label: str, value: Any) -> bool:
         word = ("1" if value else "0") if isinstance(value, bool) else str(value).lower()
@@ -145,16 +172,37 @@ class AnyText(NamedTuple):
 
     words: str = "text"
 
+    @property
+    def metavar(self) -> str:
+        return "TEXT"
+
     def read(self, label: str, value: Any) -> str:
         if not isinstance(value, str):
             raise ConfigError(f"{label}={value!r} must be text")
         return value
 
 
+class FilePath(NamedTuple):
+    """The path of a file or a folder."""
+
+    words: str = "a path"
+
+    @property
+    def metavar(self) -> str:
+        return "FILE"
+
+    def read(self, label: str, value: Any) -> str:
+        return AnyText(self.words).read(label, value)
+
+
 class Listing(NamedTuple):
     """Texts that are separated by commas; a list in covey.toml and in Python."""
 
     words: str = "a list, separated by commas"
+
+    @property
+    def metavar(self) -> str:
+        return "A,B"
 
     def read(self, label: str, value: Any) -> str:
         if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
@@ -174,6 +222,10 @@ class Number(NamedTuple):
     @property
     def words(self) -> str:
         return (f"`{self.word}` or " if self.word else "") + f"a number from {self.least} to {self.most}"
+
+    @property
+    def metavar(self) -> str:
+        return "N"
 
     def read(self, label: str, value: Any) -> str:
         text = str(value)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from covey.net.audit import Entry
 
-POLL_SECONDS: Final = 0.25
+ENTRIES_CHECK_EVERY: Final = 0.25
 """How often `--follow` looks for new entries."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
@@ -146,7 +146,7 @@ def _follow(new: audit_reader.Follower, choice: _Choice, last: int, *, as_json: 
         while True:
             found = [entry for entry in new.read() if entry.number > last and choice.takes(entry)]
             _print_lines(found, as_json=as_json)
-            time.sleep(POLL_SECONDS)
+            time.sleep(ENTRIES_CHECK_EVERY)
 
 
 def _verify(*, as_json: bool) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from covey.base.config import group_config
 from covey.base.errors import CoveyError
+from covey.base.pace import Growing
 from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import meant_ids, resolve_id, short_id
 from covey.net.settings_files import effective_environment
+from covey.runtime.backoff import Backoff
 from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 OBEY_SECONDS: Final = 5.0
 """How long running nodes may take to confirm a new charter."""
 ASK_SECONDS: Final = 2.0
-_PAUSE: Final = 0.1
+PAUSES: Final = Growing(0.1, 0.5)
 
 
 @contextmanager
@@ -59,13 +62,16 @@ def _spread(cluster: Cluster, serial: int, *, quiet: bool) -> tuple[list[message
     with among(cluster, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]
         obeying: dict[bytes, messages.Card] = {}
-        deadline = time.monotonic() + OBEY_SECONDS
-        while len(obeying) < len(cards) and time.monotonic() < deadline:
+        tries = Backoff("nodes that confirm the charter", PAUSES, within=OBEY_SECONDS, level=logging.DEBUG)
+        tries.begin()
+        while len(obeying) < len(cards) and not tries.is_over:
             asked = [card for card in cards if card.id not in obeying]
             for card, answer in zip(asked, visit.ask_all(asked, messages.Ask(), ASK_SECONDS), strict=True):
                 if isinstance(answer, messages.Tell) and answer.charter >= serial:
                     obeying[card.id] = card
-            time.sleep(_PAUSE)
+            if len(obeying) < len(cards):
+                tries.failed(f"{len(cards) - len(obeying)} have not")
+                time.sleep(tries.pause)
     return list(obeying.values()), [card for card in cards if card.id not in obeying]
 
 

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
     Ask = Callable[[messages.RequestCheckpoint], messages.CheckpointProgress | None]
 
-ANSWER_SECONDS: Final = 35.0
+RANKS_ANSWER_SECONDS: Final = 35.0
 """How long ranks may take to answer: a little longer than they wait for each other."""
-POLL_SECONDS: Final = 0.2
+PROGRESS_ASK_EVERY: Final = 0.2
+"""How often `--wait` asks how far the checkpoint is."""
 LOST_ANSWERS: Final = 3
 """So many questions in a row may stay without an answer."""
 
@@ -57,8 +58,8 @@ def checkpoint(
         progress = ask(messages.RequestCheckpoint(secrets.token_hex(8), path))
         if progress is None:
             raise DeadlineError(
-                f"the run {run!r} did not answer within the timeout of {ANSWER_SECONDS:g} s: its ranks may be stopped, "
-                "or may not have joined yet"
+                f"the run {run!r} did not answer within the timeout of {RANKS_ANSWER_SECONDS:g} s: its ranks may be "
+                "stopped, or may not have joined yet"
             )
         if progress.state == "refused":
             raise ConfigError(f"the run {run!r} refuses the request: {progress.text}")
@@ -85,7 +86,7 @@ def _await(ask: Ask, checkpoint_id: str, seconds: float) -> messages.CheckpointP
     """
     until, silent = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+        time.sleep(PROGRESS_ASK_EVERY)
         progress = ask(messages.RequestCheckpoint(checkpoint_id, "", True))
         silent = silent + 1 if progress is None else 0
         if progress is not None and progress.state == "over":
@@ -105,14 +106,14 @@ def _asking(run: str, cluster: str | None, look: float) -> Iterator[Ask]:
         from covey.runtime.mesh.local_visit import visiting_ranks
 
         with visiting_ranks(found) as ranks:
-            yield lambda question: ranks.ask_one(question, ANSWER_SECONDS)
+            yield lambda question: ranks.ask_one(question, RANKS_ANSWER_SECONDS)
         return
     with visiting_members(run, found, look) as (visit, members, _):
 
         def ask(question: messages.RequestCheckpoint) -> messages.CheckpointProgress | None:
             for member in members:
                 with contextlib.suppress(CoveyError):  # it has left; another one knows
-                    answer = visit.ask(member.card, question, ANSWER_SECONDS)
+                    answer = visit.ask(member.card, question, RANKS_ANSWER_SECONDS)
                     return answer if isinstance(answer, messages.CheckpointProgress) else None
             return None
 

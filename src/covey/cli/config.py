@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from covey.base.config import refuse_unknown
+from covey.base.config import EffectiveSetting, effective_settings, refuse_unknown
 from covey.base.errors import ConfigError
-from covey.base.settings import FILE, SETTINGS, EffectiveSetting, effective_settings, suggestion
+from covey.base.settings import FILE, SETTINGS, suggestion
 from covey.cli.layout import Column, room, table, wrap
 from covey.net.settings_files import settings_of_files
 

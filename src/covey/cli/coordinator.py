@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.coordinator.records import Sizes
     from covey.coordinator.security import Security
 
-POLL_SECONDS: Final = 0.2
+CHECKPOINT_ASK_EVERY: Final = 0.2
 """How often `checkpoint --wait` asks."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -145,7 +145,7 @@ def checkpoint(
         found = client.call("StartCheckpoint", pb.StartCheckpointRequest(run=run, path=path))
         deadline = time.monotonic() + wait
         while found.phase == pb.Checkpoint.PENDING and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHECKPOINT_ASK_EVERY)
             found = client.call("GetCheckpoint", pb.GetCheckpointRequest(run=run, id=found.id))
         phase = _phase(found)
     if phase == "failed":

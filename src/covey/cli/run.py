@@ -1,59 +1,168 @@
-"""`covey run`: starts a script as ranks on this machine, or as nodes of a run of the cluster."""
+"""`covey run`: starts a script as ranks on this machine, or as nodes of a run of the cluster.
+
+What was typed becomes a `RunRequest`, and one of three functions runs it: on this machine only (`_here`), as this
+machine's share of a run of the cluster (`_in_cluster`), or on several machines from this terminal (`_on_several`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping  # noqa: TC003 - typer reads the types of the fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
 
-from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
-from covey.base.settings import SETTINGS
+from covey.base.settings import RUN, SETTINGS
+from covey.cli.options import command_of, variables_of
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from covey.base.config import GroupConfig
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
+SIZES: Final = ("run_size", "run_min_size", "run_max_size")
+_MACHINES: Final = "Several machines"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Lanes(enum.StrEnum):
-    SHM = "shm"
-    UNIX = "unix"
-    TCP = "tcp"
-    SECURE = "secure"
-    QUIC = "quic"
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What was typed after `covey run`."""
 
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or any program.")]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None
+    processes: Annotated[
+        int | None,
+        typer.Option("-n", metavar="K", help="Start K processes here. Alone: as the ranks of a run on this machine."),
+    ] = None
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
+    ] = None
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Restart a failed process up to N times, with --on-loss continue."),
+    ] = 0
+    solo: Annotated[
+        bool, typer.Option("--solo", help="With -n: the processes are independent, and need not join the run.")
+    ] = False
+    torch_env: Annotated[
+        bool,
+        typer.Option(
+            "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
+        ),
+    ] = False
+    log_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also write the output of each rank to a file in DIR.")
+    ] = None
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT", help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT."
+        ),
+    ] = None
+    new: Annotated[
+        bool, typer.Option("--new", help="Give up an earlier run of this name that is not known to be over.")
+    ] = False
+    relay_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
+            show_default="off",
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|A,B",
+            help="Start on these machines, where `covey up` runs, or on all that are trusted; -n on each.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B:2",
+            help="Start on these machines with ssh, and so many processes on each.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None
+    requirements: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --on: make an environment with these packages on each machine.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="With --on: also send these files, which may hold secrets; may be given repeatedly.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes",
+            help="With --on: do not ask before files are sent to a machine for the first time.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = False
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="With --on: return when all have started, and leave them running.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings that were given as options, by name."""
 
-class Stripe(enum.StrEnum):
-    AUTO = "auto"
-    OFF = "off"
+    @property
+    def run_name(self) -> str:
+        """The name of the run: as given, or COVEY_RUN, or the name of the script without .py."""
+        return self.settings.get("run") or os.environ.get("COVEY_RUN") or self.short_name
 
+    @property
+    def short_name(self) -> str:
+        """The name of the script without .py, or of the module."""
+        return self.script if self.module else Path(self.script).stem
 
-class OnLoss(enum.StrEnum):
-    RAISE = "raise"
-    CONTINUE = "continue"
+    @property
+    def is_of_cluster(self) -> bool:
+        """Whether an option asks for a run of the cluster."""
+        rows = (SETTINGS[name] for name in self.settings)
+        asked = any(row.option is not None and row.option.of_cluster for row in rows)
+        return asked or self.new or self.relay_limit is not None
 
-
-class Quorum(enum.StrEnum):
-    MAJORITY = "majority"
-    ANY = "any"
+    def command(self) -> list[str]:
+        """Return the command that each process executes; ConfigError if there is no such program."""
+        return command_line(
+            self.script,
+            self.arguments or [],
+            module=self.module,
+            run_name=self.settings.get("run"),
+            python=self.python,
+        )
 
 
 class RunCommand(typer.core.TyperCommand):
@@ -65,7 +174,7 @@ class RunCommand(typer.core.TyperCommand):
         if len(words) > 1 and not given.get("module") and is_run_name(words[0], words[1]):
             args = [*args[: len(args) - len(words)], *words[1:]]
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
-            if isinstance(other := given.get("run_name"), str):
+            if isinstance(other := given.get("run"), str):
                 raise ConfigError(f"the run has two names, {words[0]!r} and {other!r}; give one")
             args = ["--run", words[0], *args]
         elif len(words) > 1 and not given.get("module"):
@@ -93,188 +202,7 @@ class RunCommand(typer.core.TyperCommand):
             )
 
 
-# What follows the script belongs to the script, options too.
-@app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False}, options_metavar="[RUN] [OPTIONS]")
-def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or any program.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("-n", metavar="K", help="Start K processes here. Alone: as the ranks of a run on this machine."),
-    ] = None,
-    run_name: Annotated[
-        str | None,
-        typer.Option("--run", metavar="RUN", help="The run's name.", show_default="the script's, without .py"),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
-    ] = None,
-    min_size: Annotated[
-        int | None,
-        typer.Option(
-            "--min",
-            min=1,
-            metavar="N",
-            help="Begin when N nodes are there.",
-            show_default=SETTINGS["run_min_size"].shown_default,
-        ),
-    ] = None,
-    max_size: Annotated[
-        int | None, typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.")
-    ] = None,
-    size: Annotated[int | None, typer.Option("--size", min=1, metavar="N", help="Exactly N nodes.")] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            "--wait",
-            metavar="S",
-            help="Seconds to wait for the other nodes.",
-            show_default=SETTINGS["join_timeout"].shown_default,
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast."),
-    ] = None,
-    relay: Annotated[
-        str | None,
-        typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
-    ] = None,
-    map_port: Annotated[
-        bool,
-        typer.Option("--map-port", help="Ask the router to let connections in: opens a port to the internet."),
-    ] = False,
-    relay_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--relay-limit",
-            metavar="RATE",
-            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
-            show_default="off",
-        ),
-    ] = None,
-    interfaces: Annotated[
-        str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
-    ] = None,
-    lanes: Annotated[
-        Lanes | None, typer.Option(help="Use this kind of lane for all ranks, instead of the best for each pair.")
-    ] = None,
-    stripe: Annotated[
-        Stripe | None, typer.Option(help="Use several networks between two machines at once, if that is faster.")
-    ] = None,
-    limit: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Send and receive at most this here: 20M (bits a second) or 2.5MB (bytes)."),
-    ] = None,
-    on_loss: Annotated[
-        OnLoss | None,
-        typer.Option(
-            help="When a member is lost, end with an error or continue without it.", show_default="what the script says"
-        ),
-    ] = None,
-    patience: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Seconds to wait for a quorum before ending with an error.",
-            show_default=SETTINGS["patience"].shown_default,
-        ),
-    ] = None,
-    quorum: Annotated[
-        Quorum | None,
-        typer.Option(help="Which members may continue: a majority of the last view, or any part, as separate runs."),
-    ] = None,
-    compress: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CODEC", help="Send gradients in fewer bytes, for instance as int8; see the guide to compression."
-        ),
-    ] = None,
-    tie_breaker: Annotated[
-        str | None,
-        typer.Option(
-            "--tie-breaker",
-            metavar="here|NAME",
-            help="The machine with which half of the members may continue.",
-            show_default="that of rank 0",
-        ),
-    ] = None,
-    new: Annotated[
-        bool,
-        typer.Option("--new", help="Give up an earlier run of this name that is not known to be over."),
-    ] = False,
-    restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Restart a failed process up to N times, with --on-loss continue."),
-    ] = 0,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PORT",
-            help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT.",
-        ),
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|A,B",
-            help="Start on these machines, where `covey up` runs, or on all that are trusted; -n on each.",
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(metavar="A,B:2", help="Start on these machines with ssh, and so many processes on each."),
-    ] = None,
-    requirements: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --on: make an environment with these packages on each machine."),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN", help="With --on: also send these files, which may hold secrets; may be given repeatedly."
-        ),
-    ] = None,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", help="With --on: do not ask before files are sent to a machine for the first time."),
-    ] = False,
-    python: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
-    ] = None,
-    log_dir: Annotated[
-        str | None,
-        typer.Option("--log-dir", metavar="DIR", help="Also write the output of each rank to a file in DIR."),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="With --on: return when all have started, and leave them running.")
-    ] = False,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
-    torch_env: Annotated[
-        bool,
-        typer.Option(
-            "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
-        ),
-    ] = False,
-    solo: Annotated[
-        bool,
-        typer.Option("--solo", help="With -n: the processes are independent, and need not join the run."),
-    ] = False,
-    tls_ca: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="PEM file: nodes also need a certificate of this authority."),
-    ] = None,
-    tls_cert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file with the certificate of this machine.")
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file with the key of that certificate.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
-    ] = False,
-) -> None:
+def run(request: RunRequest) -> None:
     """Start a script as a node of a run in the cluster; or, with -n alone, as ranks on this machine only.
 
     In a cluster, type the same command on each machine: covey run train.py
@@ -295,135 +223,116 @@ def run(
 
     SIGTERM is passed on as well. If all processes then exit with 0, so does covey run.
     """
-    if on is not None or hosts is not None:
-        from covey.cli import several_machines
-
-        limits = {"--size": size, "--min": min_size, "--max": max_size}
-        of_all = {"--cluster": cluster, "--wait": wait, "--interfaces": interfaces, "--lanes": lanes, "-m": module}
-        of_all |= {"--on-loss": on_loss, "--patience": patience, "--quorum": quorum, "--compress": compress}
-        of_all |= {"--stripe": stripe}
-        of_all |= {"--limit": None if limit is None else check_limit(limit)}
-        of_all |= {"--tie-breaker": tie_breaker, "--new": new, "--restarts": restarts, "--torch-env": torch_env}
-        of_all |= {"--seeds": seeds, "--tls-ca": _whole_path(tls_ca), "--tls-cert": _whole_path(tls_cert)}
-        of_all |= {"--tls-key": _whole_path(tls_key), "--relay": relay}
-        several_machines.refuse(
-            {
-                "--http": http,
-                "--insecure": insecure,
-                "--relay-limit": relay_limit,
-                "--map-port": map_port,
-                "--solo": solo,
-            }
-        )
-        name = run_name or default_run_name(script, module=module)
-        wanted = several_machines.Program(script, tuple(arguments or ()), name, module, python, requirements)
-        terms = several_machines.FanOut(processes, limits, of_all, log_dir, detach, tuple(include or ()), yes)
-        raise typer.Exit(several_machines.start(wanted, terms, on=on, hosts=hosts))
-    if requirements is not None or detach or include or yes:
+    if request.on is not None or request.hosts is not None:
+        code = _on_several(request)
+    elif request.requirements is not None or request.detach or request.include or request.yes:
         raise ConfigError(
             "--requirements, --include, --yes and --detach go with --on: they are about programs that agents start"
         )
-    command = command_line(script, arguments or [], module=module, run_name=run_name, python=python)
-    page = None
-    if http is not None:
-        from covey.runtime.keeper.pages import parse_address
+    elif request.processes is not None and not request.is_of_cluster:
+        code = _here(request, request.processes)
+    else:
+        code = _in_cluster(request)
+    raise typer.Exit(code)
 
-        page = parse_address(http)
-    settings: dict[str, str] = {}
-    if lanes is not None:
-        settings["COVEY_LANES"] = lanes.value
-    if on_loss is not None:
-        settings["COVEY_ON_LOSS"] = on_loss.value
-    if patience is not None:
-        settings["COVEY_PATIENCE"] = str(check_timeout(patience, "--patience"))
-    if quorum is not None:
-        settings["COVEY_QUORUM"] = quorum.value
-    if stripe is not None:
-        settings["COVEY_STRIPE"] = stripe.value
-    if limit is not None:
-        settings["COVEY_LIMIT"] = check_limit(limit)
-    if compress is not None:
-        settings["COVEY_COMPRESS"] = check_compress(compress)
-    program = script if module else Path(script).name
-    short_name = program if module else Path(script).stem
-    sizes = (min_size, max_size, size)
-    others = (
-        run_name,
-        cluster,
-        wait,
-        seeds,
-        relay,
-        relay_limit,
-        interfaces,
-        tie_breaker,
-        new or None,
-        map_port or None,
+
+# What follows the script belongs to the script, options too.
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False}, options_metavar="[RUN] [OPTIONS]")(
+    command_of(RunRequest, RUN, run)
+)
+
+
+def _here(request: RunRequest, processes: int) -> int:
+    """Run the script as the ranks of a run on this machine; return its exit code."""
+    command, page = request.command(), _page(request)
+    say_that_it_stays_here(processes, request.script)
+    return keep(
+        functools.partial(LocalRun, processes, name=request.short_name, torch_env=request.torch_env),
+        command,
+        env=variables_of(request.settings),
+        restarts=request.restarts,
+        http=page,
+        log_dir=request.log_dir,
+        is_solo=request.solo or request.torch_env,
     )
-    certificates = (tls_ca, tls_cert, tls_key)
-    if processes is not None and all(option is None for option in (*sizes, *others, *certificates)):
-        if insecure:
-            settings["COVEY_INSECURE"] = "1"
-        say_that_it_stays_here(processes, script)
-        make_run = functools.partial(LocalRun, processes, name=short_name, torch_env=torch_env)
-        is_solo = solo or torch_env
-        code = keep(make_run, command, env=settings, restarts=restarts, http=page, log_dir=log_dir, is_solo=is_solo)
-        raise typer.Exit(code)
-    if insecure:
-        raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
-    if size is not None and (min_size is not None or max_size is not None):
-        raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
-    if not all(limit is None for limit in (size, min_size, max_size)):
-        for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
-            os.environ.pop(name, None)  # the command line overrides all three
-    asked = {
-        "COVEY_RUN": run_name or default_run_name(script, module=module),
-        "COVEY_RUN_PROGRAM": program,
-        "COVEY_RUN_SIZE": size,
-        "COVEY_RUN_MIN_SIZE": min_size,
-        "COVEY_RUN_MAX_SIZE": max_size,
-        "COVEY_JOIN_TIMEOUT": wait,
-        "COVEY_TORCH_ENV": 1 if torch_env else None,
-        "COVEY_CLUSTER": cluster,
-        "COVEY_SEEDS": seeds,
-        "COVEY_RELAYS": relay,
-        "COVEY_MAP_PORT": 1 if map_port else None,
-        "COVEY_INTERFACES": interfaces,
-        "COVEY_TIE_BREAKER": tie_breaker,
-        "COVEY_TLS_CA": _whole_path(tls_ca),
-        "COVEY_TLS_CERT": _whole_path(tls_cert),
-        "COVEY_TLS_KEY": _whole_path(tls_key),
-        "COVEY_RUN_MIN_HOSTS": None if size is not None or min_size is not None else MIN_HOSTS,
-    }
-    variables = {name: str(value) for name, value in asked.items() if value is not None}
+
+
+def _in_cluster(request: RunRequest) -> int:
+    """Run this machine's share of a run of the cluster; return its exit code."""
     from covey.cli.relay import parse_relay_limit
 
-    rate = parse_relay_limit(relay_limit)
-    share = share_of_run(1 if processes is None else processes, variables, is_new=new, relay_rate=rate)
-    raise typer.Exit(keep(share, command, env=settings, restarts=restarts, http=page, log_dir=log_dir))
+    command, page = request.command(), _page(request)
+    given = request.settings
+    if "insecure" in given:
+        raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
+    if "run_size" in given and given.keys() & {"run_min_size", "run_max_size"}:
+        raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
+    if given.keys() & {*SIZES}:
+        for name in SIZES:
+            os.environ.pop(SETTINGS[name].variable, None)  # the command line overrides all three
+    variables = {
+        **variables_of(given),
+        "COVEY_RUN": request.run_name,
+        "COVEY_RUN_PROGRAM": request.script if request.module else Path(request.script).name,
+    }
+    if request.torch_env:
+        variables["COVEY_TORCH_ENV"] = "1"
+    if not given.keys() & {"run_size", "run_min_size"}:
+        variables["COVEY_RUN_MIN_HOSTS"] = str(MIN_HOSTS)
+    processes = 1 if request.processes is None else request.processes
+    rate = parse_relay_limit(request.relay_limit)
+    share = share_of_run(processes, variables, is_new=request.new, relay_rate=rate)
+    return keep(share, command, restarts=request.restarts, http=page, log_dir=request.log_dir)
 
 
-def check_limit(limit: str) -> str:
-    """Return the value of --limit; ConfigError if it is not a rate."""
-    SETTINGS["limit"].kind.read("--limit", limit)
-    return limit
+def _on_several(request: RunRequest) -> int:
+    """Run the script on several machines; return its exit code."""
+    from covey.cli import several_machines
+
+    of_machine = {SETTINGS[name].flag: True for name in request.settings if _is_of_machine(name)}
+    for option, value in {
+        "--http": request.http,
+        "--relay-limit": request.relay_limit,
+        "--solo": request.solo,
+        **of_machine,
+    }.items():
+        if value:
+            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
+    flags = {"-m": request.module, "--new": request.new, "--torch-env": request.torch_env}
+    words = [flag for flag, is_given in flags.items() if is_given]
+    words += ["--restarts", str(request.restarts)] if request.restarts else []
+    program = several_machines.Program(
+        request.script,
+        tuple(request.arguments or ()),
+        request.run_name,
+        request.module,
+        request.python,
+        request.requirements,
+    )
+    terms = several_machines.FanOut(
+        request.processes,
+        request.settings,
+        tuple(words),
+        request.log_dir,
+        request.detach,
+        tuple(request.include or ()),
+        request.yes,
+    )
+    return several_machines.start(program, terms, on=request.on, hosts=request.hosts)
 
 
-def check_compress(compress: str) -> str:
-    """Return the value of --compress; ConfigError for a codec or parameter that does not exist."""
-    from covey.compress.policy import make_policy  # slow to load
-
-    try:
-        make_policy(compress)
-    except ConfigError as error:
-        is_unknown = "there is no codec" in str(error)
-        own = ". One that the script registers is named by COVEY_COMPRESS, or in covey.join" if is_unknown else ""
-        raise ConfigError(f"--compress {compress}: {error}{own}") from None
-    return compress
+def _is_of_machine(name: str) -> bool:
+    option = SETTINGS[name].option
+    return option is not None and option.of_machine
 
 
-def default_run_name(script: str, *, module: bool) -> str:
-    """Return the name of a run that was given none: COVEY_RUN, or the name of the script without .py."""
-    return os.environ.get("COVEY_RUN") or (script if module else Path(script).stem)
+def _page(request: RunRequest) -> tuple[str, int] | None:
+    """Return where to serve pages about the processes, if anywhere."""
+    if request.http is None:
+        return None
+    from covey.runtime.keeper.pages import parse_address
+
+    return parse_address(request.http)
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:
@@ -490,10 +399,6 @@ def _keeper_config(env: Mapping[str, str]) -> GroupConfig:
     names = ("interfaces", "tls_ca", "tls_cert", "tls_key")
     given: dict[str, Any] = {name: env.get(f"COVEY_{name.upper()}", "") for name in names}
     return GroupConfig(**given)
-
-
-def _whole_path(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(path)
 
 
 def is_run_name(word: str, following: str) -> bool:

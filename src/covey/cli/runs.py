@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.net.local_runs import LocalRunFound
     from covey.runtime.mesh.visit import Visit
 
-ANSWER_SECONDS: Final = 5.0
+RUN_NAME_SECONDS: Final = 5.0
 """How long nodes may take to tell which run they are in."""
 
 
@@ -71,7 +71,7 @@ def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[Visite
         with working(f"looking for nodes of {cluster.name} ..."):
             visit.look(wait)
         seen = visit.members()
-        told = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
+        told = visit.ask_all([state.card for state in seen], messages.Ask(), RUN_NAME_SECONDS)
         runs = {answer.run for answer in told if isinstance(answer, messages.Tell)}
         if run not in runs:
             names = listed(repr(printable(name)) for name in sorted(runs)) or "none"

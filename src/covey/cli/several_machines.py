@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import secrets
 import sys
@@ -14,6 +13,8 @@ import typer
 
 from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError
+from covey.base.settings import SETTINGS
+from covey.cli.options import words_of
 from covey.cli.terminal import working
 from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
@@ -46,9 +47,9 @@ class FanOut(NamedTuple):
 
     processes: int | None
     """On each machine."""
-    limits: Mapping[str, int | None]
-    """The options of `covey run` about the size of the run."""
-    options: Mapping[str, object]
+    settings: Mapping[str, str]
+    """The settings that were given as options of `covey run`, by name."""
+    words: tuple[str, ...]
     """Its other options."""
     log_dir: str | None
     detach: bool
@@ -76,41 +77,21 @@ def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None)
     return _with_ssh(program, terms, hosts)
 
 
-def refuse(given: Mapping[str, object]) -> None:
-    """Raise ConfigError if an option was given that has no meaning with --on and --hosts."""
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} does not go with --on and --hosts; leave it out")
-
-
-def environment_with(options: Mapping[str, object]) -> MutableMapping[str, str]:
-    """Set the options that say how nodes reach each other for this process, too, and return its environment."""
+def environment_with(settings: Mapping[str, str]) -> MutableMapping[str, str]:
+    """Set the settings that say how nodes reach each other for this process, too, and return its environment."""
     env = effective_environment()
-    for name in ("seeds", "interfaces", "tls_ca", "tls_cert", "tls_key"):
-        if (value := options.get(f"--{name.replace('_', '-')}")) is not None:
-            env[f"COVEY_{name.upper()}"] = str(value)
-    if (relay := options.get("--relay")) is not None:
-        env["COVEY_RELAYS"] = str(relay)
+    for name, text in settings.items():
+        option = SETTINGS[name].option
+        if option is not None and option.of_cluster and SETTINGS[name].section == SETTINGS["interfaces"].section:
+            env[SETTINGS[name].variable] = text
     return env
 
 
-def passed_on(options: Mapping[str, object]) -> list[str]:
-    """Return options as words of a command line, without those that were not given."""
-    words = []
-    for name, value in options.items():
-        if value is None or value is False or (name == "--restarts" and value == 0):
-            continue
-        words.append(name)
-        if value is not True:
-            words.append(str(value.value if isinstance(value, enum.Enum) else value))
-    return words
-
-
-def sized(limits: Mapping[str, int | None], total: int) -> list[str]:
-    """Return the options that say how many nodes the run has: as given, or exactly those that are started."""
-    if any(value is not None for value in limits.values()):
-        return passed_on(limits)
-    return ["--size", str(total)]
+def sized(settings: Mapping[str, str], total: int) -> dict[str, str]:
+    """Return settings that say how many nodes the run has: as given, or exactly those that are started."""
+    if settings.keys() & {"run_size", "run_min_size", "run_max_size"}:
+        return dict(settings)
+    return {**settings, "run_size": str(total)}
 
 
 def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
@@ -130,9 +111,9 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     words = (script_in(Path.cwd(), program), *program.arguments)
     interpreter = _interpreter(program.requirements, program.python)
     logs = None if terms.log_dir is None else RankLogs(terms.log_dir)
-    env, chosen = environment_with(terms.options), terms.options.get("--cluster")
-    cluster = ClusterOptions(chosen if isinstance(chosen, str) else None).find(env)
-    of_all = passed_on({**terms.options, "--cluster": None})  # agents are of one cluster
+    env = environment_with(terms.settings)
+    cluster = ClusterOptions(terms.settings.get("cluster")).find(env)
+    of_all = {name: text for name, text in terms.settings.items() if name not in ("run", "cluster")}  # agents know
     folder = take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir), terms.includes)
     processes = terms.processes or 1
     screen = Screen(logs)
@@ -146,7 +127,7 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
         wanted = Launch(
             program.run,
             processes,
-            (*sized(terms.limits, total), *of_all),
+            (*words_of(sized(of_all, total)), *terms.words),
             words,
             interpreter,
             0.0 if terms.detach else LEASE_SECONDS,
@@ -172,16 +153,16 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
 
     hosts = parse_hosts(text, terms.processes or 1)
     logs = None if terms.log_dir is None else RankLogs(terms.log_dir)
-    env = environment_with(terms.options)
-    cluster = _cluster_for_ssh(terms.options.get("--cluster"), env)
-    seeds = terms.options.get("--seeds") or ",".join(host.name.rpartition("@")[2] for host in hosts)
-    of_all = {**terms.options, "--cluster": cluster.name, "--seeds": seeds, "--run": program.run}
+    env = environment_with(terms.settings)
+    cluster = _cluster_for_ssh(terms.settings.get("cluster"), env)
+    seeds = terms.settings.get("seeds") or ",".join(host.name.rpartition("@")[2] for host in hosts)
+    of_all = {**terms.settings, "cluster": cluster.name, "seeds": seeds, "run": program.run}
     python = program.python or sys.executable
-    of_all |= {"--python": program.python}
+    others = [*terms.words, *(["--python", program.python] if program.python else [])]
     total = sum(host.processes for host in hosts)
     shares = []
     for host in hosts:
-        words = ["run", "-n", str(host.processes), *sized(terms.limits, total), *passed_on(of_all)]
+        words = ["run", "-n", str(host.processes), *words_of(sized(of_all, total)), *others]
         words += [program.script, *program.arguments]
         shares.append(SshShare(host, ssh_command(os.environ), python, words, cluster.secret.key))
 
@@ -222,13 +203,12 @@ def _interpreter(requirements: str | None, python: str | None) -> Interpreter:
     return Interpreter("", text)
 
 
-def _cluster_for_ssh(name: object, env: MutableMapping[str, str]) -> Cluster:
+def _cluster_for_ssh(name: str | None, env: MutableMapping[str, str]) -> Cluster:
     """Return the cluster of this machine; if it is in none, one with a new secret for this run only."""
     from covey.net.keys import clusters
     from covey.wire.secret import KEY_BYTES, ClusterSecret
 
-    chosen = name if isinstance(name, str) else None
     has_secret = any(each in env for each in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_SECRET_FD", "COVEY_CLUSTER"))
-    if chosen is None and not has_secret and not clusters.list_clusters():
+    if name is None and not has_secret and not clusters.list_clusters():
         return clusters.Cluster(ClusterSecret(OWN_CLUSTER, secrets.token_bytes(KEY_BYTES)))
-    return replace(ClusterOptions(chosen).find(env), seeds=())
+    return replace(ClusterOptions(name).find(env), seeds=())

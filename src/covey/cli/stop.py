@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-END_SECONDS: Final = 45.0
+PROGRAMS_END_SECONDS: Final = 45.0
 """`covey run` gives its processes 30 s to save their work."""
-_POLL_SECONDS: Final = 0.2
+ENDED_CHECK_EVERY: Final = 0.2
+"""How often the agents are asked whether the programs have ended."""
 
 
 @app.command()
@@ -60,7 +61,7 @@ def _is_meant(report: object, run: str) -> bool:
 
 
 def _await_end(running: list[tuple[AgentCaller, int]]) -> None:
-    deadline, left = time.monotonic() + END_SECONDS, list(running)
+    deadline, left = time.monotonic() + PROGRAMS_END_SECONDS, list(running)
     while left:
         agent, number = left[0]
         try:
@@ -72,7 +73,8 @@ def _await_end(running: list[tuple[AgentCaller, int]]) -> None:
             del left[0]
         elif time.monotonic() > deadline:
             raise DeadlineError(
-                f"{agent.name}: it has not ended within the timeout of {END_SECONDS:g} s; `covey stop --kill` kills it"
+                f"{agent.name}: it has not ended within the timeout of {PROGRAMS_END_SECONDS:g} s; `covey stop --kill` "
+                "kills it"
             )
         else:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(ENDED_CHECK_EVERY)

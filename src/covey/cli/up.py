@@ -7,13 +7,17 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Mapping  # noqa: TC003 - typer reads the types of the fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.base.config import group_config
+from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError
+from covey.base.settings import UP
 from covey.cli.charter import machine_of
+from covey.cli.options import command_of, variables_of, words_of
 from covey.cli.relay import parse_relay_limit
 from covey.cli.terminal import say
 from covey.net.keys import clusters, trust
@@ -37,8 +41,10 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def up(
+@dataclass(frozen=True, kw_only=True)
+class UpRequest:
+    """What was typed after `covey up`."""
+
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,35 +53,21 @@ def up(
             "all: every member of the cluster.",
             show_default="only this machine itself",
         ),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
-    ] = None,
-    interfaces: Annotated[
-        str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
-    ] = None,
-    relay: Annotated[
-        str | None,
-        typer.Option("--relay", metavar="A,B", help="host:port of relays, for machines that cannot connect."),
-    ] = None,
+    ] = None
     relay_limit: Annotated[
         str | None,
         typer.Option(
-            "--relay-limit",
             metavar="RATE",
             help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
             show_default="off",
         ),
-    ] = None,
-    map_port: Annotated[
-        bool,
-        typer.Option("--map-port", help="Ask the router to let connections in: opens a port to the internet."),
-    ] = False,
-    unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False,
-) -> None:
+    ] = None
+    unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings that were given as options, by name."""
+
+
+def up(request: UpRequest) -> None:
     """Let members of the cluster start programs on this machine, until Ctrl-C.
 
     `covey run --on` starts programs here, `covey ps`, `covey logs` and `covey stop` are about them.
@@ -85,27 +77,20 @@ def up(
     When this command ends, the programs that it has started end with it. The audit log has every start.
     """
     env = effective_environment()
-    if interfaces is not None:
-        env["COVEY_INTERFACES"] = interfaces
-    if map_port:
-        env["COVEY_MAP_PORT"] = "1"
-    if relay is not None:
-        env["COVEY_RELAYS"] = relay
-    found = ClusterOptions(cluster, None, None if seeds is None else tuple(seeds.split(","))).find(env)
+    seeds = request.settings.get("seeds")
+    of_nodes = {name: text for name, text in request.settings.items() if name not in ("cluster", "seeds")}
+    env.update(variables_of(of_nodes))  # also for the programs that it starts
+    options = ClusterOptions(request.settings.get("cluster"), None, None if seeds is None else split_list(seeds))
+    found = options.find(env)
     if not clusters.cluster_path(found.name).exists():
         raise ConfigError(
             "covey up needs a machine that is in the cluster: run `covey enroll` with the join code first"
         )
     ensure_identity()
-    permission = permission_for(found, allow or [])
-    rate = parse_relay_limit(relay_limit)
-    if unit:
-        machines = ["all"] if permission.is_for_all else sorted(map(id_text, permission.machines))
-        options = [f"--cluster={found.name}", *(f"--allow={each}" for each in machines)]
-        given = (("interfaces", interfaces), ("seeds", seeds), ("relay", relay), ("relay-limit", relay_limit))
-        options += [f"--{name}={value}" for name, value in given if value]
-        options += ["--map-port"] if map_port else []
-        return typer.echo(unit_text(found.name, options), nl=False)
+    permission = permission_for(found, request.allow or [])
+    rate = parse_relay_limit(request.relay_limit)
+    if request.unit:
+        return typer.echo(unit_text(found.name, _options(request, found, permission)), nl=False)
     from covey.agent.agent import serving
 
     ending = threading.Event()
@@ -123,7 +108,7 @@ def up(
         if permission.is_for_all:
             say("Every member of the cluster can run anything as your user.")
         elif permission.machines:
-            say(f"{', '.join(allow or [])} can run anything as your user, and this machine itself.")
+            say(f"{', '.join(request.allow or [])} can run anything as your user, and this machine itself.")
         else:
             say("Only this machine itself may start programs here; --allow lets others.")
         if agent.relay_port:
@@ -133,6 +118,17 @@ def up(
             pass
     if problem:
         raise problem[0]
+
+
+app.command()(command_of(UpRequest, UP, up))
+
+
+def _options(request: UpRequest, cluster: Cluster, permission: Permission) -> list[str]:
+    """Return the options of a command that does the same as this one, whatever machine names mean later."""
+    machines = ["all"] if permission.is_for_all else sorted(map(id_text, permission.machines))
+    options = {**request.settings, "cluster": cluster.name}
+    limit = [f"--relay-limit={request.relay_limit}"] if request.relay_limit else []
+    return [*words_of(options), *(f"--allow={each}" for each in machines), *limit]
 
 
 def permission_for(cluster: Cluster, allow: list[str]) -> Permission:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RECONNECT_SECONDS: Final = 5.0
 """A worker whose stream broke is taken to have ended after this time: a live one registers again sooner."""
-SILENT_SECONDS: Final = 30.0
+WORKER_SILENCE: Final = 30.0
 """A worker is silent if it was not heard for this long."""
 
 
@@ -224,7 +224,7 @@ class CoordinatedRun:
 
     def _is_silent(self, worker: WorkerRecord, now: float) -> bool:
         heard_at = self._heard_at.get(worker.id, self._began_at)
-        return worker.id not in self._connected and now > heard_at + SILENT_SECONDS
+        return worker.id not in self._connected and now > heard_at + WORKER_SILENCE
 
     # What is known
 

@@ -33,7 +33,7 @@ PAUSES: Final = Growing(0.1, 2.0)
 STEADY_SECONDS: Final = 20.0
 """After a registration that held for so long, the next attempt counts as the first."""
 UNREGISTER_SECONDS: Final = 3.0
-END_SECONDS: Final = 5.0
+THREAD_SECONDS: Final = 5.0
 """How long the threads may take to end."""
 
 
@@ -145,7 +145,7 @@ class Session:
             client.close()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(END_SECONDS)
+                thread.join(THREAD_SECONDS)
 
     # The thread of the registration
 

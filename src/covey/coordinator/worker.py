@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from covey.base import seeds
-from covey.base.config import check_timeout, group_config
+from covey.base.config import check_timeout, from_argument, group_config
 from covey.base.errors import ClosedError, ConfigError
-from covey.base.settings import from_argument
 from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import local_address_towards, rendezvous_folder
 from covey.net.settings_files import effective_environment

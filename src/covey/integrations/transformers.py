@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import TrainerCallback
 
 from covey.base.errors import CoveyError
+from covey.base.pace import Growing
 from covey.integrations.process_group import ready_group
+from covey.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
@@ -21,7 +23,8 @@ __all__ = ["CoveyCallback"]
 
 STOP: Final = "stop"
 """The id and the path of the checkpoint after which all ranks stop."""
-RETRY_SECONDS: Final = 0.2
+PAUSES: Final = Growing(0.1, 1.0)
+"""Between requests for the last checkpoint, while another one is under way."""
 
 
 class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -61,5 +64,7 @@ class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     def _stop(self) -> None:
         """Request a checkpoint after which all ranks stop; again, if another one is under way."""
         with contextlib.suppress(CoveyError):  # the group has ended, and so has the training
-            while self.group.request_checkpoint(STOP, id=STOP) != STOP:
-                time.sleep(RETRY_SECONDS)
+            tries = Backoff("the end of the checkpoint that is under way", PAUSES)  # ends with the group
+            while (under_way := self.group.request_checkpoint(STOP, id=STOP)) != STOP:
+                tries.failed(f"checkpoint {under_way} is not saved on all ranks")
+                time.sleep(tries.pause)

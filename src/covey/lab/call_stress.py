@@ -26,7 +26,7 @@ from covey.runtime.keeper.launch import launch
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
 
-CALL_SECONDS: Final = 600.0
+STRESS_SECONDS: Final = 600.0
 """How long a call may take when thousands of them share two cores."""
 GROWTH_BYTES: Final = 4 << 20
 """How much more Python and numpy may hold after the last round than after the first: lists of calls that have run."""
@@ -72,7 +72,7 @@ def main() -> None:
 
 def run(stress: CallStress) -> list[dict[str, int]]:
     """Run the nodes as processes; return what each of them counted. AssertionError: something went wrong."""
-    return launch(take_part, stress.nodes, stress, timeout=2 * CALL_SECONDS * stress.rounds)
+    return launch(take_part, stress.nodes, stress, timeout=2 * STRESS_SECONDS * stress.rounds)
 
 
 def take_part(group: Group, stress: CallStress) -> dict[str, int]:
@@ -99,13 +99,13 @@ def take_part(group: Group, stress: CallStress) -> dict[str, int]:
             number = turn * stress.calls + index
             data = contents(size_of(chance, stress), group.rank, number)
             peer = chance.choice([rank for rank in range(group.size) if rank != group.rank])
-            work = node.call_async(peer, "mirror", group.rank, number, data, timeout=CALL_SECONDS)
+            work = node.call_async(peer, "mirror", group.rank, number, data, timeout=STRESS_SECONDS)
             if chance.random() < stress.cancelled:
                 threading.Timer(chance.uniform(0, 2), work.cancel).start() if index % 50 == 0 else work.cancel()
             works.append((number, data, work))
         for number, data, work in works:
             try:
-                result = work.wait(CALL_SECONDS)
+                result = work.wait(STRESS_SECONDS)
             except CallCancelledError:
                 report["cancelled"] += 1
                 continue
@@ -126,7 +126,7 @@ def _await_silence(group: Group) -> None:
     """Wait until no call is open here, in either direction."""
     node = node_of(group)
     assert node is not None
-    core, deadline = serve_calls(node)._core, time.monotonic() + CALL_SECONDS
+    core, deadline = serve_calls(node)._core, time.monotonic() + STRESS_SECONDS
     while len(core.outgoing) or len(core.incoming) or core.incoming.running:
         assert time.monotonic() < deadline, "calls are left without an end"
         time.sleep(0.01)

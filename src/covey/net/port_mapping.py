@@ -47,7 +47,8 @@ FAILED_PAUSE: Final = 60.0
 """How long to wait after the router has refused, or has not answered."""
 TRIES: Final = (0.25, 0.5, 1.0)
 """Seconds that each try of one request waits for an answer."""
-CLOSE_SECONDS: Final = 3.0
+UNMAP_SECONDS: Final = 3.0
+"""How long closing waits until the router has removed the mapping."""
 ANSWERS_LIMIT: Final = 16
 """Datagrams that are read for one try: most routers send one."""
 ROUTES: Final = Path("/proc/net/route")
@@ -92,7 +93,7 @@ class PortMapping:
     def close(self) -> None:
         """Take the mapping back, and end. Closing twice is fine."""
         self._ending.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(UNMAP_SECONDS)
 
     def _keep(self) -> None:
         while not self._ending.is_set():

@@ -12,8 +12,9 @@ from collections import ChainMap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.config import from_file
 from covey.base.errors import ConfigError
-from covey.base.settings import FILE, from_file
+from covey.base.settings import FILE
 from covey.net.descriptors import explain
 from covey.net.home import home_path
 

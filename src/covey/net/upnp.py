@@ -46,7 +46,7 @@ FOUND_LIMIT: Final = 16
 """Answers of the router that are read for each search."""
 HTTP_SECONDS: Final = 3.0
 """For one exchange with the router, from the connection to the last byte: some are slow."""
-END_SECONDS: Final = 2.0
+DELETE_SECONDS: Final = 2.0
 """For the exchange that takes the mapping back: a process waits for it at its end."""
 WAKE_SECONDS: Final = 0.25
 """How often a search looks whether it is still wanted."""
@@ -90,7 +90,7 @@ class UpnpPort:
         if self._service is None or not self.external:
             return
         external, self.external = self.external, 0
-        error = _do(self._service, "DeletePortMapping", END_SECONDS, **_outside(external))
+        error = _do(self._service, "DeletePortMapping", DELETE_SECONDS, **_outside(external))
         if error not in {0, NOT_MAPPED}:
             raise _refusal(error)
 

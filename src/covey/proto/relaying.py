@@ -6,7 +6,8 @@ Invariants:
 - A token of a cluster has at most one registration. A later one replaces it: both proved the cluster's key.
 - A connection is one of: a registration, a caller that waits, or neither. Joined connections leave the table.
 - A call is answered at most once, and only by the holder of its id, which only the registration's connection was told.
-- A call that is not answered within CALL_SECONDS is refused. A registration that says nothing for SILENT_SECONDS ends.
+- A call that is not answered within CALL_SECONDS is refused. One that says nothing for
+  REGISTRATION_SILENCE ends.
 - A connection is told about tokens of its own cluster only.
 """
 
@@ -38,7 +39,8 @@ CALL_SECONDS: Final = 4.0
 """How long a call waits for the other side: less than a handshake may take, so that the caller learns the reason."""
 ASK_SECONDS: Final = 15.0
 """How often a registration is asked whether it is still there; routers forget connections that carry nothing."""
-SILENT_SECONDS: Final = 45.0
+REGISTRATION_SILENCE: Final = 45.0
+"""A registration that says nothing for so long ends."""
 CALLS_AT_ONCE: Final = 128
 """Calls to one token that wait at the same time."""
 NEWS_RATE, NEWS_BURST = 4.0, 128.0
@@ -191,7 +193,7 @@ class RelayTable:
         while self._asked and now >= next(iter(self._asked.values())) + ASK_SECONDS:
             connection = next(iter(self._asked))
             cluster, token = self._keys[connection]
-            if now - self._clusters[cluster][token].heard_at >= SILENT_SECONDS:
+            if now - self._clusters[cluster][token].heard_at >= REGISTRATION_SILENCE:
                 self._forget(connection)
                 self._effects.append(CloseConnection(connection))
             else:

@@ -36,9 +36,9 @@ HEAD_LIMIT_BYTES: Final = 8192
 PIECE_BYTES: Final = 4096
 REQUEST_SECONDS: Final = 5.0
 """How long a client may take for its request."""
-ANSWER_SECONDS: Final = 30.0
+READ_ANSWER_SECONDS: Final = 30.0
 """How long a client may take to read the answer."""
-CLOSE_SECONDS: Final = 2.0
+BEGUN_ANSWERS_SECONDS: Final = 2.0
 """How long `close` waits for answers that have begun."""
 _HOST: Final = re.compile(r"(?P<name>\[[^\]]*\]|[^:\[\]]+)(:\d*)?")
 """The header of this name: an address in brackets, or a name, and perhaps a port."""
@@ -107,7 +107,7 @@ class HttpServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        until = time.monotonic() + CLOSE_SECONDS
+        until = time.monotonic() + BEGUN_ANSWERS_SECONDS
         for thread in (self._thread, *list(self._handlers)):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
@@ -162,7 +162,7 @@ class HttpServer:
                     response, is_head = self._answer(asked, address), asked.method == b"HEAD"
                 else:
                     response, is_head = text("", asked), False
-                connection.settimeout(ANSWER_SECONDS)
+                connection.settimeout(READ_ANSWER_SECONDS)
                 connection.sendall(_written(http, response, is_head=is_head))
         except Exception:
             logger.exception("a request over HTTP could not be answered")

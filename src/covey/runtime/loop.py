@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 MAKE_SECONDS: Final = 5.0
 """How long a cancelled coroutine may take to clean up."""
+LOOP_SECONDS: Final = 10.0
+"""How long the control loop may take for a call that waits for no other process."""
 LOOK_UP_EVERY: Final = 0.5
 """Seconds after which a waiting thread executes Python code, so that handlers of signals run."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PORT: Final = 5351
 LIFETIME: Final = 3600
 """Seconds that it grants at most."""
-_START_SECONDS: Final = 10.0
+GATEWAY_START_SECONDS: Final = 10.0
 
 
 class Gateway(asyncio.DatagramProtocol):
@@ -186,13 +186,13 @@ class GatewayThread:
 
     def __enter__(self) -> GatewayThread:
         self._thread.start()
-        if not self._is_open.wait(_START_SECONDS):
+        if not self._is_open.wait(GATEWAY_START_SECONDS):
             raise TimeoutError("the gateway did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._ending.set)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(GATEWAY_START_SECONDS)
 
     def _run(self) -> None:
         with contextlib.closing(self._loop):

@@ -8,8 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.base.config import GroupConfig
-from covey.base.settings import from_argument
+from covey.base.config import GroupConfig, from_argument
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at

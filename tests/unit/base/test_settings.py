@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.in_turn import in_turn
+from tests.support.waiting import DEADLINE
 
 import covey
-from covey.base.config import KNOWN_VARIABLES, GroupConfig, group_config
+from covey.base.config import KNOWN_VARIABLES, GroupConfig, effective_settings, from_argument, from_file, group_config
 from covey.base.errors import ConfigError
 from covey.base.limits import MAX_MEMBERS
 from covey.base.setting_kinds import ByteCount
-from covey.base.settings import (
-    ANY_FILE,
-    SETTINGS,
-    USER_FILE,
-    differences_of,
-    effective_settings,
-    from_argument,
-    from_file,
-)
+from covey.base.settings import ANY_FILE, SETTINGS, USER_FILE, differences_of
+from covey.runtime.joining.request import OTHER_ARGUMENTS, JoinArguments
 
-SRC = Path(__file__).parents[3] / "src" / "covey"
+ROOT = Path(__file__).parents[3]
+SRC = ROOT / "src" / "covey"
 
 
 def test_every_field_of_a_group_is_in_the_table_with_its_default() -> None:
@@ -36,9 +36,78 @@ def test_every_field_of_a_group_is_in_the_table_with_its_default() -> None:
     assert named == {field.name: getattr(config, field.name) for field in fields(GroupConfig)}
 
 
-def test_every_argument_of_the_table_is_one_of_join() -> None:
-    arguments = inspect.signature(covey.join).parameters
-    assert {setting.argument for setting in SETTINGS.values() if setting.argument} <= set(arguments)
+def test_type_checkers_know_the_arguments_of_join_that_the_table_has() -> None:
+    ours = {setting.argument for setting in SETTINGS.values()} - {"", "run"}
+    assert ours | {*OTHER_ARGUMENTS} == {*JoinArguments.__annotations__}
+    for function in (covey.join, covey.join_async, covey.generations):
+        shown = inspect.signature(function).parameters
+        assert {*shown} == {"run", *JoinArguments.__annotations__}
+        for name in shown:
+            assert re.search(rf"^ *{name}: .+\.$", str(function.__doc__), re.M | re.S), f"{function.__name__}: {name}"
+
+
+ROW = """
+    fuse: float = _own(
+        _LOSSES, Seconds(1.0), 7.5, "How long a fuse burns. Wet.", is_shared=True, option=Option(),
+    )
+    # fmt: on
+"""
+
+
+def test_a_setting_is_one_row(tmp_path: Path) -> None:
+    """A row makes the field, the variable, the key of a file, the argument, the option, its help, and the reference."""
+    copied = tmp_path / "covey"
+    shutil.copytree(SRC, copied, copy_function=os.symlink)
+    table = copied / "base" / "settings.py"
+    text = table.read_text()
+    table.unlink()
+    table.write_text(text.replace("\n    # fmt: on\n", ROW, 1))
+    code = """
+import contextlib, inspect, json
+import covey
+from covey.base.config import GroupConfig, from_file, group_config
+from covey.base.errors import ConfigError
+from covey.cli.main import app
+from tools import settings_reference
+
+def refused(function, *given, **named):
+    try:
+        function(*given, **named)
+    except ConfigError as error:
+        return str(error)
+
+found = {
+    "field": GroupConfig().fuse,
+    "variable": group_config({"COVEY_FUSE": "9"}).fuse,
+    "file": from_file({"fuse": 3}, "covey.toml", is_users=False),
+    "agreed": GroupConfig(fuse=2.0).agreed(),
+    "argument": refused(covey.join, fuse="x"),
+    "signature": "fuse" in inspect.signature(covey.join).parameters,
+    "documentation": "fuse: How long a fuse burns" in covey.join.__doc__,
+    "option": refused(app, ["run", "-n", "1", "--fuse", "0.5", "x.py"], standalone_mode=False),
+    "reference": next(line for line in settings_reference.page().splitlines() if line.startswith("| `fuse`")),
+}
+with contextlib.suppress(SystemExit):
+    app(["run", "--help"], prog_name="covey")
+print(json.dumps(found))
+"""
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "100"}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    *help_lines, last = ended.stdout.splitlines()
+    assert json.loads(last) == {
+        "field": 7.5,
+        "variable": 9.0,
+        "file": {"COVEY_FUSE": "3"},
+        "agreed": "fuse=2.0",
+        "argument": "fuse='x' is not a number of seconds",
+        "signature": True,
+        "documentation": True,
+        "option": "--fuse=0.5 must be at least 1 seconds",
+        "reference": "| `fuse` **=** | seconds, at least 1 | `7.5` | `fuse` | yes | How long a fuse burns. Wet. |",
+    }
+    line = next(line for line in help_lines if "--fuse" in line)
+    assert line.split()[1:-1] == ["--fuse", "S", "How", "long", "a", "fuse", "burns.", "[default:", "(7.5)]"]
 
 
 @functools.cache
@@ -169,7 +238,7 @@ def test_two_ranks_that_differ_are_told_each_setting_and_both_values() -> None:
 @pytest.mark.parametrize("name", ["run_size", "run_min_size", "run_max_size"])
 def test_a_run_may_have_as_many_nodes_as_a_view_has_members(name: str) -> None:
     setting = SETTINGS[name]
-    assert setting.kind.read(name, str(MAX_MEMBERS)) == str(MAX_MEMBERS)
+    assert setting.kind.read(name, str(MAX_MEMBERS)) == MAX_MEMBERS
     with pytest.raises(ConfigError, match=f"{name}='{MAX_MEMBERS + 1}' must be a number from 1 to {MAX_MEMBERS}"):
         setting.kind.read(name, str(MAX_MEMBERS + 1))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from covey.base.settings import EffectiveSetting
+from covey.base.config import EffectiveSetting
 from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Wait, Way
 from covey.cli.doctor.finding import WEIGHTS, Finding
 from covey.cli.doctor.findings import findings

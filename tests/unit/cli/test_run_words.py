@@ -12,8 +12,9 @@ import pytest
 import typer.main
 
 from covey.base.errors import ConfigError
-from covey.cli.run import OnLoss, app, check_compress, command_line, is_run_name, share_of_run
-from covey.cli.several_machines import Program, environment_with, passed_on, script_in, sized
+from covey.cli.options import check_compress, words_of
+from covey.cli.run import app, command_line, is_run_name, share_of_run
+from covey.cli.several_machines import Program, environment_with, script_in, sized
 from covey.runtime.joining.torch_env import without_rank
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def test_the_first_word_is_the_script_if_there_is_no_other() -> None:
 
 def test_a_word_before_the_script_names_the_run() -> None:
     assert parsed("mine", "train.py", "--lr", "3") == {
-        "run_name": "mine",
+        "run": "mine",
         "script": "train.py",
         "arguments": ["--lr", "3"],
     }
@@ -63,7 +64,7 @@ def test_a_word_before_the_script_names_the_run() -> None:
     ],
 )
 def test_options_may_stand_before_and_after_the_name_of_the_run_but_not_after_the_script(words) -> None:
-    wanted = {"run_name": "mine", "processes": 2, "min_size": 3, "script": "train.py", "arguments": ["--min", "9"]}
+    wanted = {"run": "mine", "processes": 2, "run_min_size": "3", "script": "train.py", "arguments": ["--min", "9"]}
     assert parsed(*words) == wanted
 
 
@@ -75,7 +76,7 @@ def test_what_is_or_looks_like_a_script_or_python_names_no_run(first) -> None:
 
 @pytest.mark.parametrize("first", ["sh", "data", "mine"])
 def test_before_a_python_script_a_word_names_the_run_whatever_else_is_called_so(first) -> None:
-    assert parsed(first, "train.py") == {"run_name": first, "script": "train.py"}
+    assert parsed(first, "train.py") == {"run": first, "script": "train.py"}
 
 
 @pytest.mark.parametrize("first", ["sh", "data"])
@@ -90,7 +91,7 @@ def test_a_program_before_options_of_covey_and_a_script_is_an_error_that_names_b
     rest = " ".join((*options, "train.py"))
     assert f"covey run --run sh {rest}" in str(raised.value)
     assert f"covey run {shutil.which('sh')} {rest}" in str(raised.value)
-    assert parsed("--run", "sh", *options, "train.py")["run_name"] == "sh"
+    assert parsed("--run", "sh", *options, "train.py")["run"] == "sh"
     whole = str(shutil.which("sh"))
     assert parsed(whole, *options, "train.py") == {"script": whole, "arguments": [*options, "train.py"]}
 
@@ -102,7 +103,7 @@ def test_a_program_before_its_own_options_is_that_program(words) -> None:
 
 def test_with_a_module_only_the_option_names_the_run() -> None:
     assert parsed("-m", "mine", "train") == {"module": True, "script": "mine", "arguments": ["train"]}
-    assert parsed("--run", "mine", "-m", "nest.egg")["run_name"] == "mine"
+    assert parsed("--run", "mine", "-m", "nest.egg")["run"] == "mine"
 
 
 def test_a_run_has_one_name() -> None:
@@ -122,7 +123,7 @@ def test_covey_is_a_program_also_if_it_is_not_on_the_path(folder: Path, monkeypa
     monkeypatch.setenv("PATH", str(folder / "empty"))
     assert parsed("-n", "2", "covey", "bench", "--quick")["script"] == "covey"
     assert command_line("covey", ["bench"], module=False) == [sys.executable, "-m", "covey", "bench"]
-    assert parsed("covey", "train.py") == {"run_name": "covey", "script": "train.py"}
+    assert parsed("covey", "train.py") == {"run": "covey", "script": "train.py"}
     (folder / "covey").write_text("")
     assert command_line("covey", ["bench"], module=False) == [sys.executable, "covey", "bench"]
 
@@ -188,7 +189,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(monkeypatc
     ],
 )
 def test_a_mistyped_codec_is_an_error_before_anything_is_started(compress: str, error: str) -> None:
-    assert check_compress("embed.*=topk(0.01), *=int8") == "embed.*=topk(0.01), *=int8"
+    check_compress("embed.*=topk(0.01), *=int8")
     with pytest.raises(ConfigError, match=error):
         typer.main.get_command(app).main(["-n", "2", "--compress", compress, "train.py"], standalone_mode=False)
 
@@ -233,14 +234,42 @@ def test_a_script_outside_of_the_folder_that_is_sent_is_refused(folder: Path) ->
 
 
 def test_options_of_all_machines_are_passed_on_as_they_were_given() -> None:
-    given = {"--on-loss": OnLoss.CONTINUE, "--wait": 5.0, "-m": True, "--new": False, "--seeds": None, "--restarts": 0}
-    assert passed_on(given) == ["--on-loss", "continue", "--wait", "5.0", "-m"]
-    assert sized({"--size": None, "--min": 2, "--max": None}, 8) == ["--min", "2"]
-    assert sized({"--size": None, "--min": None, "--max": None}, 8) == ["--size", "8"]
+    given = {"on_loss": "continue", "join_timeout": "5.0", "map_port": "1"}
+    assert words_of(given) == ["--on-loss=continue", "--wait=5.0", "--map-port"]
+    assert parsed(*words_of(given), "train.py") == {
+        "on_loss": "continue",
+        "join_timeout": "5.0",
+        "map_port": True,
+        "script": "train.py",
+    }
+    assert sized({"run_min_size": "2"}, 8) == {"run_min_size": "2"}
+    assert sized({}, 8) == {"run_size": "8"}
 
 
 def test_a_terminal_looks_for_agents_where_the_nodes_of_its_run_will() -> None:
     with patch.dict(os.environ):  # in a terminal, they are settings of all that it starts
-        env = dict(environment_with({"--seeds": "north", "--interfaces": "eth0", "--tls-ca": "/ca.pem"}))
+        env = dict(environment_with({"seeds": "north", "interfaces": "eth0", "tls_ca": "/ca.pem", "patience": "5"}))
     found = {name: env.get(name) for name in ("COVEY_SEEDS", "COVEY_INTERFACES", "COVEY_TLS_CA", "COVEY_TLS_KEY")}
     assert list(found.values()) == ["north", "eth0", "/ca.pem", None]
+    assert "COVEY_PATIENCE" not in env
+
+
+def test_each_option_is_checked_by_the_kind_of_its_setting_and_its_error_names_the_option() -> None:
+    for words, problem in (
+        (("--lanes", "smh"), "--lanes='smh' is unknown; use one of auto, shm"),
+        (("--min", "0"), "--min='0' must be a number from 1 to 1024"),
+        (("--patience", "soon"), "--patience='soon' is not a number of seconds"),
+        (("--limit", "10"), "--limit='10' is not a rate"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            parsed(*words, "train.py")
+    assert parsed("--tls-ca", "ca.pem", "train.py")["tls_ca"] == os.path.abspath("ca.pem")
+
+
+def test_options_that_ask_for_a_run_of_the_cluster_are_not_ignored_with_n() -> None:
+    for words in (("--seeds", "a"), ("--size", "2"), ("--run", "mine"), ("--new",), ("--relay-limit", "20M")):
+        with pytest.raises(ConfigError, match="covey enroll"):
+            typer.main.get_command(app).main(["-n", "2", *words, "train.py"], standalone_mode=False)
+    for flag in ("--insecure", "--map-port"):
+        with pytest.raises(ConfigError, match=f"{flag} does not go with --on and --hosts"):
+            typer.main.get_command(app).main(["--on", "all", flag, "train.py"], standalone_mode=False)

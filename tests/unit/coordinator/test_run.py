@@ -9,7 +9,7 @@ import pytest
 
 from covey.coordinator.records import CheckpointPhase, CheckpointRecord, RunRecord, Sizes, ViewRecord, WorkerState
 from covey.coordinator.refusal import Reason, RefusalError
-from covey.coordinator.run import RECONNECT_SECONDS, SILENT_SECONDS, Assignment, CoordinatedRun, Registration
+from covey.coordinator.run import RECONNECT_SECONDS, WORKER_SILENCE, Assignment, CoordinatedRun, Registration
 
 THREE = Sizes(3, 3, 0.0)
 
@@ -146,7 +146,7 @@ def test_a_round_is_over_when_those_that_are_not_heard_can_have_no_quorum(
     for name in left:
         if name.islower():
             front.leave(name)
-    front.now += SILENT_SECONDS + 1
+    front.now += WORKER_SILENCE + 1
     front.sizes = Sizes(1, 5, 0.0)
     for name in {left[0], *filter(str.isupper, left)}:
         front.register(name.lower(), start=1)
@@ -250,7 +250,7 @@ def test_a_coordinator_that_has_lost_its_state_learns_it_from_the_workers() -> N
     with refused(Reason.CONTRADICTION):
         front.register("b", assignment=Assignment(4, 2, 3, "10.0.0.1:1"))
     front.register("d")
-    assert not front.later(SILENT_SECONDS)
+    assert not front.later(WORKER_SILENCE)
 
 
 def test_a_checkpoint_is_done_when_all_members_have_ended_it() -> None:

@@ -191,7 +191,7 @@ HELD = {
         f"a rule of its own from {deciding.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
-        f"leaves waits up to a {every(leaving.CLOSE_SECONDS)} for links",
+        f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
         f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
         f"for {spelled(hearing.PATIENCE)} seconds at most, for ranks that are alive",
         f"them to call its last operation, and {spelled(parting.PATIENCE)} seconds at most",
@@ -206,7 +206,7 @@ HELD = {
         f"the peers that send to it, {times(1 / receiving_limit.DIVIDE_SECONDS)} a second",
         f"if it has changed by {spelled(receiving_limit.WORTH_TELLING)}",
         f"{percent(sending_limit.PAYLOAD_SHARE)} is what is divided",
-        f"asks the kernel {times(1 / packet_losses.LOOK_SECONDS)} a second how many packets",
+        f"asks the kernel {times(1 / packet_losses.LOSS_SAMPLE_EVERY)} a second how many packets",
         f"those that lose {percent(packet_losses.LOSSY)} or more",
         f"tried with up to {size(path_monitor.TRIAL_BYTES)}, and",
         f"{striped.NUMBER.size} bytes tell the receiver its place",
@@ -332,7 +332,7 @@ HELD = {
     "docs/guides/coordinator.md": (
         f"accepted {spelled(coordinator.RECONNECT_SECONDS)} seconds later at the latest",
         f"growing pauses of up to {spelled(session.PAUSES.most)} seconds",
-        f"not heard for {spelled(coordinator.SILENT_SECONDS / 60)} a minute",
+        f"not heard for {spelled(coordinator.WORKER_SILENCE / 60)} a minute",
     ),
     "docs/guides/elastic.md": (
         f"stops the other ranks after a {every(keeper.FAILURE_GRACE)}, unless",
@@ -415,7 +415,7 @@ HELD = {
         f"{trials.MOST_REST_SECONDS / 60:g} minutes",
         f"fewer records ({size(seal.SPREAD_RECORD_LIMIT)}) than streams",
         f"From {overlay.FULL_UP_TO + 1} nodes on",
-        f"idle for {spelled(resting_links.IDLE_SECONDS)} seconds",
+        f"idle for {spelled(resting_links.LINK_IDLE_SECONDS)} seconds",
         f"`auto` is `full` up to {overlay.FULL_UP_TO} nodes",
         f"If they are {percent(packet_losses.LOSSY)} or more, the lane uses BBR",
         f"noticed after {line.MOVED_SECONDS:g} seconds if the machine is found on another network, and otherwise after "
@@ -477,7 +477,7 @@ HELD = {
     ),
     "docs/reference/settings.md": (
         f"under `covey run`, on at least {run.MIN_HOSTS} machines",
-        f"the default is {environment.JOIN_SECONDS:g} under a launcher",
+        f"Under a launcher, the default is {environment.JOIN_SECONDS:g}",
         f"`auto` is `kregular` for more than {overlay.FULL_UP_TO} nodes",
         f"After {spelled(SILENCES.suspect_least / SILENCES.heartbeat)} times that, a peer is suspected",
         f"After the first {size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of a process, lanes get at most "

@@ -83,7 +83,7 @@ def test_arguments_that_contradict_themselves_are_refused(asked: dict[str, Any],
 
 
 def test_arguments_beat_the_variables_of_a_launcher() -> None:
-    request = JoinRequest(rank=1, size=3, address="127.0.0.1:4000")
+    request = JoinRequest.of({"rank": 1, "size": 3, "address": "127.0.0.1:4000"})
     target = request.resolve({"RANK": "0", "WORLD_SIZE": "2", "COVEY_RUN": "a run"})
     assert target.run is None
     assert target.launched is not None

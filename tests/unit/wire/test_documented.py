@@ -271,7 +271,7 @@ NUMBERS = (
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
     f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
-    f"{relaying.SILENT_SECONDS:.0f} s without a word end",
+    f"{relaying.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
     f"the label `{relay._LABEL.decode()}`",
     f"A call that is not taken within {relaying.CALL_SECONDS:.0f} s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from covey.base.settings import EffectiveSetting  # noqa: TC001 - a dataclass field, which msgspec reads
+from covey.base.config import EffectiveSetting  # noqa: TC001 - a dataclass field, which msgspec reads
 
 FORMAT: Final = 1
 """Version of the JSON layout; keys are only ever added."""

@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import KNOWN_VARIABLES
+from covey.base.config import KNOWN_VARIABLES, EffectiveSetting, effective_settings
 from covey.base.errors import ConfigError
-from covey.base.settings import SETTINGS, EffectiveSetting, effective_settings
+from covey.base.settings import SETTINGS
 from covey.base.version import __version__
 from covey.cli.doctor.facts import Folder, Machine, PrivatePath
 from covey.net.keys import clusters

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SEARCH_SECONDS: Final = 2.5
 """How long to search. Multicast DNS repeats its question twice in the first second; answers take at most one more."""
-ANSWER_SECONDS: Final = 4.0
+REACH_ANSWER_SECONDS: Final = 4.0
 """How long other nodes have to answer."""
 ENOUGH_SECONDS: Final = 8.0
 """No measurement starts later than this."""
@@ -116,7 +116,7 @@ class Search:
         for attempt in trying:  # they try the addresses that connections from here came from
             attempt.result(PROBE_SECONDS + LATE_SECONDS)
         elsewhere = [card for card in cards if card.contact.host != ours.host]  # on this machine every address works
-        replies = visit.ask_all(elsewhere, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
+        replies = visit.ask_all(elsewhere, messages.Reach(ours.addresses, self._token), REACH_ANSWER_SECONDS)
         answers = {card.id: answer for card, answer in zip(elsewhere, replies, strict=True)}
         nodes = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from covey.base.settings import EffectiveSetting
+    from covey.base.config import EffectiveSetting
     from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Way
     from covey.cli.doctor.finding import Finding, Weight
 

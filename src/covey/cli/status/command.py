@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SEARCH_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0
 """How long to look while no node answers."""
-ANSWER_SECONDS: Final = 1.0
+NODE_ANSWER_SECONDS: Final = 1.0
 WATCH_SECONDS: Final = 2.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -124,7 +124,7 @@ def look_around(visit: Visit, seconds: float | None = None) -> None:
 def take(visit: Visit, *, has_events: bool) -> Picture:
     """Ask every node for its state, and one of each run for its last events; combine the answers."""
     seen = visit.members()
-    answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
+    answers = visit.ask_all([state.card for state in seen], messages.Ask(), NODE_ANSWER_SECONDS)
     mesh = visit.mesh
     drawn = picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals), visit.agents())
     return with_events(drawn, last_events(visit, tellers(seen, answers))) if has_events else drawn
@@ -152,12 +152,14 @@ def _draw(visit: Visit, console: Console, path: Path | None, *, is_shown: bool) 
 def networks(visit: Visit) -> dict[str, RunNetwork | None]:
     """Return what the nodes of each run have measured of their links; None for a run that has not measured."""
     cards = [state.card for state in visit.members()]
-    return measured_networks(visit, cards, visit.ask_all(cards, messages.Ask(), ANSWER_SECONDS), ANSWER_SECONDS)
+    return measured_networks(
+        visit, cards, visit.ask_all(cards, messages.Ask(), NODE_ANSWER_SECONDS), NODE_ANSWER_SECONDS
+    )
 
 
 def last_events(visit: Visit, to_ask: dict[str, messages.Card]) -> dict[str, list[Event]]:
     """Return the last events of each run, by name; none of a run whose node does not answer."""
-    answers = visit.ask_all(list(to_ask.values()), messages.Inspect(EVENTS), ANSWER_SECONDS)
+    answers = visit.ask_all(list(to_ask.values()), messages.Inspect(EVENTS), NODE_ANSWER_SECONDS)
     told: dict[str, list[Event]] = {}
     for run, answer in zip(to_ask, answers, strict=True):
         if isinstance(answer, messages.Inspected) and answer.what == EVENTS and answer.pages:

@@ -18,7 +18,7 @@ from covey.cli.runs import find_run, here, visiting_members
 from covey.cli.terminal import plural, say
 from covey.cli.trace.merge import chrome_trace, merge
 from covey.net.local_runs import LocalRunFound
-from covey.runtime.keeper.flights import collect
+from covey.runtime.keeper.flights import OPERATIONS_SECONDS, collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
 from covey.wire.flight import Flight, decode_flight
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from covey.cli.trace.merge import Timeline
     from covey.net.keys.clusters import Cluster
 
-ANSWER_SECONDS: Final = 5.0
 FILE_LIMIT_BYTES: Final = 1 << 26
 TOGETHER_SECONDS: Final = 60.0
 """Files of one run that were written within this time are about the same moment."""
@@ -176,8 +175,8 @@ def _checked(run: str, flights: list[Flight], size: int, noun: str) -> list[Flig
     """Return what was told in the order of seats, and say how many did not answer; DeadlineError if all did not."""
     if not flights:
         raise DeadlineError(
-            f"no {noun} of the run {run!r} has told its operations within the timeout of {ANSWER_SECONDS:g} s: they "
-            "may not have joined yet"
+            f"no {noun} of the run {run!r} has told its operations within the timeout of {OPERATIONS_SECONDS:g} s: "
+            "they may not have joined yet"
         )
     if missing := size - len(flights):
         say(f"{plural(missing, noun)} did not answer", err=True)

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
-from covey.cli.run import Lanes, OnLoss, command_line
+from covey.cli.options import setting_option
+from covey.cli.run import command_line
 from covey.lab.chaos.checked_run import CheckedRun, check_again, draw
 from covey.lab.chaos.command_run import CommandRun
 from covey.lab.chaos.cutting import require_cutting
@@ -98,10 +99,8 @@ def chaos(
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="End the job after this long.", show_default="never")
     ] = None,
-    lanes: Annotated[Lanes | None, typer.Option(help="Use this kind of lane between all ranks.")] = None,
-    on_loss: Annotated[
-        OnLoss | None, typer.Option(help="What the job does about losses.", show_default="what it says")
-    ] = None,
+    lanes: Annotated[str | None, setting_option("lanes")] = None,
+    on_loss: Annotated[str | None, setting_option("on_loss", default="what the job says")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
     ] = False,
@@ -143,7 +142,7 @@ def chaos(
                 count=7 if count is None else count,
                 duration=duration,
                 min_alive=min_alive or 0,
-                lanes="" if lanes is None else lanes.value,
+                lanes=lanes or "",
             )
             for number in range(runs)
         ]
@@ -166,7 +165,7 @@ def chaos(
     )
     argv = command_line(command[0], command[1:], module=False)
     settings = {"COVEY_LANES": lanes, "COVEY_ON_LOSS": on_loss}
-    env = {name: value.value for name, value in settings.items() if value is not None}
+    env = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(_run(terms, argv, env, timeout, as_json=as_json))
 
 

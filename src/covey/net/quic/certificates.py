@@ -25,7 +25,7 @@ WINDOW_BYTES: Final = 4 << 20
 PACKET_BYTES: Final = 1232
 """The longest datagrams: with their headers they fit into the 1280 bytes that every network with IPv6 must carry, so
 that none is swallowed on the way."""
-IDLE_SECONDS: Final = 120.0
+CONNECTION_IDLE_SECONDS: Final = 120.0
 """A connection on which nothing arrives for so long has ended. A process that computes without releasing the GIL is
 silent; views decide sooner whether it is lost."""
 
@@ -57,7 +57,7 @@ def _configuration(*, is_client: bool) -> QuicConfiguration:
         is_client=is_client,
         alpn_protocols=[PROTOCOL],
         connection_id_length=quic.CID_BYTES,
-        idle_timeout=IDLE_SECONDS,
+        idle_timeout=CONNECTION_IDLE_SECONDS,
         max_data=WINDOW_BYTES + (WINDOW_BYTES >> 2),
         max_stream_data=WINDOW_BYTES,
         max_datagram_size=PACKET_BYTES,

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from covey.net.quic.carrier import Address
     from covey.net.quic.line import Line
 
-ASK_SECONDS: Final = 0.5
+PROBE_AGAIN_SECONDS: Final = 0.5
 """The shortest time between two questions of a line."""
 
 
 def question(line: Line, source: Address, now: float) -> bytes:
     """Return what to ask at an address from which a datagram of a line came; b"" if one was asked lately."""
-    if line.probing is not None and now < line.probing[2] + ASK_SECONDS:
+    if line.probing is not None and now < line.probing[2] + PROBE_AGAIN_SECONDS:
         return b""
     nonce = secrets.token_bytes(quic.PATH_NONCE_BYTES)
     line.probing = nonce, source, now

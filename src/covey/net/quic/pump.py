@@ -45,12 +45,12 @@ PROVE_SECONDS: Final = 6.0
 LINES_LIMIT: Final = 4096
 RECEIVES_AT_ONCE: Final = 64
 """Calls that receive, before anything is sent."""
-CLOSE_SECONDS: Final = 60.0
+DELIVER_SECONDS: Final = 60.0
 """How long closing waits until the other ends have received what was sent: a window over a slow line."""
 CLOSED: Final = "the QUIC connections of this process are closed"
-SILENT_SECONDS: Final = 1.0
+HOPELESS_SECONDS: Final = 1.0
 """Closing does not wait for an end that says nothing for so long."""
-LOOK_SECONDS: Final = 0.5
+CLOSED_LINE_CHECK_EVERY: Final = 0.5
 """How often a lane that was closed with bytes for it on the way is looked at."""
 
 
@@ -112,14 +112,14 @@ class QuicPump:
         return lane
 
     def close(self) -> None:
-        """End all connections, in order if the other ends answer within CLOSE_SECONDS. Closing twice is fine."""
+        """End all connections, in order if the other ends answer within DELIVER_SECONDS. Closing twice is fine."""
         with self._lock:
             is_first = not self._closing_until
-            self._closing_until = self._closing_until or time.monotonic() + CLOSE_SECONDS
+            self._closing_until = self._closing_until or time.monotonic() + DELIVER_SECONDS
         if is_first:
             self._ring()
         if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS + PROVE_SECONDS)
+            self._thread.join(DELIVER_SECONDS + PROVE_SECONDS)
 
     def _order(self, order: Callable[[float], None]) -> bool:
         """Have the thread do something; False if it has ended."""
@@ -181,17 +181,17 @@ class QuicPump:
 
     def _close_lines(self, now: float) -> None:
         """End the lines whose other ends have everything, and those that will never have it."""
-        since = self._closing_until - CLOSE_SECONDS
+        since = self._closing_until - DELIVER_SECONDS
         for line in self._lines:
             carrier = line.carrier
-            is_hopeless = not carrier.is_open or now > max(since, line.heard_at) + SILENT_SECONDS
+            is_hopeless = not carrier.is_open or now > max(since, line.heard_at) + HOPELESS_SECONDS
             if carrier.is_delivered or is_hopeless:
                 carrier.close("" if carrier.is_delivered else CLOSED)
                 self._touched[line] = None
 
     def _next_due(self) -> float:
         due = min((line.due for line in self._lines), default=time.monotonic() + PROVE_SECONDS)
-        return min(due, time.monotonic() + SILENT_SECONDS / 4) if self._closing_until else due
+        return min(due, time.monotonic() + HOPELESS_SECONDS / 4) if self._closing_until else due
 
     def _serve(self, line: Line, now: float) -> None:
         """Do everything that a line can do now."""
@@ -228,7 +228,7 @@ class QuicPump:
         is_settled = line.is_proved and carrier.is_open
         line.due = carrier.due() if is_settled else min(carrier.due(), line.prove_until)
         if line.deaf_since:
-            line.due = min(line.due, now + LOOK_SECONDS)
+            line.due = min(line.due, now + CLOSED_LINE_CHECK_EVERY)
         if line.sock is not None and (wanted := line.wanted()) != line.events:
             self._select_for(line, wanted)
 

@@ -31,7 +31,8 @@ ANSWERS_SECONDS: Final = 30.0
 """How long a node that leaves waits until its answers are delivered."""
 QUIET_SECONDS: Final = 8.0
 """How long it waits while nothing of them moves."""
-LOOK_SECONDS: Final = 0.1
+PROGRESS_CHECK_EVERY: Final = 0.1
+"""How often a sender of a large value checks whether bytes have moved."""
 PART_SECONDS: Final = 3.0
 """How long a peer that has parted on one of the two kinds of lanes may take to part on the other."""
 
@@ -88,7 +89,7 @@ class LaneTransport:
         now = time.monotonic()
         until, quiet_until, moved = now + ANSWERS_SECONDS, now + QUIET_SECONDS, -1
         for work in list(self._answers):
-            while messenger is not None and not work.wait_until_done(LOOK_SECONDS):
+            while messenger is not None and not work.wait_until_done(PROGRESS_CHECK_EVERY):
                 now, before, moved = time.monotonic(), moved, messenger.delivered_bytes()
                 if moved != before:
                     quiet_until = now + QUIET_SECONDS

@@ -28,7 +28,7 @@ FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to deliver messages that were sent before."""
 END_SECONDS: Final = 5.0
 """How long closing a group waits for a running operation to end."""
-CLOSE_SECONDS: Final = 30.0
+OTHER_CLOSE_SECONDS: Final = 30.0
 """How long a second call of `close` waits for the thread that closes the group: longer than that can take."""
 
 
@@ -74,7 +74,7 @@ class Closing(EnginePart):
         elif not (
             self._closer == threading.get_ident() or self._backlog.is_on_this_thread or engine.routing.is_driven_here
         ):  # the closing thread waits for callbacks on these threads
-            self._freed.wait(CLOSE_SECONDS)
+            self._freed.wait(OTHER_CLOSE_SECONDS)
 
     def _close(self, engine: Engine) -> None:
         engine.routing.close(time.monotonic() + FLUSH_SECONDS)

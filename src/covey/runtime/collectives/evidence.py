@@ -21,7 +21,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import NO_RANK, Rank
 from covey.proto.hearing import PATIENCE, Hearing
 from covey.runtime.collectives.part import EnginePart
-from covey.runtime.collectives.stalls import ANSWER_SECONDS, ROUNDS, describe_header
+from covey.runtime.collectives.stalls import COMPARE_ROUND_SECONDS, ROUNDS, describe_header
 from covey.wire.header import HEADER_BYTES, unpack
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.wire import messages
     from covey.wire.header import Header
 
-COMPARE_SECONDS: Final = (ROUNDS + 1) * ANSWER_SECONDS
+COMPARE_SECONDS: Final = (ROUNDS + 1) * COMPARE_ROUND_SECONDS
 """The longest time that a comparison of calls takes."""
 
 

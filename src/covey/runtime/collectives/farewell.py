@@ -23,7 +23,7 @@ PROVING: Final = frozenset(
     for name in ("all_reduce", "all_gather", "barrier", "all_gather_object", "split", "sync_gradients")
 )
 """Operations in which every rank hears from every other, at least by way of others: all called the same."""
-LOOK_SECONDS: Final = 0.02
+DEPARTURE_CHECK_EVERY: Final = 0.02
 """How often a rank that waits looks whether others are gone."""
 
 
@@ -71,7 +71,7 @@ class Farewell(EnginePart):
                 stalls.ask(ask.ranks, log.entered)
             if core.is_over or stalls.is_comparing or not self._may_differ(engine):
                 break
-            stalls.reported.wait(max(0.0, min(LOOK_SECONDS, core.next_deadline() - time.monotonic())))
+            stalls.reported.wait(max(0.0, min(DEPARTURE_CHECK_EVERY, core.next_deadline() - time.monotonic())))
             core.tick(time.monotonic())
         if core.differs_at:
             stalls.compare(core.differs_at)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CAUSE_SECONDS: Final = 0.2
 """How long a rank whose lane broke waits for a message that says why."""
-LOOK_SECONDS: Final = 0.01
+NEWS_CHECK_EVERY: Final = 0.01
 """How often a thread that waits for news checks whether it has come."""
 
 
@@ -70,10 +70,10 @@ class LaneTrouble(EnginePart):
         poll = select.poll()
         if bell.fd >= 0:
             poll.register(bell.fd, select.POLLIN)
-        until, looks = time.monotonic() + seconds, seconds / LOOK_SECONDS
+        until, looks = time.monotonic() + seconds, seconds / NEWS_CHECK_EVERY
         # `looks`: if this process is suspended meanwhile, its control loop must get time to read the news afterwards.
         while not has_come() and (time.monotonic() < until or looks > 0):
-            if poll.poll(1e3 * LOOK_SECONDS):
+            if poll.poll(1e3 * NEWS_CHECK_EVERY):
                 poll = (
                     select.poll()
                 )  # it has rung, and rings until it is hushed: the control loop needs the interpreter

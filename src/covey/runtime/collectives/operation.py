@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.runtime.collectives.call_log import Call
 from covey.runtime.collectives.part import EnginePart
-from covey.runtime.collectives.stalls import ANSWER_SECONDS
+from covey.runtime.collectives.stalls import COMPARE_ROUND_SECONDS
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class CurrentOperation(EnginePart):
             self.is_announced = True
             stalls.announce(self.sequence, wakes=False)
             if self.warn_at:  # this process itself was stopped: the others need time to answer
-                self.warn_at = max(self.warn_at, now + ANSWER_SECONDS)
+                self.warn_at = max(self.warn_at, now + COMPARE_ROUND_SECONDS)
         if not self.warn_at:
             self.warn_at, self.are_all_asked = now + self.engine.config.warn_after, False
         elif now >= self.warn_at and self.engine.is_sparse and not self.are_all_asked:
@@ -113,5 +113,5 @@ class CurrentOperation(EnginePart):
         """Ask all ranks where they are, and give them time to answer."""
         engine = self.engine
         engine.stalls.announce(self.sequence)
-        seconds = WAKE_SECONDS if engine.is_sparse else ANSWER_SECONDS
+        seconds = WAKE_SECONDS if engine.is_sparse else COMPARE_ROUND_SECONDS
         engine.lane_trouble.await_news(seconds, lambda: engine.failure.has_happened)

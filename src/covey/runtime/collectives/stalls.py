@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from covey.wire import messages
     from covey.wire.header import Header
 
-ANSWER_SECONDS: Final = 0.15
+COMPARE_ROUND_SECONDS: Final = 0.15
 """How long a rank that found a difference waits for the other ranks' calls, in each round."""
 ROUNDS: Final = 3
 """How often it asks again, for the ranks that had not entered the operation."""
 PARTING_LIMIT: Final = 200
 """Characters of each call in the list that a rank sends when it closes a group or testifies to a loss."""
-POLL_SECONDS: Final = 0.002
+ANSWERS_CHECK_EVERY: Final = 0.002
+"""How often a rank that has asked others for their calls checks for answers."""
 
 
 class Late(NamedTuple):
@@ -207,7 +208,7 @@ class StallDiagnosis(EnginePart):
         furthest = max(reached.values())
         behind = [rank for rank in answered if reached[rank] < furthest]
         calls = sorted({reached[rank] for rank in behind} - {0})
-        self._ask(behind, calls, max(until, time.monotonic() + ANSWER_SECONDS))
+        self._ask(behind, calls, max(until, time.monotonic() + COMPARE_ROUND_SECONDS))
         late = []
         for rank in sorted({*others, engine.rank}):
             entered, call = self.call_log.last_of(rank)
@@ -228,7 +229,7 @@ class StallDiagnosis(EnginePart):
             return self.call_log.words[rank] >= before[rank] + len(sequences)
 
         while not all(map(has_answered, ranks)) and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
+            time.sleep(ANSWERS_CHECK_EVERY)
         return [rank for rank in ranks if has_answered(rank)]
 
     def heard(self, rank: Rank, message: messages.Announce | messages.Position) -> None:
@@ -259,7 +260,7 @@ class StallDiagnosis(EnginePart):
         if not self._is_concluded:
             if rounds <= ROUNDS:
                 self.announce(sequence)  # a rank that had not entered the operation before may have by now
-            control.control_loop().call_later(ANSWER_SECONDS, self._compare, engine, sequence, rounds - 1)
+            control.control_loop().call_later(COMPARE_ROUND_SECONDS, self._compare, engine, sequence, rounds - 1)
 
     def _conclude(self, engine: Engine, *, is_last: bool) -> None:
         """End the group with what each rank called, once all are known or this `is_last`."""

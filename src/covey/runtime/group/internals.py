@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from covey.runtime.tracebacks import is_debugging
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.members.node import Node
     from covey.runtime.members.remote_process import RemoteProcess
-
-LOOK_SECONDS: Final = 5.0
-"""How long the control loop may take to answer."""
 
 
 def engine_of(group: Issuer) -> Engine:
@@ -83,7 +80,7 @@ def checkpoint_state(group: Group, checkpoint_id: str) -> tuple[str, str]:
         told = checkpoints.progress(checkpoint_id)
         return told.state, told.text
 
-    return control.run(look(), LOOK_SECONDS)
+    return control.run(look(), control.LOOP_SECONDS)
 
 
 def is_newcomer(group: Group) -> bool:

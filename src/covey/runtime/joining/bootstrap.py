@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Unpack
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
@@ -23,16 +23,13 @@ from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
 from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
-from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.joining.request import JoinArguments, JoinRequest, JoinTarget, takes_join_arguments
 from covey.runtime.joining.torch_env import export_rank
 from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.off_loop import off_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from covey.base.errors import CoveyError
-    from covey.compress.policy import CompressValue
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.members.node import Node
     from covey.runtime.mesh.endpoint import Endpoint
@@ -48,36 +45,8 @@ _joined: tuple[JoinTarget, Group] | None = None
 _joining = threading.Lock()
 
 
-def join(
-    run: str | None = None,
-    *,
-    cluster: str | None = None,
-    min_size: int | None = None,
-    max_size: int | None = None,
-    size: int | None = None,
-    timeout: float | None = None,
-    secret: bytes | str | None = None,
-    seeds: Sequence[str] | None = None,
-    interfaces: str | None = None,
-    lanes: str | None = None,
-    streams: int | str | None = None,
-    stripe: str | None = None,
-    topology: str | None = None,
-    limit: int | str | None = None,
-    op_timeout: float | None = None,
-    insecure: bool | None = None,
-    on_loss: str | None = None,
-    patience: float | None = None,
-    quorum: str | None = None,
-    compress: CompressValue = None,
-    plan: str | None = None,
-    tie_breaker: str | None = None,
-    new: bool | None = None,
-    rank: int | None = None,
-    address: str | None = None,
-    peers: Sequence[str] | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Group:
+@takes_join_arguments()
+def join(run: str | None = None, **arguments: Unpack[JoinArguments]) -> Group:
     """Return the group of a run: of a run in a cluster, or of the run that a launcher started.
 
     With a `run` (or under `covey run RUN`), the nodes of the cluster that join it find each other and agree on the
@@ -88,48 +57,7 @@ def join(
 
     Args:
         run: the name of the run; nodes that give the same name are in it together.
-        cluster: the name of the cluster (COVEY_CLUSTER); default: the cluster that this machine is in.
-        min_size: the fewest nodes with which the run begins (default 2).
-        max_size: the most nodes in the run.
-        size: the exact number of nodes, instead of `min_size` and `max_size`; with `rank`, the number of ranks.
-        timeout: seconds to wait for the other nodes (default 60; 300 under a launcher).
-        secret: the cluster's secret: 32 bytes, a join code or a passphrase (COVEY_SECRET_FILE, COVEY_SECRET);
-            default: what `covey init` or `covey enroll` stored here.
-        seeds: addresses `host:port` of nodes, for networks without multicast (COVEY_SEEDS, separated by commas).
-        interfaces: network interfaces to use, like `eth*,!docker*,10.0.0.0/8` (COVEY_INTERFACES); default: all.
-        lanes: `auto`, or force `shm`, `unix`, `tcp`, `secure` or `quic` (COVEY_LANES).
-        streams: connections per secure lane, 1 to 64; `auto` (the default) begins with a number for the round trip, and
-            uses more where that is measured to be faster (COVEY_STREAMS).
-        stripe: `auto`: a secure lane uses several networks at once if that is measured to be faster; `off`: one
-            (COVEY_STRIPE). Linux only.
-        topology: which control links of a run of many nodes stay open: `full`, `kregular`, `hypercube`, or `auto`
-            (COVEY_TOPOLOGY): see docs/guides/networks.md.
-        limit: how much the processes of the run on this machine send to other machines together, and how much they
-            receive: `20M` or a number is bits a second, `2.5MB` bytes a second (COVEY_LIMIT); default: no limit. Linux
-            only.
-        op_timeout: seconds that an operation may take, unless its own `timeout` is given (COVEY_TIMEOUT; default 30
-            minutes).
-        insecure: let the ranks of a launcher talk to other machines in clear text (COVEY_INSECURE).
-        on_loss: what an operation does when a member is lost: `raise`, or `continue`: it finishes among the remaining
-            members, with the same contributors on all of them (COVEY_ON_LOSS).
-        patience: seconds that members wait for a quorum, or for a silent member, before they give up with
-            QuorumLostError (COVEY_PATIENCE; default 30).
-        quorum: `majority`: a majority of the last view goes on; `any`: two halves may go on apart (COVEY_QUORUM).
-        compress: how gradients are sent in fewer bytes, by `sync_gradients` and by what trains with torch: a codec like
-            `int8`, or a mapping of names to codecs (COVEY_COMPRESS); default: not at all. Other sums are exact.
-        plan: `auto`: ranks on several machines measure the links between them, and add large arrays with the plan that
-            fits these; `plain`: all links count alike (COVEY_PLAN).
-        tie_breaker: the node that breaks ties when half of the members are left: `here`, or the name of a node or
-            host (COVEY_TIE_BREAKER); default: rank 0.
-        new: give up an earlier run of this name that this machine knows of and that is not known to be over. Without
-            it, this process waits for that run.
-        rank: the rank of this process among `size` ranks, which meet at `address`.
-        address: where rank 0 listens, `host:port`. With a loopback address, all ranks are on this host, and no port is
-            opened. Otherwise all machines need the secret of the cluster, or `insecure`.
-        peers: where every rank listens, in the order of ranks, instead of `size` and `address`. `rank` may be left out
-            if exactly one of the addresses is of this machine.
-        settings: values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has
-            a table of all settings; `covey config` prints those that are in effect.
+        arguments: the settings and places below; docs/reference/settings.md has the table.
 
     A setting that is not given here comes from its COVEY_ variable, else from `covey.toml` in the working folder, else
     from `covey.toml` in the configuration folder.
@@ -140,44 +68,19 @@ def join(
         ConnectError: this process can open no more files.
         DeadlineError: too few nodes came; lists the nodes that are here, and those that were refused and why.
     """
-    return join_with(
-        JoinRequest(
-            run=run,
-            cluster=cluster,
-            min_size=min_size,
-            max_size=max_size,
-            size=size,
-            timeout=timeout,
-            secret=secret,
-            seeds=seeds,
-            interfaces=interfaces,
-            lanes=lanes,
-            streams=streams,
-            stripe=stripe,
-            topology=topology,
-            limit=limit,
-            op_timeout=op_timeout,
-            insecure=insecure,
-            on_loss=on_loss,
-            patience=patience,
-            quorum=quorum,
-            compress=compress,
-            plan=plan,
-            tie_breaker=tie_breaker,
-            new=new,
-            rank=rank,
-            address=address,
-            peers=peers,
-            settings=settings,
-        )
-    )
+    return join_with(JoinRequest.of({"run": run, **arguments}))
 
 
-async def join_async(run: str | None = None, **arguments: Any) -> Group:
+@takes_join_arguments()
+async def join_async(run: str | None = None, **arguments: Unpack[JoinArguments]) -> Group:
     """Return what `join` returns for the same arguments, without blocking the event loop.
 
     Use the group in `async with`, which closes it without blocking: `async with await covey.join_async() as group:`. A
     group that is joined after the await was cancelled is closed again.
+
+    Args:
+        run: the name of the run.
+        arguments: as for `join`.
     """
     return await off_loop(join, run, discard=Group.close, **arguments)
 

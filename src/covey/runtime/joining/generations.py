@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Unpack
 
 from covey.base.errors import (
     ClosedError,
@@ -32,7 +32,7 @@ from covey.runtime.fault import Fault
 from covey.runtime.group.internals import engine_of, functions_of, node_of, restored_state, seat_of
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
-from covey.runtime.joining.request import JoinRequest
+from covey.runtime.joining.request import JoinArguments, JoinRequest, takes_join_arguments
 from covey.runtime.members.view_driver import member_keys
 from covey.runtime.shutdown import signalled
 from covey.wire import messages
@@ -55,15 +55,8 @@ MOST_SEATS: Final = 1 << 30
 """More than any run gives out; every number that a member adds to it still fits into a message."""
 
 
-def generations(
-    run: str | None = None,
-    *,
-    min_size: int | None = None,
-    max_size: int | None = None,
-    timeout: float | None = None,
-    on_loss: str = "continue",
-    **options: Any,
-) -> Iterator[Group]:
+@takes_join_arguments(on_loss="continue")
+def generations(run: str | None = None, **arguments: Unpack[JoinArguments]) -> Iterator[Group]:
     """Yield the group of each generation of a run; end when this process was asked to leave.
 
     A generation lasts until the loop asks for the next one. It should ask when `group.change_pending` is true:
@@ -83,13 +76,13 @@ def generations(
         max_size: the most members; further processes wait as spares, and replace lost members.
         timeout: seconds to wait for other members, at the start and whenever there are too few. A process that waits
             for a running or full run waits as long as the run lasts.
-        on_loss: as for `covey.join`.
-        options: the other arguments of `covey.join`.
+        arguments: the other arguments of `covey.join`; `on_loss` is "continue" by default.
     """
-    for what, number in (("min_size", min_size), ("max_size", max_size)):
+    asked: dict[str, Any] = {**arguments, "run": run, "on_loss": arguments.get("on_loss") or "continue"}
+    for what in ("min_size", "max_size"):
+        number = asked.get(what)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError(f"{what}={number!r} must be a whole number above 0")
-    asked = {**options, "run": run, "min_size": min_size, "max_size": max_size, "timeout": timeout, "on_loss": on_loss}
     return _Generations(replace(JoinRequest.of(asked), is_elastic=True)).each()
 
 
@@ -102,7 +95,7 @@ class _Generations:
 
     def __init__(self, request: JoinRequest) -> None:
         self._request = request
-        self._min_size, self._max_size = request.min_size, request.max_size
+        self._min_size, self._max_size = request.asked.get("min_size"), request.asked.get("max_size")
         self._is_asked_to_leave = False
         """Set by a signal handler, which must take no lock: it may interrupt itself."""
         self._group: Group | None = None
@@ -133,9 +126,10 @@ class _Generations:
         # An excluded process, or one that was alone or a spare, comes back with what it has registered.
         functions = None if self._group is None else functions_of(self._group)
         request = replace(self._request, is_newcomer=again, functions=functions)
-        is_launched = request.run is None and "COVEY_RUN" not in os.environ
+        is_launched = "run" not in request.asked and "COVEY_RUN" not in os.environ
         if is_launched:  # the launcher decides how many processes there are
-            request = replace(request, min_size=None, max_size=None, fewest=self._min_size or 0)
+            asked = {name: value for name, value in request.asked.items() if name not in ("min_size", "max_size")}
+            request = replace(request, asked=asked, fewest=self._min_size or 0)
         self._group = None
         try:
             group = self._seat(request)
@@ -192,7 +186,7 @@ class _Generations:
 
     def _agree(self, group: Group, node: Node) -> messages.Founded | None:
         """Return the next generation, as all its members compute it; None if this process leaves."""
-        until = time.monotonic() + (WAIT_SECONDS if self._request.timeout is None else self._request.timeout)
+        until = time.monotonic() + self._request.asked.get("timeout", WAIT_SECONDS)
         while True:
             mine = {
                 "lobby": messages.encode(tuple(each.card for each in node.newcomers)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclass fields
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - fields of classes
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
 
-from covey.base.config import GroupConfig, group_config
-from covey.base.settings import from_argument
+from covey.base.config import GroupConfig, from_argument, group_config
+from covey.base.settings import SETTINGS, suggestion
 from covey.runtime.environment import (
     ClusterOptions,
     LaunchedRank,
@@ -17,44 +18,117 @@ from covey.runtime.environment import (
     launcher_wait,
     restarts,
 )
+from covey.runtime.placement import NAMES as PLACING
 from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
+    from covey.base.settings import Setting
     from covey.compress.policy import CompressValue
     from covey.runtime.calls.functions import FunctionRegistry
+
+    _Joining = TypeVar("_Joining", bound=Callable[..., Any])
+
+
+class JoinArguments(TypedDict, total=False):
+    """The keyword arguments of `covey.join`, for type checkers and editors; None is the same as not given.
+
+    The names are those of the table of settings and of `OTHER_ARGUMENTS`, which decide what `join` accepts; a test
+    compares them with these.
+    """
+
+    cluster: str | None
+    min_size: int | None
+    max_size: int | None
+    size: int | None
+    timeout: float | None
+    secret: bytes | str | None
+    seeds: Sequence[str] | None
+    interfaces: str | None
+    lanes: str | None
+    streams: int | str | None
+    stripe: str | None
+    topology: str | None
+    limit: int | str | None
+    op_timeout: float | None
+    insecure: bool | None
+    on_loss: str | None
+    patience: float | None
+    quorum: str | None
+    compress: CompressValue
+    plan: str | None
+    tie_breaker: str | None
+    new: bool | None
+    rank: int | None
+    address: str | None
+    peers: Sequence[str] | None
+    settings: Mapping[str, Any] | None
+
+
+OTHER_ARGUMENTS: Final = {
+    "new": "Give up an earlier run of this name that this machine knows of and that is not known to be over. Without "
+    "it, this process waits for that run.",
+    "rank": "The rank of this process among `size` ranks, which meet at `address`.",
+    "address": "Where rank 0 listens, `host:port`. With a loopback address, all ranks are on this host, and no port is "
+    "opened. Otherwise all machines need the secret of the cluster, or `insecure`.",
+    "peers": "Where every rank listens, in the order of ranks, instead of `size` and `address`. `rank` may be left out "
+    "if exactly one of the addresses is of this machine.",
+    "settings": 'Values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has '
+    "a table of all settings; `covey config` prints those that are in effect.",
+}
+"""Arguments of `covey.join` that are not settings, and what they mean."""
+
+
+def own_arguments() -> dict[str, Setting]:
+    """Return the settings that have an argument of `covey.join` of their own, by that argument."""
+    return {row.argument: row for row in SETTINGS.values() if row.argument not in ("", "settings")}
+
+
+def takes_join_arguments(**defaults: Any) -> Callable[[_Joining], _Joining]:
+    """Decorate a function that takes `JoinArguments`: its signature and documentation name each of them.
+
+    `defaults` are those that the function has instead of None. Explanations of the arguments that the docstring does
+    not mention follow its line `arguments:`.
+    """
+
+    def decorate(function: _Joining) -> _Joining:
+        own = own_arguments()
+        shown = inspect.signature(function)
+        kept = [each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = [name for name in (*own, *OTHER_ARGUMENTS) if name not in shown.parameters]
+        made = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=getattr(JoinArguments.__annotations__.get(name), "__forward_arg__", Any),
+            )
+            for name in names
+        ]
+        function.__signature__ = shown.replace(parameters=[*kept, *made])  # type: ignore[attr-defined]
+        doc = function.__doc__ or ""
+        untold = [name for name in names if f"\n        {name}: " not in doc]
+        begin, line, after = doc.partition("\n        arguments:")
+        told, _, end = after.partition("\n")
+        lines = [f"        {name}: {_explained(own.get(name), name)}\n" for name in untold]
+        function.__doc__ = begin + line + told + "\n" + "".join(lines) + end
+        return function
+
+    return decorate
+
+
+def _explained(setting: Setting | None, name: str) -> str:
+    if setting is None:
+        return OTHER_ARGUMENTS[name]
+    default = f"; default: {setting.shown_default}" if setting.shown_default else ""
+    return f"{setting.meaning.removesuffix('.')} ({setting.variable}{default})."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JoinRequest:
-    """The arguments of `covey.join`, which documents them. None: not given, so the environment or a default decides."""
+    """The arguments of `covey.join` that were given. Where there is none, the environment or a default decides."""
 
-    run: str | None = None
-    cluster: str | None = None
-    min_size: int | None = None
-    max_size: int | None = None
-    size: int | None = None
-    timeout: float | None = None
-    secret: bytes | str | None = field(default=None, repr=False)
-    seeds: Sequence[str] | None = None
-    interfaces: str | None = None
-    lanes: str | None = None
-    streams: int | str | None = None
-    stripe: str | None = None
-    topology: str | None = None
-    limit: int | str | None = None
-    op_timeout: float | None = None
-    insecure: bool | None = None
-    on_loss: str | None = None
-    patience: float | None = None
-    quorum: str | None = None
-    compress: CompressValue = None
-    plan: str | None = None
-    tie_breaker: str | None = None
-    new: bool | None = None
-    rank: int | None = None
-    address: str | None = None
-    peers: Sequence[str] | None = None
-    settings: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """By name; never None."""
     is_elastic: bool = False
     """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
     is_newcomer: bool = False
@@ -67,9 +141,10 @@ class JoinRequest:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> JoinRequest:
         """Return a request with these arguments of `covey.join`; TypeError for one that it does not have."""
-        if unknown := arguments.keys() - {each.name for each in fields(cls)} | arguments.keys() & _OURS:
-            raise TypeError(f"join has no argument {min(unknown)!r}")
-        return cls(**arguments)
+        known = {*own_arguments(), *OTHER_ARGUMENTS}
+        if unknown := arguments.keys() - known:
+            raise TypeError(f"join has no argument {min(unknown)!r}{suggestion(min(unknown), known)}")
+        return cls(asked={name: value for name, value in arguments.items() if value is not None})
 
     def resolve(self, env: Mapping[str, str]) -> JoinTarget:
         """Return what to join, from this request and the environment.
@@ -77,27 +152,15 @@ class JoinRequest:
         Raises:
             ConfigError: they contradict themselves or each other.
         """
-        config = group_config(
-            env,
-            timeout=self.op_timeout,
-            lanes=self.lanes,
-            insecure=self.insecure,
-            interfaces=self.interfaces,
-            streams=self.streams,
-            stripe=self.stripe,
-            topology=self.topology,
-            limit=self.limit,
-            on_loss=self.on_loss,
-            patience=self.patience,
-            quorum=self.quorum,
-            compress=None if self.compress is None else _policy_text(self.compress),
-            plan=self.plan,
-            **from_argument(self.settings or {}),
-        )
+        explicit = {row.name: self.asked[name] for name, row in own_arguments().items() if name in self.asked}
+        if "compress" in explicit:
+            explicit["compress"] = _policy_text(explicit["compress"])
+        of_group = {name: value for name, value in explicit.items() if SETTINGS[name].of_group}
+        config = group_config(env, **of_group, **from_argument(self.asked.get("settings", {})))
         if config.compress:
             _policy_text(config.compress)  # raises for a codec that does not exist
-        asked = {name: getattr(self, name) for name in _OF_RUN}
-        launched = find_placed_rank({**asked, "rank": self.rank, "address": self.address, "peers": self.peers})
+        asked = {name: value for name, value in self.asked.items() if name in _OF_RUN}
+        launched = find_placed_rank({name: self.asked.get(name) for name in (*_OF_RUN, *PLACING)})
         wanted = find_run(env, asked) if launched is None else None
         if launched is None and wanted is None:
             launched = find_launched_rank(env)
@@ -105,12 +168,13 @@ class JoinRequest:
             launched = replace(launched, is_restarted=True)
         if launched is not None:
             launched = replace(launched, fewest=self.fewest)
+        cluster, secret, seeds = (self.asked.get(name) for name in ("cluster", "secret", "seeds"))
         return JoinTarget(
             config=config,
             run=wanted,
             launched=launched,
-            options=ClusterOptions(self.cluster, self.secret, tuple(self.seeds) if self.seeds is not None else None),
-            wait=wanted.timeout if wanted is not None else launcher_wait(env, self.timeout),
+            options=ClusterOptions(cluster, secret, None if seeds is None else tuple(seeds)),
+            wait=wanted.timeout if wanted is not None else launcher_wait(env, self.asked.get("timeout")),
             is_elastic=self.is_elastic,
             is_returning=self.is_newcomer or restarts(env) > 0,
             functions=self.functions,
@@ -118,8 +182,6 @@ class JoinRequest:
 
 
 _OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
-_OURS = {"is_elastic", "is_newcomer", "functions", "fewest"}
-"""Fields that are no arguments of `covey.join`."""
 
 
 def _policy_text(compress: CompressValue) -> str:

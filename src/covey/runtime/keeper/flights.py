@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-ANSWER_SECONDS: Final = 5.0
+OPERATIONS_SECONDS: Final = 5.0
+"""How long ranks may take to tell a page of their last operations."""
 
 
 def collect(ask: Ask) -> list[Flight]:
     """Return the last operations of all ranks that answer; `ask` asks all of them, and returns answers by rank."""
     pages: dict[int, list[Flight]] = {}
     for page in range(GROUPS_LIMIT):
-        answers = ask(messages.Inspect(OPERATIONS, page), ANSWER_SECONDS)
+        answers = ask(messages.Inspect(OPERATIONS, page), OPERATIONS_SECONDS)
         told = {rank: answer for rank, answer in answers.items() if answer is not None and page < answer.pages}
         if not told:
             break

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Ask = Callable[[messages.Inspect, float], dict[int, messages.Inspected | None]]
 
-ANSWER_SECONDS: Final = 4.0
+INSPECT_SECONDS: Final = 4.0
 """How long ranks may take to answer: longer than their checks, and less than the 10 s that Prometheus waits."""
 
 
@@ -52,7 +52,7 @@ def serve_ranks(ask: Ask, host: str, port: int) -> HttpServer:
 
 def _samples(ask: Ask) -> Iterator[tuple[dict[str, str], tuple[Sample, ...]]]:
     """Yield the samples of each rank, with its rank as a label, and whether it has answered."""
-    for rank, answer in sorted(ask(messages.Inspect(METRICS), ANSWER_SECONDS).items()):
+    for rank, answer in sorted(ask(messages.Inspect(METRICS), INSPECT_SECONDS).items()):
         samples: tuple[Sample, ...] = ()
         if answer is not None and answer.what == METRICS and answer.pages:
             with contextlib.suppress(RemoteProtocolError):  # a process of another version counts as silent
@@ -62,7 +62,7 @@ def _samples(ask: Ask) -> Iterator[tuple[dict[str, str], tuple[Sample, ...]]]:
 
 def _checks(ask: Ask) -> Iterator[CheckResult]:
     """Yield the checks of all ranks, each with its rank before the name; a silent rank has failed."""
-    answers = sorted(ask(messages.Inspect(CHECKS), ANSWER_SECONDS).items())
+    answers = sorted(ask(messages.Inspect(CHECKS), INSPECT_SECONDS).items())
     if not answers:
         yield CheckResult("ranks", False, "no rank has joined a run")
     for rank, answer in answers:
@@ -71,7 +71,7 @@ def _checks(ask: Ask) -> Iterator[CheckResult]:
             with contextlib.suppress(RemoteProtocolError):  # a process of another version counts as silent
                 results = decode_checks(answer.body).results
         if results is None:
-            yield CheckResult(f"rank {rank}", False, f"it did not answer within {ANSWER_SECONDS:g} s")
+            yield CheckResult(f"rank {rank}", False, f"it did not answer within {INSPECT_SECONDS:g} s")
         for result in results or ():
             yield CheckResult(f"rank {rank}: {result.name}"[: messages.NAME_LIMIT], result.is_ok, result.reason)
 
@@ -79,7 +79,7 @@ def _checks(ask: Ask) -> Iterator[CheckResult]:
 def _stacks(ask: Ask) -> str:
     """Return the stacks of all ranks, one after the other."""
     parts = []
-    for rank, answer in sorted(ask(messages.Inspect(STACKS), ANSWER_SECONDS).items()):
+    for rank, answer in sorted(ask(messages.Inspect(STACKS), INSPECT_SECONDS).items()):
         told = answer is not None and answer.what == STACKS and answer.pages
         parts.append(f"rank {rank}:\n\n{answer.body.decode(errors='replace') if answer and told else 'no answer'}\n")
     return "\n".join(parts) or "no rank has joined a run\n"

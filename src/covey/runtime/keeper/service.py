@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.wire import messages
 
-LOOP_SECONDS: Final = 5.0
-"""How long the control loop may take for a call that waits for no process."""
+THREAD_SECONDS: Final = 10.0
+"""How long the thread of a service may take to close what it opened."""
 CATCH_UP_SECONDS: Final = 0.5
 BACKLOG: Final = 256
 
@@ -133,7 +133,7 @@ class KeeperService:
             return
         waking, ringing = self._bell
         ringing.close()
-        self._thread.join(LOOP_SECONDS)  # the thread closes what it opened
+        self._thread.join(THREAD_SECONDS)
         if not self._thread.is_alive():
             waking.close()
         with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ class KeeperService:
         control.start(local_keeper.open()).result()
         waking.recv(1)
         with contextlib.suppress(TimeoutError):
-            control.start(local_keeper.close()).result(LOOP_SECONDS)
+            control.start(local_keeper.close()).result(control.LOOP_SECONDS)
 
 
 class ClusterKeeperService:
@@ -249,7 +249,7 @@ class ClusterKeeperService:
                 from covey.runtime import loop as control
 
                 with contextlib.suppress(TimeoutError):
-                    control.start(self._cluster_keeper.close()).result(LOOP_SECONDS)
+                    control.start(self._cluster_keeper.close()).result(control.LOOP_SECONDS)
                 endpoint.leave()
 
     def _open(self) -> None:
@@ -272,7 +272,7 @@ class ClusterKeeperService:
                     self._cluster, self._config, run="", ports=PORTS[::-1], identity=self._identity, has_lanes=False
                 )
                 undo.callback(endpoint.leave)
-                self._cluster_keeper = control.run(open_one(endpoint), LOOP_SECONDS)
+                self._cluster_keeper = control.run(open_one(endpoint), control.LOOP_SECONDS)
             except (CoveyError, OSError) as error:  # TimeoutError, too
                 logging.getLogger("covey").info("no keeper in cluster %r: %s", self._cluster.name, error)
             else:
@@ -286,7 +286,7 @@ def _inspect(
     from covey.runtime import loop as control
 
     with contextlib.suppress(TimeoutError):  # the loop is busy
-        return {} if keeper is None else control.run(keeper.inspect(question, within), within + LOOP_SECONDS)
+        return {} if keeper is None else control.run(keeper.inspect(question, within), within + control.LOOP_SECONDS)
     return {}
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-LOOK_SECONDS: Final = 0.1
+FAILURE_CHECK_EVERY: Final = 0.1
 """How often a look that waits checks whether the group has failed."""
 END_SECONDS: Final = 10.0
 """How long the control loop may take to note that this rank has saved."""
@@ -103,7 +103,7 @@ class Checkpoints:
                     raise ClosedError("the group ended before its ranks had agreed on a checkpoint")
                 if time.monotonic() >= until:
                     raise DeadlineError(f"the ranks did not agree on a checkpoint within the timeout of {timeout:g} s")
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(FAILURE_CHECK_EVERY)
             return state
 
     def request(self, path: str, checkpoint_id: str, timeout: float) -> str:

@@ -41,7 +41,7 @@ TRIES: Final = 20
 """Proposals for one lane. The other end may be ahead, by more operations each time."""
 PAUSES: Final = Growing(0.1, 1.0)
 """Before a proposal that was refused is made again."""
-RETIRE_LOOK_SECONDS: Final = 0.5
+RETIRE_CHECK_EVERY: Final = 0.5
 """How often an end that has switched looks whether the other end has, too."""
 
 
@@ -216,11 +216,11 @@ class LaneMoves:
         """
         while is_striped(old) and not old.is_settled and old.sockets()[0].fileno() >= 0:
             old.tend()
-            await asyncio.sleep(RETIRE_LOOK_SECONDS)
+            await asyncio.sleep(RETIRE_CHECK_EVERY)
         with contextlib.suppress(OSError):  # it has ended already
             old.shutdown(socket.SHUT_WR)
         while not all(_has_ended(sock) for sock in old.sockets()):  # noqa: ASYNC110  (a reader would need its owner)
-            await asyncio.sleep(RETIRE_LOOK_SECONDS)
+            await asyncio.sleep(RETIRE_CHECK_EVERY)
         self._table.close_retired(old)
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
     from covey.runtime.tasks import Tasks
 
-CLOSE_SECONDS: Final = 1.0
+GOODBYE_SECONDS: Final = 1.0
 """How long goodbyes may take, and before them links to wake over which something is to be said."""
-WAKE_LOOK_SECONDS: Final = 0.01
+WAKE_CHECK_EVERY: Final = 0.01
 
 
 class Closeable(Protocol):
@@ -27,11 +27,11 @@ class Closeable(Protocol):
 
 async def _wake(node: Node) -> None:
     """Wait for links that are being woken: others may depend on what waits there, such as the last view."""
-    until = asyncio.get_running_loop().time() + CLOSE_SECONDS
+    until = asyncio.get_running_loop().time() + GOODBYE_SECONDS
     while any(peer.link is not None and peer.link.has_waiting for peer in node.peers.values()):
         if asyncio.get_running_loop().time() > until:
             return
-        await asyncio.sleep(WAKE_LOOK_SECONDS)
+        await asyncio.sleep(WAKE_CHECK_EVERY)
 
 
 async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
@@ -56,7 +56,7 @@ async def leave(node: Node, tasks: Tasks, closes: Sequence[Closeable]) -> None:
         link.close()
     links += came
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
+        async with asyncio.timeout(GOODBYE_SECONDS):
             await asyncio.gather(*(link.ended.wait() for link in links))
     for link in links:
         link.abort()

@@ -33,7 +33,7 @@ from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.members.lane_table import lane_key
 from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
-from covey.runtime.members.leaving import CLOSE_SECONDS, leave
+from covey.runtime.members.leaving import GOODBYE_SECONDS, leave
 from covey.runtime.members.losses import Losses
 from covey.runtime.members.newcomers import Newcomers
 from covey.runtime.members.path_monitor import PathMonitor
@@ -414,10 +414,10 @@ class Node:
         with self._lock:
             is_first, self.is_closing = not self.is_closing, True
         if not is_first:
-            self._is_closed.wait(4 * CLOSE_SECONDS)  # another thread is at it
+            self._is_closed.wait(4 * GOODBYE_SECONDS)  # another thread is at it
             return
         try:
-            control.finish(leave(self, self._tasks, self._closes), 3 * CLOSE_SECONDS, self._on_close)
+            control.finish(leave(self, self._tasks, self._closes), 3 * GOODBYE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
             self.lanes.quic.close()

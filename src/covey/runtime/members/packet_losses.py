@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-LOOK_SECONDS: Final = 1.0
+LOSS_SAMPLE_EVERY: Final = 1.0
 """How often the kernel is asked how many packets were sent, and how many of them again."""
 LEAST_PACKETS: Final = 500
 """Smallest sample, in packets, from which a loss rate is computed."""
@@ -51,7 +51,7 @@ class PacketLosses:
         self._lossy: set[str] = set()
         """Addresses to which a path is lossy: new connections to them use BBR from the beginning."""
         self._is_told = False
-        self._looking = Recurring(node.spawn, LOOK_SECONDS, self._look, is_needed=lambda: self._watched)
+        self._looking = Recurring(node.spawn, LOSS_SAMPLE_EVERY, self._look, is_needed=lambda: self._watched)
 
     def watch(self, socks: Sequence[socket.socket]) -> None:
         """Watch the connections of a lane until they are closed. Only TCP of Linux tells of losses."""

@@ -34,7 +34,7 @@ logger = logging.getLogger("covey")
 
 TICK_SECONDS: Final = 1.0
 """How often the interfaces of this machine are listed, and how soon a better path is looked at again."""
-LOOK_SECONDS: Final = 5.0
+PROBE_EVERY: Final = 5.0
 """How often the addresses of a peer are probed while nothing changes..."""
 PEERS_IN_TIME: Final = 8
 """... of so many peers; of more, less often, so that probes cost the same."""
@@ -123,7 +123,7 @@ class PathMonitor:
             except _PASSING:
                 continue
             networks = [(each.name, each.kind, each.networks) for each in own]
-            now, pause = time.monotonic(), LOOK_SECONDS * max(1.0, len(peers) / PEERS_IN_TIME)
+            now, pause = time.monotonic(), PROBE_EVERY * max(1.0, len(peers) / PEERS_IN_TIME)
             for peer in peers:
                 assert peer.contact is not None
                 facts = networks, peer.contact.addresses

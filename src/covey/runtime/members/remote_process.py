@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ANSWERS_LIMIT: Final = 16
 PINGS_LIMIT: Final = 100
-SILENT_SECONDS: Final = 1.2
+LINK_SILENCE: Final = 1.2
 """A link in use that carries nothing for this long is replaced by another link with the same process."""
 NOWHERE: Final = messages.Contact("", (), "")
 """Where a rank listens that this process has not heard of yet."""
@@ -239,7 +239,7 @@ class RemoteProcess:
 
     def is_silent(self) -> bool:
         """Tell whether the link in use carries nothing: a reachable node answers a ping every half second."""
-        return not self.is_resting and time.monotonic() - self.heard_at > SILENT_SECONDS
+        return not self.is_resting and time.monotonic() - self.heard_at > LINK_SILENCE
 
     def report(self, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
         """Return how it is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""

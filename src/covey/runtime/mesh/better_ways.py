@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-RELAY_LOOK_SECONDS: Final = 2.0
+RELAY_CHECK_EVERY: Final = 2.0
 """How often the round trips through the relays that a pair of nodes has in common are compared..."""
 RELAY_LOOKS: Final = 2
 """... and how often in a row another one must be clearly shorter before the link moves there."""
@@ -92,4 +92,4 @@ async def seek_shorter_relay(mesh: Mesh, remote: RemoteProcess) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ATTEMPT_SECONDS + RELAY_SECONDS):
                     await mesh.dial((), relay=way.token, is_best_relay=True)
-        await asyncio.sleep(RELAY_LOOK_SECONDS)
+        await asyncio.sleep(RELAY_CHECK_EVERY)

@@ -22,7 +22,7 @@ AGAIN_SECONDS: Final = 1.0
 """How soon a hint is tried again after its first failure; the pauses double."""
 WAIT_SECONDS: Final = 5.0
 """How long a hint waits, in all, while others are dialled that may be of the same node."""
-LOOK_SECONDS: Final = 0.25
+HINT_CHECK_EVERY: Final = 0.25
 """How often it is looked whether a hint still has to wait."""
 SELDOM_SECONDS: Final = 15.0
 PAUSES: Final = Growing(AGAIN_SECONDS, SELDOM_SECONDS)
@@ -145,7 +145,7 @@ class Hints:
                 state.next_at = now + SELDOM_SECONDS
                 continue
             if now < state.waits_until and any(map(hint.may_be, (*dialled, *chosen))):
-                state.waits_until, state.next_at = min(state.waits_until, now + WAIT_SECONDS), now + LOOK_SECONDS
+                state.waits_until, state.next_at = min(state.waits_until, now + WAIT_SECONDS), now + HINT_CHECK_EVERY
                 continue
             if state.is_asleep:
                 state.naps -= 1

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 LINK_SECONDS: Final = 2.0
 """How long ranks may take to accept a link."""
-LOOP_SECONDS: Final = 10.0
-"""How long the control loop may take for a call that waits for no rank."""
 
 
 @contextlib.contextmanager
@@ -42,11 +40,11 @@ def visiting_ranks(run: LocalRunFound) -> Iterator[LocalVisit]:
     credentials = LinkCredentials.of_token(run.token())
     check_folder(Path(run.folder))
     visit = LocalVisit(run)
-    control.run(visit.open(credentials), LINK_SECONDS + LOOP_SECONDS)
+    control.run(visit.open(credentials), LINK_SECONDS + control.LOOP_SECONDS)
     try:
         yield visit
     finally:
-        control.run(visit.close(), LOOP_SECONDS)
+        control.run(visit.close(), control.LOOP_SECONDS)
 
 
 class LocalVisit:
@@ -92,7 +90,7 @@ class LocalVisit:
             answers = await asyncio.gather(*map(ask, self._links.values()))
             return dict(zip(self._links, answers, strict=True))
 
-        return control.run(ask_all(), within + LOOP_SECONDS)
+        return control.run(ask_all(), within + control.LOOP_SECONDS)
 
     def ask_one(self, question: messages.RequestCheckpoint, within: float) -> messages.CheckpointProgress | None:
         """Ask the first rank that has accepted a link; return its answer, None if none came in time."""
@@ -110,7 +108,7 @@ class LocalVisit:
                             return answer
             return None
 
-        return control.run(ask(), within + LOOP_SECONDS)
+        return control.run(ask(), within + control.LOOP_SECONDS)
 
     async def close(self) -> None:
         """End all links."""

@@ -64,7 +64,7 @@ TOLD_AGAIN_SECONDS: Final = 30.0
 """A node that repeats the card of another node within this time causes no dial."""
 UNUSED: Final = (messages.Ping, messages.Pong, messages.Rest)
 """Messages on a link of which there is no other use."""
-CLOSE_SECONDS: Final = 1.0
+SEND_REST_SECONDS: Final = 1.0
 """How long links may take to send what they hold when the mesh closes."""
 
 
@@ -455,7 +455,7 @@ class Mesh:
         for link in links:
             link.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(SEND_REST_SECONDS):
                 await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()

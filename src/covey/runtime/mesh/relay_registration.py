@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-SILENT_SECONDS: Final = 45.0
+RELAY_SILENCE: Final = 45.0
 """A relay that says nothing for so long is connected to again: it asks every 15 s whether the node is there."""
 PAUSES: Final = Growing(0.2, 0.5)
 """Between attempts to reach a relay. They are short: a relay that returns may have to carry a link at once, because
@@ -48,7 +48,7 @@ FIRST_ECHOES: Final = 4
 FIRST_ECHO_SECONDS: Final = 0.2
 ECHO_SECONDS: Final = 2.0
 """How often the round trip to a relay is measured: at first, so that one late answer does not count, and later."""
-ANSWER_SECONDS: Final = 1.5
+ECHO_ANSWER_SECONDS: Final = 1.5
 """A relay that has not answered an echo so long after the next one was due is connected to again: its machine may have
 lost its network, or this one. TCP would repeat the echo less and less often, and a call that the relay passes on would
 wait with it."""
@@ -106,7 +106,7 @@ class RelayRegistration:
                 is_news, self.problem = not self.problem, words or SILENCE
                 if is_news:
                     logger.warning("the relay %s is lost: %s", self.text, self.problem)
-            if time.monotonic() - began > SILENT_SECONDS:
+            if time.monotonic() - began > RELAY_SILENCE:
                 tries.worked()
             tries.failed(self.problem)
             await tries.rest()
@@ -181,7 +181,7 @@ class RelayRegistration:
             await self._send(sock, RelayEcho(number))
             await asyncio.sleep(FIRST_ECHO_SECONDS if count < FIRST_ECHOES else ECHO_SECONDS)
             try:
-                async with asyncio.timeout(ANSWER_SECONDS):  # also after a time in which this process did not run
+                async with asyncio.timeout(ECHO_ANSWER_SECONDS):  # also after a time in which this process did not run
                     await self._echoed.wait()
             except TimeoutError:
                 raise ConnectError("it does not answer") from None
@@ -199,7 +199,7 @@ class RelayRegistration:
 
         assert self.address is not None
         while True:
-            async with asyncio.timeout(SILENT_SECONDS):
+            async with asyncio.timeout(RELAY_SILENCE):
                 try:
                     message = await answer_of(sock)
                 except ConnectionError as error:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
     from covey.runtime.mesh.node_links import NodeLinks
 
-LOOK_SECONDS: Final = 2.0
-IDLE_SECONDS: Final = 5.0
+IDLE_CHECK_EVERY: Final = 2.0
+"""How often links are checked for whether they may rest."""
+LINK_IDLE_SECONDS: Final = 5.0
 """How long nothing but pings has arrived when a link may rest: waking it costs a handshake."""
 TRY_AGAIN_SECONDS: Final = 30.0
 """How long a link stays awake after this node could not reach the other one, which may only have been busy."""
@@ -53,7 +54,7 @@ class RestingLinks:
     async def keep(self) -> None:
         """Ask for links to rest that are idle, and wake those that are to be awake, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(IDLE_CHECK_EVERY)
             for remote in list(self._mesh.met.values()):
                 if remote.is_resting:
                     if self._mesh.listener.wants_awake(remote):
@@ -82,7 +83,7 @@ class RestingLinks:
     def _may_rest(self, remote: RemoteProcess) -> bool:
         link = remote.link
         is_plain = link is not None and not link.relay and len(remote.links) == 1 and remote.measured.is_set()
-        is_idle = time.monotonic() - remote.used_at > IDLE_SECONDS and not remote.is_silent()
+        is_idle = time.monotonic() - remote.used_at > LINK_IDLE_SECONDS and not remote.is_silent()
         if not is_plain or not is_idle or not self._mesh.listener.may_rest(remote):
             return False
         if remote.is_dialled or remote.is_reachable:

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.listener import MeshListener
 
-POLL_SECONDS: Final = 0.05
+CONDITION_CHECK_EVERY: Final = 0.05
 """How often `look` and `ask` check their condition."""
-LOOP_SECONDS: Final = 10.0
-"""How long the control loop may take for a call that waits for no other node."""
 ANSWERS: Final = {
     messages.Ask: messages.Tell,
     messages.Reach: messages.Reached,
@@ -55,12 +53,12 @@ def visiting(
     own, ports = NodeIdentity.passing(), PORTS[::-1]
     endpoint = cluster_endpoint(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
     try:
-        mesh = control.run(_open(cluster, config, endpoint, listener, announce=announce), LOOP_SECONDS)
+        mesh = control.run(_open(cluster, config, endpoint, listener, announce=announce), control.LOOP_SECONDS)
         try:
             yield Visit(mesh)
         finally:
             with contextlib.suppress(TimeoutError):
-                control.run(mesh.close(), LOOP_SECONDS)
+                control.run(mesh.close(), control.LOOP_SECONDS)
     finally:
         endpoint.leave()
 
@@ -76,7 +74,7 @@ class Visit:
         """Wait for links with nodes: for `seconds`, or until `until` is true."""
         deadline = time.monotonic() + seconds
         while not until(self) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_SECONDS))
+            time.sleep(min(left, CONDITION_CHECK_EVERY))
 
     def cards(self) -> list[messages.Card]:
         """Return the cards of all linked nodes, other visitors included, sorted by name."""
@@ -84,7 +82,7 @@ class Visit:
         async def look() -> list[messages.Card]:
             return [remote.card for remote in self._by_name()]
 
-        return control.run(look(), LOOP_SECONDS)
+        return control.run(look(), control.LOOP_SECONDS)
 
     def members(self) -> list[messages.PeerReport]:
         """Return the linked nodes that are neither visitors nor agents, and how they are reached from here."""
@@ -93,7 +91,7 @@ class Visit:
             in_runs = (each for each in self._by_name() if each.purpose not in ("visitor", "agent"))
             return [each.report() for each in in_runs if each.link is not None]
 
-        return control.run(look(), LOOP_SECONDS)
+        return control.run(look(), control.LOOP_SECONDS)
 
     def agents(self) -> list[messages.Card]:
         """Return the cards of the linked agents (`covey up`), sorted by name."""
@@ -101,7 +99,7 @@ class Visit:
         async def look() -> list[messages.Card]:
             return [each.card for each in self._by_name() if each.purpose == "agent"]
 
-        return control.run(look(), LOOP_SECONDS)
+        return control.run(look(), control.LOOP_SECONDS)
 
     def has_visitors(self) -> bool:
         """Tell whether another visitor is linked."""
@@ -109,7 +107,7 @@ class Visit:
         async def look() -> bool:
             return any(each.purpose == "visitor" for each in self._by_name())
 
-        return control.run(look(), LOOP_SECONDS)
+        return control.run(look(), control.LOOP_SECONDS)
 
     def ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
         """Ask a node, and return the answer to this question.
@@ -118,7 +116,7 @@ class Visit:
             ConnectError: the node has gone.
             DeadlineError: the node did not answer within `within` seconds.
         """
-        return control.run(self._ask(card, question, within), within + LOOP_SECONDS)
+        return control.run(self._ask(card, question, within), within + control.LOOP_SECONDS)
 
     def ask_all(
         self, cards: list[messages.Card], question: messages.Question, within: float
@@ -139,7 +137,7 @@ class Visit:
                     raise answer
             return answers  # type: ignore[return-value]  # others were raised
 
-        return control.run(ask(), within + LOOP_SECONDS)
+        return control.run(ask(), within + control.LOOP_SECONDS)
 
     def _by_name(self) -> list[RemoteProcess]:
         return sorted(self.mesh.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
@@ -162,7 +160,7 @@ async def _answer(remote: RemoteProcess, question: messages.Question, within: fl
     link, asking = remote.link, asyncio.ensure_future(remote.ask(question, within))
     try:
         while not asking.done() and remote.link is link:
-            await asyncio.wait({asking}, timeout=POLL_SECONDS)
+            await asyncio.wait({asking}, timeout=CONDITION_CHECK_EVERY)
         with contextlib.suppress(TimeoutError):
             return asking.result() if asking.done() else None
         return None

@@ -37,8 +37,7 @@ PAUSES: Final = Growing(0.02, 2.0)
 
 QUIET_SECONDS: Final = 1.0
 """On a lane on which nothing has moved for so long, each end says how much has arrived."""
-FIRST_DOUBT_SECONDS: Final = 4.0
-MOST_DOUBT_SECONDS: Final = 60.0
+DOUBTS: Final = Growing(4.0, 60.0)
 """A lane on which nothing has moved for so long, and whose other end has not said that it has what was sent, is
 replaced. Each time longer: the other process may only be busy."""
 SWALLOWED: Final = "what was sent did not arrive, though a machine on the way has acknowledged it"
@@ -246,7 +245,7 @@ class LanePoll:
                 continue
             peer = lane.peer
             self._matcher.fell_quiet(peer)
-            patience = min(MOST_DOUBT_SECONDS, FIRST_DOUBT_SECONDS * 2 ** min(self._doubted[peer], 20))
+            patience = DOUBTS.after(self._doubted[peer] + 1)
             if quiet >= patience and self._matcher.is_unheard(peer) and not lane.undelivered_bytes():
                 self._doubted[peer] += 1
                 self._trouble[peer] = SWALLOWED

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.proto.message_link import MessageSizes
     from covey.runtime.counters import MessageTraffic
 
-LOOK_SECONDS: Final = 0.003
+DELIVERY_CHECK_EVERY: Final = 0.003
 """How often `close` checks whether the kernel has delivered what it was given."""
 
 
@@ -286,7 +286,7 @@ class Messenger:
         while self._fault() is None and (now := time.monotonic()) < flush_deadline:
             if not self._matcher.undelivered() and not self._lanes.has_undelivered():
                 break
-            self.turn(min(flush_deadline, now + LOOK_SECONDS))
+            self.turn(min(flush_deadline, now + DELIVERY_CHECK_EVERY))
         with self._lock:
             self._is_closed = True
             self._matcher.say_end()

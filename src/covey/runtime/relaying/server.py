@@ -64,7 +64,7 @@ SWEEP_SECONDS: Final = 2.0
 """How often pipes are checked for dead paths, and for having been idle for too long."""
 ECHO_RATE, ECHO_BURST = 2.0, 16.0
 """Echoes for one registration, per second and at once; others are not answered."""
-LOG_SECONDS: Final = 10.0
+RELAY_LOG_SECONDS: Final = 10.0
 """Shortest time between two log lines about refused connections."""
 NOT_PROVED: Final = "the signature is not that of the cluster's key"
 NOT_SERVED: Final = "this relay is for another cluster"
@@ -130,7 +130,7 @@ class RelayServer:
         """Registrations by source."""
         self._pipes: set[Pipe] = set()
         self._number = self._joined = self._copied = self._refused = 0
-        self._log = LimitedLog(LOG_SECONDS)
+        self._log = LimitedLog(RELAY_LOG_SECONDS)
         self._shortage = accept_shortage("the relay")
         self._is_closing = False
 

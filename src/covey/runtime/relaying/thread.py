@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.relaying.server import RelayLimits
 
-CLOSE_SECONDS: Final = 5.0
+RELAY_CLOSE_SECONDS: Final = 5.0
 """How long the relay may take to close its connections."""
 
 
@@ -34,7 +34,7 @@ class RelayThread:
         """Close every connection, and end the thread. Closing twice is fine."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(RELAY_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:

@@ -11,29 +11,20 @@ from torch.distributed.constants import default_pg_timeout
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.runtime.joining.bootstrap import join_with, joined
-from covey.runtime.joining.request import JoinRequest
+from covey.runtime.joining.request import JoinRequest, own_arguments
 from covey.runtime.joining.torch_env import given, gloo_variables, is_given, own_variables
 from covey.torch import entry
 from covey.torch.backend.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from datetime import timedelta
 
     from covey.runtime.group.group import Group
     from covey.torch.backend.store import CoveyStore
 
-_PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
-    "cluster": str,
-    "size": int,
-    "min_size": int,
-    "max_size": int,
-    "timeout": float,
-    "seeds": split_list,
-    "interfaces": str,
-    "on_loss": str,
-}
-"""The parameters of an address, which are those of `covey.join`, and their types."""
+_PARAMETERS: Final = ("cluster", "size", "min_size", "max_size", "timeout", "seeds", "interfaces", "on_loss")
+"""The parameters of an address: arguments of `covey.join`."""
 
 
 def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[CoveyStore, int, int]]:
@@ -76,13 +67,14 @@ def parse(url: str) -> tuple[dict[str, Any], int | None, int | None]:
     told: dict[str, int] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name in ("rank", "world_size"):
-            told |= {name: number} if (number := _value(url, name, text, int)) != -1 else {}
+            told |= {name: number} if (number := _number(url, name, text)) != -1 else {}
         elif name not in _PARAMETERS:
             raise ConfigError(f"{url}: there is no parameter {name!r}; there are {', '.join(_PARAMETERS)}")
         elif name in asked:
             raise ConfigError(f"{url}: {name} is given twice")
         else:
-            asked[name] = _value(url, name, text, _PARAMETERS[name])
+            value = own_arguments()[name].kind.read(f"{url}: {name}", text)
+            asked[name] = split_list(value) if name == "seeds" else value
     rank, size = told.get("rank"), told.get("world_size")
     run = unquote(parts.netloc + parts.path).strip("/") if parts.scheme == entry.NAME else ""
     if not run:
@@ -96,9 +88,9 @@ def parse(url: str) -> tuple[dict[str, Any], int | None, int | None]:
     return {"run": run} | asked, None, size
 
 
-def _value(url: str, name: str, text: str, kind: Callable[[str], Any]) -> Any:
+def _number(url: str, name: str, text: str) -> int:
     try:
-        return kind(text)
+        return int(text)
     except ValueError:
         raise ConfigError(f"{url}: {name}={text!r} is not a number") from None
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SETTINGS: Final = {"cluster": "COVEY_CLUSTER", "seeds": "COVEY_SEEDS", "interfaces": "COVEY_INTERFACES"}
 """The settings of --rdzv-conf, and the variables that pass them on to the workers."""
 CLOSED: Final = "one of the agents has closed the run"
-LOOK_SECONDS: Final = 0.1
+CLOSED_RUN_CHECK_EVERY: Final = 0.1
 """How often a waiting agent checks whether another agent has closed the run."""
 
 
@@ -165,7 +165,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         met, group = threading.Event(), self._group
 
         def check() -> None:
-            while not met.wait(LOOK_SECONDS):
+            while not met.wait(CLOSED_RUN_CHECK_EVERY):
                 if group is not None and self.is_closed():
                     engine_of(group).failure.end_here(Fault("ClosedError", CLOSED))
                     return

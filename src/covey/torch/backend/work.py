@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS: Final = 10.0
 """How long an idle thread stays."""
-CLOSE_SECONDS: Final = 5.0
+CALLBACKS_SECONDS: Final = 5.0
 """How long closing a group waits for running callbacks."""
 
 
@@ -174,7 +174,7 @@ class Notices:
         """Run the pending callbacks, and end the threads. A second call does nothing."""
         if self._process != os.getpid():
             return
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + CALLBACKS_SECONDS
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

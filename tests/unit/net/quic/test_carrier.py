@@ -12,7 +12,7 @@ from tests.support.in_turn import in_turn
 from tests.unit.net.quic.lossy import HORIZON, KEY, Faults, Pair
 
 from covey.net.quic.carrier import STRANGER_BYTES, UNSENT_BYTES, Carrier
-from covey.net.quic.certificates import IDLE_SECONDS, WINDOW_BYTES
+from covey.net.quic.certificates import CONNECTION_IDLE_SECONDS, WINDOW_BYTES
 from covey.net.quic.pump import PROVE_SECONDS, UNPROVED_AT_ONCE
 from covey.wire import quic
 
@@ -140,7 +140,7 @@ def test_an_end_that_opens_other_streams_or_takes_limits_back_is_cut_off(stream:
 
 def test_a_dialler_without_the_key_gets_no_answer() -> None:
     pair = Pair(11, Faults(), keys=(random.Random(1).randbytes(32),))
-    until = pair.now + 2 * IDLE_SECONDS
+    until = pair.now + 2 * CONNECTION_IDLE_SECONDS
     while pair.now < until and not pair.dialler.is_over:
         pair.turn()
     assert pair.acceptor is None
@@ -173,7 +173,7 @@ def test_an_end_that_is_never_heard_again_is_given_up() -> None:
     began = pair.now
     while not dialler.is_over:
         pair.turn()
-        assert pair.now < began + 4 * IDLE_SECONDS
+        assert pair.now < began + 4 * CONNECTION_IDLE_SECONDS
     assert dialler.error
 
 
@@ -200,7 +200,7 @@ def test_a_dialler_that_gets_another_address_goes_on() -> None:
 def test_silent_connections_stay_open() -> None:
     pair = Pair(15, Faults())
     ends = opened(pair)
-    until = pair.now + 3 * IDLE_SECONDS
+    until = pair.now + 3 * CONNECTION_IDLE_SECONDS
     while pair.now < until:
         pair.turn()
     assert not any(end.is_over for end in ends)

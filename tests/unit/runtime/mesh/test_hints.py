@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from covey.runtime.mesh.hints import (
+    HINT_CHECK_EVERY,
     HINTS_LIMIT,
-    LOOK_SECONDS,
     NAP_SECONDS,
     NAPS,
     SELDOM_SECONDS,
@@ -166,7 +166,7 @@ def test_a_hint_waits_for_a_while_if_another_one_of_the_same_node_is_dialled() -
     assert hints.due(0.0, 100, nobody_is_met) == [near, far, stranger]
     dialled = {near, far, stranger}
     assert hints.due(WAIT_SECONDS - 0.1, 100, nobody_is_met, dialled) == []
-    assert hints.due(WAIT_SECONDS + LOOK_SECONDS, 100, nobody_is_met, dialled) == [
+    assert hints.due(WAIT_SECONDS + HINT_CHECK_EVERY, 100, nobody_is_met, dialled) == [
         known
     ]  # though they are still dialled
 
