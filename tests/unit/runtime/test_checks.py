@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from covey.runtime import checks
@@ -11,13 +12,25 @@ if TYPE_CHECKING:
     import pytest
 
 
+class Starved(threading.Thread):
+    """A thread of a check that never gets the processor."""
+
+    def start(self) -> None:
+        """Do not run."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Do not wait."""
+
+    def is_alive(self) -> bool:
+        return True
+
+
 def test_what_covey_itself_knows_does_not_depend_on_when_a_thread_gets_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(threading.Thread, "start", lambda _thread: None)  # it never gets the processor
-    monkeypatch.setattr(threading.Thread, "join", lambda _thread, _timeout: None)
-    monkeypatch.setattr(threading.Thread, "is_alive", lambda _thread: True)
+    # Threads of covey that other tests have left still start, so only the checks' own are starved.
+    monkeypatch.setattr(checks, "threading", SimpleNamespace(Thread=Starved, Lock=threading.Lock))
     monkeypatch.setattr(checks, "is_shutting_down", lambda: True)
     checks.add("mine", lambda: True)
     try:
