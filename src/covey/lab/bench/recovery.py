@@ -26,7 +26,7 @@ from covey.runtime.processes import OutputTail
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from covey.lab.chaos.processes import Told, Worker
+    from covey.lab.chaos.processes import JobProcess, Told
 
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
 PATIENCE_SECONDS: Final = 60.0
@@ -112,7 +112,7 @@ class _WorkerReports:
         self.errors: dict[int, OutputTail] = {}
         self._lines: dict[int, bytes] = {}
 
-    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+    def heard(self, worker: JobProcess, target: int, data: bytes) -> None:
         pid = worker.pid
         if target == 2:
             self.errors.setdefault(pid, OutputTail()).add(data)
@@ -206,7 +206,7 @@ class _Scene:
         generation = self.reports.begun[pid].generation
         return [each.at - each.began for each in self.reports.returned.get(pid, ()) if each.generation == generation]
 
-    def _await(self, what: str, is_so: Callable[[], bool], may_end: Worker | None = None) -> None:
+    def _await(self, what: str, is_so: Callable[[], bool], may_end: JobProcess | None = None) -> None:
         give_up_at = time.monotonic() + PATIENCE_SECONDS
         while not is_so():
             turn = self.job.turn(give_up_at)

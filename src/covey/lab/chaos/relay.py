@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
-    from covey.lab.chaos.processes import Worker
+    from covey.lab.chaos.processes import JobProcess
 
 
 class Relay:
@@ -25,7 +25,7 @@ class Relay:
         self._streams: dict[tuple[int, int], tuple[int, OutputStream]] = {}
         """By process and stream."""
 
-    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+    def heard(self, worker: JobProcess, target: int, data: bytes) -> None:
         key = worker.pid, target
         if key not in self._streams:
             shown = self._targets[target]

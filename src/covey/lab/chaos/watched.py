@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from covey.lab.chaos.records import (
     Began,
-    Ended,
     Entered,
     Exclusion,
     Left,
     Obeyed,
+    ProcessEnded,
     Restored,
     Stepped,
     from_lines,
@@ -65,7 +65,7 @@ class Watched:
                     self.steps.append(record.at)
                 case Left() | Exclusion():
                     self.is_member = False
-                case Ended():
+                case ProcessEnded():
                     self.ended, self.is_member = record.how, False
                 case Obeyed():
                     obeyed.append(record)
