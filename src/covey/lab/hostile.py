@@ -54,9 +54,9 @@ HOSTILE_SECONDS: Final = 6.0
 TOGETHER_WITHIN: Final = 1.5 * PATIENCE
 """Virtual seconds from when the hostile member is cut off until the others are in one view, or know better."""
 MOST_LIES: Final = 300
-"""In one quarrel; then the hostile member is cut off."""
+"""Lies in one quarrel, after which the hostile member is cut off."""
 MOST_LIES_OF_ONE: Final = 1500
-"""In one life of a hostile node; then it does as it should."""
+"""Lies of one process of a hostile node, which then keeps the protocol."""
 MOST_PARTS: Final = 3000
 """Parts of all that a core keeps: numbers, texts, entries of dicts."""
 _REMEMBERED: Final = 100

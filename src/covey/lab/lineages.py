@@ -65,7 +65,7 @@ class Disk:
 
 
 class SimulatedProcess:
-    """One life of one node: on its way into the run, then in one generation of it after another."""
+    """One incarnation of a node: it joins the run, and is then in one generation of it after another."""
 
     def __init__(self, story: Story, index: int, life: bytes, *, is_returning: bool) -> None:
         self.story, self.index, self.life = story, index, life

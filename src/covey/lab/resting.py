@@ -31,7 +31,7 @@ class RestingLink(SimulatedLink):
         """The ends that dial."""
 
     def other_end(self, here: SimulatedNode) -> SimulatedNode:
-        """Return the life at the other end."""
+        """Return the incarnation at the other end."""
         one, other = self.ends
         return one if here is other else other
 
@@ -175,7 +175,7 @@ class RestingWorld(World):
         if found is there and found.backlog is None and not is_cut:
             self._woken(link)
         elif (found is not None and found is not there and not is_cut) or self.now >= until:
-            # Another life answers, or none does.
+            # Another incarnation answers, or none does.
             self._lose(here, link)
         else:
             self.at(self.now + REDIAL_EVERY, self._try_to_wake, here, link, until)
@@ -222,7 +222,7 @@ class RestingWorld(World):
         for here, there in (ends, ends[::-1]):
             link = here.links.get(there.id)
             if isinstance(link, RestingLink) and link.is_resting:
-                # The dialled end believes that its link rests: it is awake, or down if another life dials.
+                # The dialled end believes that its link rests: it is awake, or down if another incarnation dials.
                 if there in link.ends:
                     self._woken(link)
                     return

@@ -30,7 +30,7 @@ class Core(Protocol):
 
 
 class SimulatedNode:
-    """One life of one node in a world."""
+    """One incarnation of a node in a world."""
 
     def __init__(self, id: bytes, life: bytes, core: Core) -> None:
         self.id, self.life, self.core = id, life, core
@@ -49,7 +49,7 @@ class SimulatedNode:
 
 
 class SimulatedLink:
-    """A connection between two lives. Each end has its own view of whether the link is up."""
+    """A connection between two incarnations. Each end has its own view of whether the link is up."""
 
     def __init__(self, one: SimulatedNode, other: SimulatedNode) -> None:
         self.ends = (one, other)
@@ -130,7 +130,7 @@ class World:
             self._settle(node)
 
     def crash(self, id: bytes, *, silently: bool = False) -> None:
-        """End a node's life. Other nodes see its links close; with `silently` (a power cut) they only hear nothing."""
+        """Crash a node. Other nodes see its links close; with `silently` (a power cut) they only hear nothing."""
         node = self.nodes.pop(id, None)
         if node is None:
             return

@@ -314,7 +314,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
     ),
     "a message that calls a live process lost": (
         lambda history: history["a"].insert(3, MessageHeard(STORY, 0, "c", "lost", 0.5)),
-        "says that c is lost, which goes on",
+        "says that c is lost, which works on for 3.0 s",
     ),
     "a failure": (
         lambda history: history["d"].append(ProcessEnded("failed", STORY, 3, "x", "KeyError: 3", 9.0)),

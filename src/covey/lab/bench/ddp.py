@@ -57,7 +57,7 @@ class DdpOutcome:
 
     name: str
     seconds: list[float]
-    """Of every step, on the slowest rank."""
+    """Seconds of every step, on the slowest rank."""
 
 
 def measure(trial: Trial) -> list[DdpOutcome]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
+from covey.lab import ONE_THREAD
 from covey.lab.bench.messages import (
     Answer,
     EngineUp,
@@ -227,7 +228,7 @@ class RankProcesses:
         return [[*mpirun, *python, "0", *tail]]
 
     def _environment(self) -> dict[str, str]:
-        env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = dict(ONE_THREAD)
         if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
         if self.contender.engine == "gloo":  # or else it looks up the host's name, which may not resolve to this host

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.layout import Column
 from covey.cli.terminal import Fitted
+from covey.lab import ONE_THREAD
 from covey.lab.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
 from covey.lab.bench.sweep import LANES, MAX_RANKS, format_bytes
 from covey.lab.chaos.processes import JobProcesses
@@ -33,7 +34,6 @@ PATIENCE_SECONDS: Final = 60.0
 """How long each step of the drill may take."""
 WARM_UP: Final = 3
 """Operations that all ranks return together before one is killed."""
-ONE_THREAD: Final = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 HISTOGRAM_ROWS: Final = 8
 HISTOGRAM_WIDTH: Final = 40
 
@@ -166,7 +166,7 @@ class _Scene:
                     found[pid] = first
             return len(found) == len(survivors) and len({event.pid for event in self._views()}) == len(survivors)
 
-        self._await("the survivors go on", is_over, may_end=target)
+        self._await("the survivors continue", is_over, may_end=target)
         results = list(found.values())
         return Kill(
             victim,

@@ -28,7 +28,7 @@ from covey.lab.chaos.host_injector import HostInjector
 from covey.lab.chaos.hosts import Hosts
 from covey.lab.chaos.injector import HOLD_SECONDS
 from covey.lab.chaos.operations import MOST_RANKS
-from covey.lab.chaos.processes import EventFile
+from covey.lab.chaos.processes import POLL_SECONDS, EventFile
 from covey.lab.chaos.report import ChaosStory, ProcessEnding
 from covey.lab.chaos.watched import Processes, kill_all, started_for
 from covey.lab.chaos.workload import STOP, VARIABLE, Settings
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from covey.lab.chaos.watched import Watched
 
 WORKLOAD: Final = "covey.lab.chaos.workload"
-RESTARTS: Final = 20
-POLL_SECONDS: Final = 0.02
+WORKLOAD_RESTARTS: Final = 20
+"""Restarts of each process; more than the faults of any plan need."""
 FORM_SECONDS: Final = 90.0
 """How long the processes may take to form the first generation."""
 TOGETHER_SECONDS: Final = 90.0
@@ -54,9 +54,9 @@ ORDER_SECONDS: Final = 3.0
 CIRCUMSTANCES: Final = "circumstances.json"
 EVENTS: Final = "events"
 TOUCHES: Final = {"stop": "stop", "pause": "stop", "slow": "stop", "host-stop": "stop", "leave": "leave", "cut": "cut"}
-"""By kind of fault: what the checker has to know of a process that suffered it."""
+"""Kind of fault → what the checker has to know of a process that suffered it."""
 ENDS: Final = {"over": "finished", "left": "left", "quorum": "failed", "failed": "failed"}
-"""By what a process records at its end: how it ended."""
+"""What a process records at its end → how it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def draw(
             every=every,
             count=count,
             duration=duration,
-            restarts=RESTARTS,
+            restarts=WORKLOAD_RESTARTS,
             min_alive=min_alive,
         ),
         processes=crowd,
@@ -192,7 +192,7 @@ class CheckedRun:
         scene, words = self.scene, [sys.executable, "-m", "covey", "run"]
         if self.hosts is not None:
             words = [*self.hosts.inside(host), *words, "--run", "chaos", "--min", "2", "--wait", "60"]
-        words += ["-n", str(scene.processes[host]), "--restarts", str(RESTARTS)]
+        words += ["-n", str(scene.processes[host]), "--restarts", str(WORKLOAD_RESTARTS)]
         words += ["--lanes", scene.lanes] if scene.lanes else []
         with open(os.path.join(self.folder, f"output-{host}"), "ab") as output:
             self.keepers[host] = subprocess.Popen(

@@ -58,7 +58,7 @@ class Circumstances:
 
     is_one_host: bool = True
     touched: dict[str, frozenset[str]] = field(default_factory=dict)
-    """By process: the faults that may exclude it."""
+    """Name of a process → the faults that may exclude it."""
     is_network_cut: bool = False
     """Whether packets were lost between hosts."""
 
@@ -262,7 +262,7 @@ class _Checker:
                 "cut" in self._circumstances.touched.get(each, ()) for each in (name, heard.peer)
             )
             if heard.outcome == "lost" and last > heard.at + LOST_SECONDS and not is_cut:
-                yield f"{name}: a message says that {heard.peer} is lost, which goes on for {last - heard.at:.1f} s"
+                yield f"{name}: a message says that {heard.peer} is lost, which works on for {last - heard.at:.1f} s"
 
     def exclusions(self) -> Iterator[str]:
         for name, record in self._all(Exclusion):

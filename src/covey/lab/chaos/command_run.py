@@ -65,7 +65,7 @@ class CommandRun:
         self.story.injected, self.story.log = self._injector.injected, self._injector.log
         self._give_up_at = float("inf") if timeout is None else time.monotonic() + timeout
         self._injured: dict[int, PlannedFault] = {}
-        """By process: the fault that it was lost to."""
+        """Pid → the fault that the process was lost to."""
         self._restarts: dict[int, int] = {}
         self._is_stopping = False
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 89
 MOST_RANKS: Final = 16
-"""With more, sums of 8-byte numbers would not be exact."""
+"""Most ranks for which the sums of 8-byte numbers are exact."""
 MOST_RANKS_OF_SHORT: Final = 8
-"""The same for 4-byte numbers."""
+"""Most ranks for which the sums of 4-byte numbers are exact."""
 ROOTED: Final = ("reduce", "broadcast", "gather", "scatter")
 """Operations that fail without their root."""
 ALIKE: Final = ("all_reduce", "mean", "broadcast", "all_gather", "objects", "barrier", "split", "vote")

@@ -147,7 +147,7 @@ class JobProcesses:
         self._slots = size if slots is None else slots
         self._argv, self._listener = argv, listener
         self.workers: dict[int, JobProcess] = {}
-        """By rank: the latest process."""
+        """Rank → its latest process."""
         self._by_pid: dict[int, JobProcess] = {}
         self._starts: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()

@@ -6,8 +6,9 @@ import contextlib
 import glob
 import os
 import signal
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from covey.lab.chaos.processes import READ_BYTES
 from covey.lab.chaos.records import (
     Began,
     Entered,
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.lab.chaos.records import Record
-
-
-READ_BYTES: Final = 1 << 20
 
 
 class Watched:

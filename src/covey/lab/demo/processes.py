@@ -14,6 +14,7 @@ import time
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError, RankFailedError
+from covey.lab import ONE_THREAD
 from covey.lab.demo.reports import (
     ROUND,
     FinishedReport,
@@ -39,9 +40,6 @@ ABSENCE = 0.5
 """Seconds before a killed node is started again: long enough to see that the others continue."""
 RESTARTS = 5
 """How often a node is restarted."""
-
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""Nodes already share the cores; more threads for linear algebra would slow each other down."""
 
 
 class DemoRun(NamedTuple):
@@ -88,7 +86,7 @@ class _Nodes:
     def __init__(self, plan: DemoRun, run: LocalRun, selector: selectors.BaseSelector) -> None:
         self._plan, self._run, self._selector = plan, run, selector
         self._workers: dict[int, _Worker] = {}
-        """By node: the latest process."""
+        """Node → its latest process."""
         self._restarts = dict.fromkeys(range(plan.nodes), 0)
         self._due: dict[int, float] = {}
         """Nodes that are restarted, and when."""

@@ -110,7 +110,7 @@ class Progress:
     curve: list[LossPoint] = field(default_factory=list)
     """One point per round, from the first node that reported it; the first point is from before training."""
     recoveries: dict[tuple[int, tuple[int, ...]], LossSurvived] = field(default_factory=dict)
-    """By generation and the ranks that were lost."""
+    """(generation, lost ranks) → how the loss was survived."""
     returns: list[Return] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     """What happened to the members, in sentences."""

@@ -28,9 +28,9 @@ class RankRounds:
     """The rounds of one case as one rank measured them."""
 
     nanoseconds: tuple[tuple[int, ...], ...]
-    """By round, then by iteration."""
+    """For each round, the time of each iteration."""
     cpu_seconds: tuple[float, ...]
-    """By round."""
+    """For each round, the processor time of this rank."""
 
 
 def measure_case(group: Group, grid: CaseGrid, case: Case) -> Measurement | None:
