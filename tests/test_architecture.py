@@ -64,9 +64,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "net": {"lanes": set(), "discovery": set(), "keys": set(), "quic": set()},
     "torch": {"backend": set(), "training": {"backend"}},
+    "lab": {"fuzz": set(), "chaos": set(), "bench": {"chaos"}, "demo": set()},
 }
 """The rooms of a layer, and which others each may import, for types too. All may import the layer's own modules."""
-FACES = {"covey.torch", "covey.torch.entry"}
+FACES = {"covey.torch", "covey.torch.entry", "covey.lab.hostile"}
 """What lies in a layer itself and imports its rooms."""
 
 PURE = {"base", "wire", "plan", "compress", "proto"}
@@ -168,6 +169,12 @@ def test_imports_point_down() -> None:
         for name, node in imports(path)
         if name.split(".")[0] == "covey" and target_layer(name) not in BELOW[layer_of(path)] | {layer_of(path)}
     ] == []
+
+
+def test_only_the_command_line_knows_of_the_laboratory_and_only_by_name() -> None:
+    assert [layer for layer, below in BELOW.items() if "lab" in below] == []
+    named = [path for path in FILES if layer_of(path) != "lab" and re.search(r"[\"']covey\.lab", path.read_text())]
+    assert named == [SRC / "cli" / "main.py"]
 
 
 def test_pure_layers_touch_neither_the_world_nor_the_clock() -> None:

@@ -16,7 +16,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import RankFailedError
 from covey.lab.demo import processes
-from covey.lab.demo.reports import Joined, Killed, Round, Started
+from covey.lab.demo.reports import JoinedReport, KilledReport, RoundReport, StartedReport
 from covey.lab.demo.worker import BATCH
 
 if TYPE_CHECKING:
@@ -133,20 +133,20 @@ def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
 def test_a_rank_that_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
     pids: dict[int, int] = {}
     to_kill, killed = {0, 2}, set()
-    entered: dict[int, Joined] = {}
-    plan = processes.Plan(nodes=3, lots=3, rounds=100_000, seconds=1000.0, seed=int(seed))
+    entered: dict[int, JoinedReport] = {}
+    plan = processes.DemoRun(nodes=3, lots=3, rounds=100_000, seconds=1000.0, seed=int(seed))
     with contextlib.closing(processes.reports(plan)) as reports:
         for node, report in reports:
             match report:
-                case Started():
+                case StartedReport():
                     pids[node] = report.pid
-                case Round() if len(pids) == 3 and to_kill:
+                case RoundReport() if len(pids) == 3 and to_kill:
                     for victim in sorted(to_kill):
                         os.kill(pids[victim], signal.SIGKILL)
                     to_kill.clear()
-                case Killed():
+                case KilledReport():
                     killed.add((node, report.signal))
-                case Joined() if report.generation:
+                case JoinedReport() if report.generation:
                     entered[node] = report
                     if len({joined.generation for joined in entered.values()}) == 1 and len(entered) == 3:
                         break
@@ -161,12 +161,12 @@ def test_a_rank_that_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -
 def train_alone_and_kill(seed: str) -> None:
     """Train with one node without end, and kill it once it is at work."""
     pid = 0
-    plan = processes.Plan(nodes=1, lots=1, rounds=100_000, seconds=1000.0, seed=int(seed))
+    plan = processes.DemoRun(nodes=1, lots=1, rounds=100_000, seconds=1000.0, seed=int(seed))
     with contextlib.closing(processes.reports(plan)) as reports:
         for _, report in reports:
-            if isinstance(report, Started):
+            if isinstance(report, StartedReport):
                 pid = report.pid
-            elif isinstance(report, Joined):
+            elif isinstance(report, JoinedReport):
                 os.kill(pid, signal.SIGKILL)
 
 

@@ -14,16 +14,16 @@ from covey.lab.bench.sweep import OPERATIONS, Case, Contender
 RANK = """
 import os, signal, socket, sys, time
 from pathlib import Path
-from covey.lab.bench.messages import Failed, Hello, RankChannel, Ready
+from covey.lab.bench.messages import Failed, EngineUp, RankChannel, ValuesRight
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 with socket.socket(socket.AF_UNIX) as sock:
     sock.connect(str(folder / "front"))
     channel = RankChannel(sock)
-    channel.send(Hello(rank, os.getpid(), {}))
+    channel.send(EngineUp(rank, os.getpid(), {}))
     next(channel.orders())
     if rank == 1:
-        channel.send(Ready(""))
+        channel.send(ValuesRight(""))
         (folder / "answered").touch()
         time.sleep(0.1)  # the front has read the answer by then
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
 from covey.lab.fuzz import contract, values
 from covey.lab.fuzz.contract import BrokenContractError
 from covey.lab.fuzz.inputs import inputs
-from covey.lab.fuzz.reached import Missed, Reached
+from covey.lab.fuzz.reached import Missed, ReachedCode
 from covey.lab.fuzz.targets import Target, all_targets, message_decoders, modules
 from covey.net.discovery import host_registry as host_registry
 from covey.net.discovery import sieve
@@ -97,8 +97,8 @@ SHOWN = 79
 """Characters of the source that count."""
 
 
-def missed(targets: list[Target], count: int) -> tuple[Reached, list[Missed]]:
-    reached = Reached({str(module.__file__) for module in (*modules(), sieve, text)})
+def missed(targets: list[Target], count: int) -> tuple[ReachedCode, list[Missed]]:
+    reached = ReachedCode({str(module.__file__) for module in (*modules(), sieve, text)})
     for target in targets:
         made = list(inputs(target, count))
         with reached.watching():

@@ -18,7 +18,7 @@ from tests.sim.test_membership import perform as perform_views
 from tests.support.seeds import batches, seeds
 
 from covey.lab.resting import RestingWorld
-from covey.lab.world import Node, World
+from covey.lab.world import SimulatedNode, World
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
 from covey.proto.formation import Formation, announcer, deciding
@@ -70,7 +70,7 @@ def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> N
         me = Member(chance.randbytes(32), chance.randbytes(16), f"n{number}", f"host {number % 9}", b"")
         core = CountedFormation(me, terms, random.Random(chance.random()), 0.0)
         core.counted = counted
-        world.nodes[me.id] = Node(me.id, me.life, core)
+        world.nodes[me.id] = SimulatedNode(me.id, me.life, core)
     world.introduce()
     cores: list[Any] = [node.core for node in world.nodes.values()]
     while any(core.formed is None for core in cores):
@@ -164,7 +164,7 @@ def start(
     for key in [*keys, *([keeper] if keeper else [])]:
         seeded = random.Random(chance.random())
         core = Membership(record, key.id, key.life, seeded, 0.0, keeper=keeper.id if keeper else None)
-        world.nodes[key.id] = Node(key.id, key.life, ViewMember(core, size, counted))
+        world.nodes[key.id] = SimulatedNode(key.id, key.life, ViewMember(core, size, counted))
         world._names[key.id] = key.id.hex()[:4]
     world.introduce()
     return [key.id for key in keys]

@@ -11,7 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from covey.lab import lineages
-from covey.lab.lineages import Disk, Ended, Founded, Process, Story, Voted
+from covey.lab.lineages import Disk, EndedNotice, FoundedNotice, SimulatedProcess, Story, ViewNotice
 from covey.lab.world import World
 from covey.wire.formation import Answer, Here, Outcome, Phase, Propose, Standing, Terms
 from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Refuse, Seated, Trouble, View
@@ -19,7 +19,7 @@ from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, P
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.lab.world import Link, Node
+    from covey.lab.world import SimulatedLink, SimulatedNode
 
 NAMES = "abc"
 WIDTH = 72
@@ -50,7 +50,7 @@ class RecordingWorld(World):
     def tell(self, line: str) -> None:
         self.story.append(f"{self.now:7.3f}  {line.partition(' as life ')[0]}")
 
-    def _deliver(self, source: bytes, target: bytes, link: Link, message: Any) -> None:
+    def _deliver(self, source: bytes, target: bytes, link: SimulatedLink, message: Any) -> None:
         text = self._script.describe(message)
         is_repeated = isinstance(message, Here) and self._heard.get((source, target)) == text
         self._heard[source, target] = text
@@ -61,7 +61,7 @@ class RecordingWorld(World):
             self.tell(self._delivering)
         self._delivering = ""
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: SimulatedNode) -> None:
         super()._settle(node)
         state, name = self._script.state(node.core), self._names[node.id]
         if state == self._states.get(node.id):
@@ -81,7 +81,7 @@ class Script(Story):
         self.chance = random.Random(1)
         self.terms, self.ids = terms, [name.encode() * 32 for name in NAMES]
         self.disks, self.lives = [Disk() for _ in self.ids], [0] * len(self.ids)
-        self.processes: dict[bytes, Process] = {}
+        self.processes: dict[bytes, SimulatedProcess] = {}
         self.left_early: set[bytes] = set()
         self.words, self.is_good = 0, True
         self._agreed: set[tuple[bytes, bytes]] = set()
@@ -89,15 +89,15 @@ class Script(Story):
 
     # What the processes of a story report; these runs are checked by reading.
 
-    def remember(self, process: Process, remembered: Any) -> None:
+    def remember(self, process: SimulatedProcess, remembered: Any) -> None:
         process.disk.remembered = remembered
 
-    def informed(self, process: Process, here: Here) -> None: ...
-    def accepted(self, process: Process, bound: Any) -> None: ...
-    def began(self, process: Process, bound: Any) -> None: ...
-    def installed(self, process: Process, generation: int, view: View) -> None: ...
+    def informed(self, process: SimulatedProcess, here: Here) -> None: ...
+    def accepted(self, process: SimulatedProcess, bound: Any) -> None: ...
+    def began(self, process: SimulatedProcess, bound: Any) -> None: ...
+    def installed(self, process: SimulatedProcess, generation: int, view: View) -> None: ...
 
-    def gone(self, process: Process) -> None:
+    def gone(self, process: SimulatedProcess) -> None:
         if self._is_current(process):
             self.world.crash(process.id)
             self.world.story[-1] = self.world.story[-1].replace("crashes", "ends its process")
@@ -155,12 +155,12 @@ class Script(Story):
                 )
                 outcome = "" if message.outcome is Outcome.OPEN else f"; outcome {message.outcome.name.lower()}"
                 return f"standing: {rows}{outcome}"
-            case Founded(_, successor):
+            case FoundedNotice(_, successor):
                 names = " ".join(self._name_of_life(seat.life) for seat in successor.members)
                 return f"founded: generation {successor.generation} of {names}"
-            case Ended(ending):
+            case EndedNotice(ending):
                 return f"ended: the run is {'finished' if ending.is_finished else 'over'}"
-            case Voted(_, body):
+            case ViewNotice(_, body):
                 return self._describe_vote(body)
         raise AssertionError(message)
 

@@ -38,9 +38,9 @@ class CallStress:
 
     nodes: int = 4
     calls: int = 10_000
-    """Of all nodes together, at the same time."""
+    """Calls that are under way at the same time, of all nodes together."""
     total_bytes: int = 2 << 30
-    """Of all arguments together, about."""
+    """Bytes of all arguments together, approximately."""
     largest_bytes: int = 32 << 20
     cancelled: float = 0.1
     """The share of calls that is cancelled at a random moment."""

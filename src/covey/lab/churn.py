@@ -103,7 +103,7 @@ class Play:
         self.first = first_record(seats, chance.randbytes(16), anchor=chance.randrange(size), has_keeper=has_keeper)
         self.disks: dict[bytes, Record] = dict.fromkeys(self.ids, self.first)
         self.workers: dict[bytes, Worker] = {}
-        """Of each node the last life."""
+        """The latest process of each node."""
         self.invariants = Invariants()
         self.given_up: set[int] = set()
         """Groups that a member gave up."""

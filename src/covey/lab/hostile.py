@@ -44,7 +44,7 @@ from covey.wire.membership import Accept, Accepted, Decided, MemberKey, Promise,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.lab.world import Core, Link
+    from covey.lab.world import Core, SimulatedLink
     from covey.wire.membership import View
 
 PATIENCE: Final = 20.0
@@ -54,9 +54,9 @@ HOSTILE_SECONDS: Final = 6.0
 TOGETHER_WITHIN: Final = 1.5 * PATIENCE
 """Virtual seconds from when the hostile member is cut off until the others are in one view, or know better."""
 MOST_LIES: Final = 300
-"""In one quarrel; then the hostile member is cut off."""
+"""Lies in one quarrel, after which the hostile member is cut off."""
 MOST_LIES_OF_ONE: Final = 1500
-"""In one life of a hostile node; then it does as it should."""
+"""Lies of one process of a hostile node, which then keeps the protocol."""
 MOST_PARTS: Final = 3000
 """Parts of all that a core keeps: numbers, texts, entries of dicts."""
 _REMEMBERED: Final = 100
@@ -77,7 +77,7 @@ class HostileWorld(World):
 
     refused: Callable[[bytes, bytes, Any, RemoteProtocolError], None]
 
-    def _deliver(self, source: bytes, target: bytes, link: Link, message: Any) -> None:
+    def _deliver(self, source: bytes, target: bytes, link: SimulatedLink, message: Any) -> None:
         try:
             super()._deliver(source, target, link, message)
         except BrokenError:
@@ -240,7 +240,7 @@ def count_parts(core: object) -> int:
     return count
 
 
-class Member:
+class HonestMember:
     """A correct member: it freezes when it is asked to, and reports its state."""
 
     def __init__(self, name: str, core: Membership, play: Quarrel, *, is_honest: bool) -> None:
@@ -329,7 +329,7 @@ class Quarrel:
         self.hostile = chance.randrange(size)
         seats = [MemberKey(id, life) for id, life in zip(self.ids, self.lives, strict=True)]
         self.first = first_record(seats, chance.randbytes(16), anchor=chance.randrange(size))
-        self.members: dict[bytes, Member] = {}
+        self.members: dict[bytes, HonestMember] = {}
         """The honest ones, by id."""
         self.refusals = 0
         self.most_parts = 0
@@ -341,7 +341,7 @@ class Quarrel:
             core = Membership(
                 self.first, id, self.lives[rank], random.Random(chance.random()), 0.0, patience=PATIENCE, relink=RELINK
             )
-            member = Member("abcdefgh"[rank], core, self, is_honest=rank != self.hostile)
+            member = HonestMember("abcdefgh"[rank], core, self, is_honest=rank != self.hostile)
             if rank == self.hostile:
                 self.liar = Liar(member, random.Random(chance.random()), mode, wire.Membership)
                 self.world.start(member.name, id, self.lives[rank], self.liar)
@@ -367,7 +367,7 @@ class Quarrel:
         """Tell whether a member believes in a view that no honest member proposed: others cannot follow it there."""
         return any(view not in self.proposed for view in self.members[id].views[1:])
 
-    def installed(self, member: Member, view: View) -> None:
+    def installed(self, member: HonestMember, view: View) -> None:
         """Check that a new view of a member has some members of the last one, whatever was sent."""
         if not member.is_honest:
             return
@@ -447,7 +447,9 @@ class HostileStory(lineages.Story):
         elif self.hostile not in self.world.nodes:
             self.lives[index] += 1
             life = self.lives[index].to_bytes(8, "big") + self.chance.randbytes(8)
-            process = self.processes[self.hostile] = lineages.Process(self, index, life, is_returning=is_returning)
+            process = self.processes[self.hostile] = lineages.SimulatedProcess(
+                self, index, life, is_returning=is_returning
+            )
             chance = random.Random(self.chance.random())
             self.liars.append(Liar(process, chance, Mode.ANYTHING, Formation, wire.Membership))
             self.world.start(self.name(index), self.hostile, life, self.liars[-1])
@@ -457,10 +459,10 @@ class HostileStory(lineages.Story):
 
     # What members believe of a liar is not held here.
 
-    def began(self, process: lineages.Process, bound: Any) -> None:
+    def began(self, process: lineages.SimulatedProcess, bound: Any) -> None:
         pass
 
-    def installed(self, process: lineages.Process, generation: int, view: View) -> None:
+    def installed(self, process: lineages.SimulatedProcess, generation: int, view: View) -> None:
         pass
 
     def perform(self) -> None:

@@ -34,7 +34,7 @@ LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Voted:
+class ViewNotice:
     """A message about the views of a generation."""
 
     generation: int
@@ -42,7 +42,7 @@ class Voted:
 
 
 @dataclass(frozen=True, slots=True)
-class Founded:
+class FoundedNotice:
     """The sender is in this generation."""
 
     origin: bytes
@@ -50,7 +50,7 @@ class Founded:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedNotice:
     """The sender knows that a run is over."""
 
     ending: Ending
@@ -64,8 +64,8 @@ class Disk:
     bound: Bound | None = None
 
 
-class Process:
-    """One life of one node: on its way into the run, then in one generation of it after another."""
+class SimulatedProcess:
+    """One incarnation of a node: it joins the run, and is then in one generation of it after another."""
 
     def __init__(self, story: Story, index: int, life: bytes, *, is_returning: bool) -> None:
         self.story, self.index, self.life = story, index, life
@@ -117,7 +117,7 @@ class Process:
             for core in self.cores.values():
                 core.link_up(peer_id, peer_life, now)
             if self.generation >= 0 and (seated := seated_for(peer_id, self.disk.bound)) is not None:
-                self._out.append((peer_id, Voted(self.generation, seated)))
+                self._out.append((peer_id, ViewNotice(self.generation, seated)))
         self._perform(now)
         return is_wanted
 
@@ -130,22 +130,22 @@ class Process:
 
     def received(self, peer_id: bytes, message: Any, now: float) -> None:
         match message:
-            case Voted(_, Seated() as seated):
+            case ViewNotice(_, Seated() as seated):
                 self.joining.agreeing(peer_id, 0, seated, now)
-            case Voted(generation, body) if generation in self.cores:
+            case ViewNotice(generation, body) if generation in self.cores:
                 self.cores[generation].received(peer_id, body, now)
-            case Voted(generation, _) if self.generation > generation >= 0:
+            case ViewNotice(generation, _) if self.generation > generation >= 0:
                 assert self.core is not None
                 view = self.core.view
                 if view.ranks and view.successor is None:  # the asker is told where the run is now
-                    self._out.append((peer_id, Founded(self.origin, self._as_successor())))
-            case Voted(generation, body):
+                    self._out.append((peer_id, FoundedNotice(self.origin, self._as_successor())))
+            case ViewNotice(generation, body):
                 if generation > self.generation >= 0:
                     self.early.append((peer_id, message))
                 self.joining.agreeing(peer_id, generation, body, now)
-            case Founded(origin, successor):
+            case FoundedNotice(origin, successor):
                 self._heard_founded(peer_id, origin, successor, now)
-            case Ended(ending):
+            case EndedNotice(ending):
                 self.joining.ended(ending, now, peer_id)
             case _:
                 if isinstance(message, Here):
@@ -190,7 +190,7 @@ class Process:
         self._begin(origin, successor.generation, bound, now)
         for seat in successor.members:
             if seat.id in self.links:
-                self._out.append((seat.id, Founded(origin, successor)))
+                self._out.append((seat.id, FoundedNotice(origin, successor)))
 
     def _begin(self, origin: bytes, generation: int, bound: Bound, now: float) -> None:
         self.disk.bound = bound
@@ -251,7 +251,7 @@ class Process:
         unaware = self.joining.formation.unaware
         if self.generation > 0 and self.core is not None and self.is_member:
             inside = {self.seats[rank].id for rank in self.core.view.ranks}
-            self._out += [(peer, Founded(self.origin, self._as_successor())) for peer in sorted(unaware & inside)]
+            self._out += [(peer, FoundedNotice(self.origin, self._as_successor())) for peer in sorted(unaware & inside)]
         unaware.clear()
         if self.joining.formation.ending is not None and self.over is None:
             self.over = self.joining.formation.ending
@@ -275,14 +275,14 @@ class Process:
                     self._out.append((peer, message))
                 case Agree(peer, generation, message):
                     self.story.said(message)
-                    self._out.append((peer, Voted(generation, message)))
+                    self._out.append((peer, ViewNotice(generation, message)))
         return bool(effects)
 
     def _do(self, generation: int, core: Membership, effect: Any, now: float) -> None:
         match effect:
             case Send(peer, message):
                 self.story.said(message)
-                self._out.append((peer, Voted(generation, message)))
+                self._out.append((peer, ViewNotice(generation, message)))
             case Persist(record):
                 if generation == self.generation and self.disk.bound is not None:
                     self.disk.bound = Bound(generation, record, self.origin, self.disk.bound.tie_breaker)
@@ -317,7 +317,7 @@ class Process:
             ending = Ending(self.origin, view.is_finished)
             self.joining.ended(ending, now)
             self._perform_joining(now)
-            self._out += [(peer, Ended(ending)) for peer in self.links]
+            self._out += [(peer, EndedNotice(ending)) for peer in self.links]
         elif self.is_done:
             self.story.left_early.add(self.id)
         self._go_away(now)
@@ -345,7 +345,7 @@ class Story:
         self.ids = [chance.randbytes(32) for _ in range(count)]
         self.disks = [Disk() for _ in self.ids]
         self.lives = [0] * count
-        self.processes: dict[bytes, Process] = {}
+        self.processes: dict[bytes, SimulatedProcess] = {}
         """The latest process of each node."""
         self.ended: dict[bytes, bool] = {}
         """Lineages that are over: by a decided view, or because their founding was given up."""
@@ -380,17 +380,17 @@ class Story:
             return
         self.lives[index] += 1
         life = self.lives[index].to_bytes(8, "big") + self.chance.randbytes(8)
-        process = self.processes[id] = Process(self, index, life, is_returning=is_returning)
+        process = self.processes[id] = SimulatedProcess(self, index, life, is_returning=is_returning)
         self.world.start(self.name(index), id, life, process)
 
-    def gone(self, process: Process) -> None:
+    def gone(self, process: SimulatedProcess) -> None:
         """A process has ended by itself; its keeper starts it again, unless the run is finished."""
         if self._is_current(process):
             self.world.crash(process.id)
             if not process.is_done and (process.over is None or not process.over.is_finished):
                 self.world.at(self.world.now + self.chance.uniform(0.2, 1.0), self._again, process.index)
 
-    def outlived(self, process: Process) -> None:
+    def outlived(self, process: SimulatedProcess) -> None:
         """A process meets an older run of the same name: it leaves its own, and comes back as a newcomer."""
         if self._is_current(process) and process.is_member:
             process.finish(self.world.now, is_finished=False)
@@ -399,7 +399,7 @@ class Story:
     def _again(self, index: int) -> None:
         self.begin(index, is_returning=True)
 
-    def _is_current(self, process: Process) -> bool:
+    def _is_current(self, process: SimulatedProcess) -> bool:
         node = self.world.nodes.get(process.id)
         return node is not None and node.core is process
 
@@ -436,12 +436,12 @@ class Story:
         """Now and then, let the members of a view agree, in one operation, to take in the nodes that wait."""
         self.world.at(self.world.now + self.chance.uniform(0.3, 1.5), self._look_for_newcomers)
         living = [node.core for node in self.world.nodes.values() if node.backlog is None]
-        members = [core for core in living if isinstance(core, Process) and core.is_member]
+        members = [core for core in living if isinstance(core, SimulatedProcess) and core.is_member]
         for origin, generation in sorted({(member.origin, member.generation) for member in members}):
             together = [each for each in members if (each.origin, each.generation) == (origin, generation)]
             self._take_in(together)
 
-    def _take_in(self, together: list[Process]) -> None:
+    def _take_in(self, together: list[SimulatedProcess]) -> None:
         first = together[0]
         assert first.core is not None
         view, seats = first.core.view, first.seats
@@ -477,21 +477,21 @@ class Story:
     def said(self, message: Any) -> None:
         self.words += 1
 
-    def remember(self, process: Process, remembered: Remembered) -> None:
+    def remember(self, process: SimulatedProcess, remembered: Remembered) -> None:
         for ending in remembered.ended:
             self.ended.setdefault(ending.lineage, ending.is_finished)
         process.disk.remembered = remembered
 
-    def informed(self, process: Process, here: Here) -> None:
+    def informed(self, process: SimulatedProcess, here: Here) -> None:
         """A process heard of a lineage."""
         if here.lineage is not None and here.phase is not Phase.LOCKED:
             self._known[process.id].setdefault(here.lineage, self.world.now)
 
-    def accepted(self, process: Process, bound: Bound | None) -> None:
+    def accepted(self, process: SimulatedProcess, bound: Bound | None) -> None:
         if bound is not None and bound.generation == 0:
             self._accepted.setdefault((process.id, bound.origin), self.world.now)
 
-    def began(self, process: Process, bound: Bound) -> None:
+    def began(self, process: SimulatedProcess, bound: Bound) -> None:
         """A process is in a generation."""
         origin, generation = bound.origin, bound.generation
         key = origin, generation
@@ -512,7 +512,7 @@ class Story:
                     name = self.processes[seat.id].name
                     raise BrokenError(f"{name} founds a second run, and knew of one that is not over since {at:.2f}")
 
-    def installed(self, process: Process, generation: int, view: View) -> None:
+    def installed(self, process: SimulatedProcess, generation: int, view: View) -> None:
         key = process.origin, generation, view.number
         if self._views.setdefault(key, view) != view:
             raise BrokenError(f"view {view.number} of generation {generation} has two values: {view}")
@@ -589,7 +589,7 @@ class Story:
             case Here():
                 lineage = message.lineage.hex()[8:16] if message.lineage is not None else "none"
                 return f"{message.phase.name.lower()} {lineage} hears {len(message.hears)}"
-            case Voted(generation, body):
+            case ViewNotice(generation, body):
                 return f"[{generation}] {body}"
         return str(message)[:200]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from covey.lab.world import Link, Node, World, pair_of
+from covey.lab.world import SimulatedLink, SimulatedNode, World, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -18,10 +18,10 @@ REVIEW_EVERY = 0.25
 REDIAL_EVERY = 0.2
 
 
-class RestingLink(Link):
+class RestingLink(SimulatedLink):
     """A link that may rest."""
 
-    def __init__(self, one: Node, other: Node, now: float) -> None:
+    def __init__(self, one: SimulatedNode, other: SimulatedNode, now: float) -> None:
         super().__init__(one, other)
         self.is_resting = False
         self.used_at = now
@@ -30,8 +30,8 @@ class RestingLink(Link):
         self.waking: set[bytes] = set()
         """The ends that dial."""
 
-    def other_end(self, here: Node) -> Node:
-        """Return the life at the other end."""
+    def other_end(self, here: SimulatedNode) -> SimulatedNode:
+        """Return the incarnation at the other end."""
         one, other = self.ends
         return one if here is other else other
 
@@ -108,7 +108,7 @@ class RestingWorld(World):
 
     # Rest
 
-    def _connect(self, one: Node, other: Node) -> Link:
+    def _connect(self, one: SimulatedNode, other: SimulatedNode) -> SimulatedLink:
         link = self._links[pair_of(one.id, other.id)] = RestingLink(one, other, self.now)
         self._look_later(link)
         return link
@@ -144,7 +144,7 @@ class RestingWorld(World):
 
     # Waking
 
-    def _send(self, source: Node, target: bytes, link: Link, message: Any) -> None:
+    def _send(self, source: SimulatedNode, target: bytes, link: SimulatedLink, message: Any) -> None:
         assert isinstance(link, RestingLink)
         is_streamed = type(message) in self.streamed
         if link.is_resting and (self._streams_wake or not is_streamed):
@@ -155,14 +155,14 @@ class RestingWorld(World):
             link.used_at = self.now
         super()._send(source, target, link, message)
 
-    def _wake(self, here: Node, link: RestingLink) -> None:
+    def _wake(self, here: SimulatedNode, link: RestingLink) -> None:
         if here.id not in link.waking:
             link.waking.add(here.id)
             self.wakes += 1
             at = self.now + self._dial_takes * self.random.random()
             self.at(at, self._try_to_wake, here, link, self.now + self._wake_within)
 
-    def _try_to_wake(self, here: Node, link: RestingLink, until: float) -> None:
+    def _try_to_wake(self, here: SimulatedNode, link: RestingLink, until: float) -> None:
         there = link.other_end(here)
         is_here = self.nodes.get(here.id) is here and here.links.get(there.id) is link
         if not is_here or not link.is_resting:
@@ -175,12 +175,12 @@ class RestingWorld(World):
         if found is there and found.backlog is None and not is_cut:
             self._woken(link)
         elif (found is not None and found is not there and not is_cut) or self.now >= until:
-            # Another life answers, or none does.
+            # Another incarnation answers, or none does.
             self._lose(here, link)
         else:
             self.at(self.now + REDIAL_EVERY, self._try_to_wake, here, link, until)
 
-    def _lose(self, here: Node, link: RestingLink) -> None:
+    def _lose(self, here: SimulatedNode, link: RestingLink) -> None:
         """Let one end know that its link is down. The other one does not notice it."""
         there = link.other_end(here)
         pair = pair_of(here.id, there.id)
@@ -206,7 +206,7 @@ class RestingWorld(World):
             else:  # it has learned that the link was down
                 self.at(self.now + self.delay * self.random.random(), self._up, here, there, link)
 
-    def _send_waiting(self, here: Node, there: Node, link: RestingLink, on: Link) -> None:
+    def _send_waiting(self, here: SimulatedNode, there: SimulatedNode, link: RestingLink, on: SimulatedLink) -> None:
         waiting, link.queues[here.id] = link.queues[here.id], []
         for message in waiting:
             self._send(here, there.id, on, message)
@@ -222,7 +222,7 @@ class RestingWorld(World):
         for here, there in (ends, ends[::-1]):
             link = here.links.get(there.id)
             if isinstance(link, RestingLink) and link.is_resting:
-                # The dialled end believes that its link rests: it is awake, or down if another life dials.
+                # The dialled end believes that its link rests: it is awake, or down if another incarnation dials.
                 if there in link.ends:
                     self._woken(link)
                     return

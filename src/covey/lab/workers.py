@@ -209,7 +209,7 @@ class Job:
 
 
 class Worker:
-    """One life of a member in a world."""
+    """One incarnation of a member in a world."""
 
     def __init__(
         self,

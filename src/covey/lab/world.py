@@ -29,12 +29,12 @@ class Core(Protocol):
     def outgoing(self) -> list[tuple[bytes, Any]]: ...
 
 
-class Node:
-    """One life of one node in a world."""
+class SimulatedNode:
+    """One incarnation of a node in a world."""
 
     def __init__(self, id: bytes, life: bytes, core: Core) -> None:
         self.id, self.life, self.core = id, life, core
-        self.links: dict[bytes, Link] = {}
+        self.links: dict[bytes, SimulatedLink] = {}
         """The links this node believes to be up, by peer."""
         self.alarm_at = math.inf
         self.lag = 0.0
@@ -48,10 +48,10 @@ class Node:
         return now * self.clock_rate + self.clock_ahead
 
 
-class Link:
-    """A connection between two lives. Each end has its own view of whether the link is up."""
+class SimulatedLink:
+    """A connection between two incarnations. Each end has its own view of whether the link is up."""
 
-    def __init__(self, one: Node, other: Node) -> None:
+    def __init__(self, one: SimulatedNode, other: SimulatedNode) -> None:
         self.ends = (one, other)
         self.is_broken = False
         self.carries = True
@@ -81,7 +81,7 @@ class World:
         """
         self.now = 0.0
         self.random = random.Random(seed)
-        self.nodes: dict[bytes, Node] = {}
+        self.nodes: dict[bytes, SimulatedNode] = {}
         self.story: list[str] = []
         self.delay, self.loss, self.duplicate, self.reorder, self.notice = delay, loss, duplicate, reorder, notice
         self.streamed: set[type] = set()
@@ -91,7 +91,7 @@ class World:
         self._names: dict[bytes, str] = {}
         self._cuts: set[tuple[bytes, bytes]] = set()
         """Directions in which nothing arrives."""
-        self._links: dict[tuple[bytes, bytes], Link] = {}
+        self._links: dict[tuple[bytes, bytes], SimulatedLink] = {}
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
 
@@ -103,12 +103,12 @@ class World:
 
     def start(
         self, name: str, id: bytes, life: bytes, core: Core, *, clock_rate: float = 1.0, clock_ahead: float = 0.0
-    ) -> Node:
+    ) -> SimulatedNode:
         """Start a node, or restart it after a crash; it gets links with all nodes that it can reach."""
         if id in self.nodes:
             raise ValueError(f"{name} is alive")
         self._names[id] = name
-        node = self.nodes[id] = Node(id, life, core)
+        node = self.nodes[id] = SimulatedNode(id, life, core)
         node.clock_rate, node.clock_ahead = clock_rate, clock_ahead
         self.tell(f"{name} starts as life {life.hex()[:4]}")
         for peer in sorted(self.nodes.keys() - {id}):
@@ -130,7 +130,7 @@ class World:
             self._settle(node)
 
     def crash(self, id: bytes, *, silently: bool = False) -> None:
-        """End a node's life. Other nodes see its links close; with `silently` (a power cut) they only hear nothing."""
+        """Crash a node. Other nodes see its links close; with `silently` (a power cut) they only hear nothing."""
         node = self.nodes.pop(id, None)
         if node is None:
             return
@@ -207,7 +207,7 @@ class World:
         if self._describe is not None:
             self.story.append(f"{self.now:8.3f}  {line}")
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: SimulatedNode) -> None:
         """Send the messages of a core after a step, and set its alarm."""
         for peer_id, message in node.core.outgoing():
             if (link := node.links.get(peer_id)) is not None:
@@ -218,7 +218,7 @@ class World:
             at = max((deadline - node.clock_ahead) / node.clock_rate, self.now)
             self.at(at + (node.lag and node.lag * self.random.random()), self._ring, node, deadline)
 
-    def _ring(self, node: Node, alarm_at: float) -> None:
+    def _ring(self, node: SimulatedNode, alarm_at: float) -> None:
         if self.nodes.get(node.id) is not node or node.alarm_at != alarm_at:
             return
         if node.backlog is not None:
@@ -232,7 +232,7 @@ class World:
 
     # The network.
 
-    def _send(self, source: Node, target: bytes, link: Link, message: Any) -> None:
+    def _send(self, source: SimulatedNode, target: bytes, link: SimulatedLink, message: Any) -> None:
         chance = self.random.random
         is_streamed = type(message) in self.streamed
         if self._describe is not None:
@@ -250,7 +250,7 @@ class World:
                 arrival = link.last_arrival[key] = max(arrival, link.last_arrival[key])
             self.at(arrival, self._deliver, source.id, target, link, message)
 
-    def _deliver(self, source: bytes, target: bytes, link: Link, message: Any) -> None:
+    def _deliver(self, source: bytes, target: bytes, link: SimulatedLink, message: Any) -> None:
         node = self.nodes.get(target)
         if node is not None and node.links.get(source) is link:
             if node.backlog is not None:
@@ -274,11 +274,11 @@ class World:
         for here, there in (ends, ends[::-1]):
             self.at(self.now + self.delay * self.random.random(), self._up, here, there, link)
 
-    def _connect(self, one: Node, other: Node) -> Link:
-        link = self._links[pair_of(one.id, other.id)] = Link(one, other)
+    def _connect(self, one: SimulatedNode, other: SimulatedNode) -> SimulatedLink:
+        link = self._links[pair_of(one.id, other.id)] = SimulatedLink(one, other)
         return link
 
-    def _up(self, here: Node, there: Node, link: Link) -> None:
+    def _up(self, here: SimulatedNode, there: SimulatedNode, link: SimulatedLink) -> None:
         if self.nodes.get(here.id) is not here or link.is_broken:
             return
         if here.backlog is not None:
@@ -288,13 +288,13 @@ class World:
             here.links[there.id] = link
         self._settle(here)
 
-    def _break(self, link: Link, delay: float, *, still_carries: bool = False) -> None:
+    def _break(self, link: SimulatedLink, delay: float, *, still_carries: bool = False) -> None:
         link.is_broken, link.carries = True, still_carries
         one, other = link.ends
         for here, there in ((one, other), (other, one)):
             self.at(self.now + delay * self.random.random(), self._down, here, there, link)
 
-    def _down(self, here: Node, there: Node, link: Link) -> None:
+    def _down(self, here: SimulatedNode, there: SimulatedNode, link: SimulatedLink) -> None:
         if self.nodes.get(here.id) is here and here.links.get(there.id) is link:
             if here.backlog is not None:
                 here.backlog.append((self._down, (here, there, link)))

@@ -10,16 +10,16 @@ from tests.support.in_turn import in_turn
 
 from covey.lab.chaos import operations
 from covey.lab.chaos.checker import MAIN, MOST_FINDINGS, Circumstances, check
-from covey.lab.chaos.operations import Operation
+from covey.lab.chaos.operations import CheckedOperation
 from covey.lab.chaos.records import (
     Began,
-    Done,
-    Ended,
     Entered,
     Exclusion,
-    Heard,
     Left,
-    Raised,
+    MessageHeard,
+    OperationDone,
+    OperationRaised,
+    ProcessEnded,
     Record,
     Restored,
     Stepped,
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 STORY = "s@0"
 KINDS = [
-    Operation("all_reduce", 300, "f8", salt=3),
-    Operation("broadcast", 17, "f4", root=1, salt=4),
-    Operation("all_gather", 5, "i4", salt=5),
-    Operation("scan", 40, "i8", salt=6),
-    Operation("reduce", 251, "f8", root=2, salt=7),
-    Operation("all_to_all", 3, "i4", salt=8),
-    Operation("reduce_scatter", 100, "f8", salt=9),
-    Operation("mean", 10, "f8", salt=10),
-    Operation("gather", 10, "f8", root=0, salt=11),
-    Operation("scatter", 10, "i8", root=0, salt=12),
-    Operation("exscan", 10, "f8", salt=13),
-    Operation("objects", salt=14),
-    Operation("barrier"),
+    CheckedOperation("all_reduce", 300, "f8", salt=3),
+    CheckedOperation("broadcast", 17, "f4", root=1, salt=4),
+    CheckedOperation("all_gather", 5, "i4", salt=5),
+    CheckedOperation("scan", 40, "i8", salt=6),
+    CheckedOperation("reduce", 251, "f8", root=2, salt=7),
+    CheckedOperation("all_to_all", 3, "i4", salt=8),
+    CheckedOperation("reduce_scatter", 100, "f8", salt=9),
+    CheckedOperation("mean", 10, "f8", salt=10),
+    CheckedOperation("gather", 10, "f8", root=0, salt=11),
+    CheckedOperation("scatter", 10, "i8", root=0, salt=12),
+    CheckedOperation("exscan", 10, "f8", salt=13),
+    CheckedOperation("objects", salt=14),
+    CheckedOperation("barrier"),
 ]
 
 History = dict[str, list[Record]]
@@ -74,14 +74,14 @@ class Forge:
     def lose(self, rank: int) -> None:
         self.live = tuple(each for each in self.live if each != rank)
 
-    def do(self, operation: Operation) -> None:
+    def do(self, operation: CheckedOperation) -> None:
         self.number += 1
         self.now += 0.1
         size = len(self.members)
         for rank in self.live:
             value = operations.expected(operation, rank, self.live, size) if operations.is_foreseen(operation) else 7
             self.history[self.members[rank]].append(
-                Done(
+                OperationDone(
                     self.story,
                     self.generation,
                     MAIN,
@@ -97,11 +97,11 @@ class Forge:
                 )
             )
 
-    def raise_everywhere(self, operation: Operation, **changes: Any) -> None:
+    def raise_everywhere(self, operation: CheckedOperation, **changes: Any) -> None:
         self.number += 1
         self.now += 0.1
         for rank in self.live:
-            raised = Raised(self.story, self.generation, MAIN, self.number, operation, False, True, self.now)
+            raised = OperationRaised(self.story, self.generation, MAIN, self.number, operation, False, True, self.now)
             self.history[self.members[rank]].append(msgspec.structs.replace(raised, **changes))
 
     def advance(self) -> None:
@@ -115,7 +115,7 @@ class Forge:
             name = self.members[rank]
             self.history[name].append(Left(self.story, self.generation, self.number, self.step, is_over, self.now))
             if is_over:
-                end = Ended("over", self.story, self.step, f"state{self.step}", "", self.now)
+                end = ProcessEnded("over", self.story, self.step, f"state{self.step}", "", self.now)
                 self.history[name].append(end)
 
 
@@ -126,16 +126,16 @@ def right_history() -> History:
     for operation in KINDS:
         forge.do(operation)
         forge.advance()
-    forge.history["a"].append(Heard(STORY, 0, "b", "sent", forge.now))
-    forge.history["b"].append(Heard(STORY, 0, "a", "right", forge.now))
+    forge.history["a"].append(MessageHeard(STORY, 0, "b", "sent", forge.now))
+    forge.history["b"].append(MessageHeard(STORY, 0, "a", "right", forge.now))
     forge.lose(1)
-    forge.raise_everywhere(Operation("broadcast", 5, root=1))
-    forge.history["a"].append(Heard(STORY, 0, "b", "lost", forge.now))
+    forge.raise_everywhere(CheckedOperation("broadcast", 5, root=1))
+    forge.history["a"].append(MessageHeard(STORY, 0, "b", "lost", forge.now))
     forge.do(KINDS[0])
     forge.advance()
     forge.leave()
     forge.found("a", "c", "d")
-    forge.do(Operation("vote", 1))
+    forge.do(CheckedOperation("vote", 1))
     forge.do(KINDS[2])
     forge.advance()
     forge.leave(is_over=True)
@@ -156,8 +156,8 @@ def change_both(history: History, kind: type, edit: Callable[[Any], Record | Non
 
 
 def add_a_lost_contributor(history: History) -> None:
-    change_both(history, Done, replacing(ranks=(0, 1, 2), names=("a", "b", "c")), 13)
-    change_both(history, Done, replacing(ranks=(0, 2), names=("a", "c")), 12)
+    change_both(history, OperationDone, replacing(ranks=(0, 1, 2), names=("a", "b", "c")), 13)
+    change_both(history, OperationDone, replacing(ranks=(0, 2), names=("a", "c")), 12)
 
 
 def replacing(**fields: Any) -> Callable[[Any], Record]:
@@ -179,7 +179,7 @@ def test_what_is_written_can_be_read() -> None:
 
 
 @in_turn(operation=KINDS)
-def test_results_are_what_the_contributors_put_in(operation: Operation) -> None:
+def test_results_are_what_the_contributors_put_in(operation: CheckedOperation) -> None:
     """By another way than the checker's: adding up, element by element."""
     size, ranks = 4, (0, 2, 3)
     given = {rank: operations.inputs(operation, rank, size) for rank in range(size)}
@@ -214,35 +214,35 @@ def test_results_are_what_the_contributors_put_in(operation: Operation) -> None:
 
 FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
     "a wrong bit": (
-        lambda history: change(history, "b", Done, replacing(result="0" * 16), 3),
+        lambda history: change(history, "b", OperationDone, replacing(result="0" * 16), 3),
         "WRONG RESULT on b",
     ),
     "the sum of others than it says": (
-        lambda history: change(history, "a", Done, replacing(ranks=(0, 1), names=("a", "b"))),
+        lambda history: change(history, "a", OperationDone, replacing(ranks=(0, 1), names=("a", "b"))),
         "WRONG RESULT on a",
     ),
     "other contributors than on another rank": (
-        lambda history: change(history, "c", Done, replacing(names=("a", "c"))),
+        lambda history: change(history, "c", OperationDone, replacing(names=("a", "c"))),
         "ended differently in the ranks that contributed",
     ),
     "a result without its own part": (
-        lambda history: change(history, "c", Done, replacing(names=("a", "b"))),
+        lambda history: change(history, "c", OperationDone, replacing(names=("a", "b"))),
         "c returned what it did not contribute to",
     ),
     "a gap": (
-        lambda history: change(history, "a", Done, lambda _: None, 4),
+        lambda history: change(history, "a", OperationDone, lambda _: None, 4),
         "operation 6 of main in generation 0 follows 4",
     ),
     "an operation done twice": (
-        lambda history: change(history, "a", Done, replacing(number=4), 4),
+        lambda history: change(history, "a", OperationDone, replacing(number=4), 4),
         "operation 4 of main in generation 0 follows 4",
     ),
     "a half-done operation": (
         lambda history: change(
             history,
             "a",
-            Raised,
-            lambda old: Done(
+            OperationRaised,
+            lambda old: OperationDone(
                 old.story,
                 old.generation,
                 old.group,
@@ -260,11 +260,11 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "ended differently in whether it returned",
     ),
     "another call": (
-        lambda history: change(history, "b", Done, replacing(operation=KINDS[3])),
+        lambda history: change(history, "b", OperationDone, replacing(operation=KINDS[3])),
         "ended differently in what was called",
     ),
     "another result of the same operation": (
-        lambda history: change(history, "a", Done, replacing(result="f" * 16), 14),
+        lambda history: change(history, "a", OperationDone, replacing(result="f" * 16), 14),
         "ended differently in the result",
     ),
     "a contributor that was lost before": (
@@ -272,15 +272,15 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "b contributed to operation 15",
     ),
     "a raise although the root is live": (
-        lambda history: change(history, "a", Raised, replacing(is_root_live=True)),
+        lambda history: change(history, "a", OperationRaised, replacing(is_root_live=True)),
         "PeerLostError, but the root is live",
     ),
     "a raise that changed its arguments": (
-        lambda history: change(history, "a", Raised, replacing(is_unchanged=False)),
+        lambda history: change(history, "a", OperationRaised, replacing(is_unchanged=False)),
         "has changed its arguments",
     ),
     "a raise without a root": (
-        lambda history: change_both(history, Raised, replacing(operation=KINDS[0])),
+        lambda history: change_both(history, OperationRaised, replacing(operation=KINDS[0])),
         "an operation that has no root",
     ),
     "two rosters": (
@@ -309,19 +309,19 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "left generation 0 at step 5, and generation 1 began at step 14",
     ),
     "a wrong message": (
-        lambda history: change(history, "b", Heard, replacing(outcome="WRONG")),
+        lambda history: change(history, "b", MessageHeard, replacing(outcome="WRONG")),
         "a message with a is WRONG",
     ),
     "a message that calls a live process lost": (
-        lambda history: history["a"].insert(3, Heard(STORY, 0, "c", "lost", 0.5)),
-        "says that c is lost, which goes on",
+        lambda history: history["a"].insert(3, MessageHeard(STORY, 0, "c", "lost", 0.5)),
+        "says that c is lost, which works on for 3.0 s",
     ),
     "a failure": (
-        lambda history: history["d"].append(Ended("failed", STORY, 3, "x", "KeyError: 3", 9.0)),
+        lambda history: history["d"].append(ProcessEnded("failed", STORY, 3, "x", "KeyError: 3", 9.0)),
         "d failed: KeyError: 3",
     ),
     "no quorum on one host": (
-        lambda history: history["d"].append(Ended("quorum", STORY, 3, "x", "nobody", 9.0)),
+        lambda history: history["d"].append(ProcessEnded("quorum", STORY, 3, "x", "nobody", 9.0)),
         "without a quorum on one host",
     ),
     "an exclusion for nothing": (
@@ -329,7 +329,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "b was excluded from generation 0, and nothing was done to it",
     ),
     "different ends": (
-        lambda history: change(history, "a", Ended, replacing(state="other")),
+        lambda history: change(history, "a", ProcessEnded, replacing(state="other")),
         "finished with different states",
     ),
 }
@@ -380,7 +380,7 @@ def test_what_was_done_to_a_process_explains_what_became_of_it() -> None:
     noted = check(history, Circumstances(is_one_host=False))
     assert noted.is_right
     assert "nothing was done to it" in noted.notes[0]
-    history["a"].insert(3, Heard(STORY, 0, "c", "lost", 0.5))
+    history["a"].insert(3, MessageHeard(STORY, 0, "c", "lost", 0.5))
     assert check(history, Circumstances(touched={"b": frozenset({"stop"}), "c": frozenset({"cut"})})).is_right
 
 
@@ -391,6 +391,6 @@ def test_one_mistake_that_shows_everywhere_does_not_flood_the_report() -> None:
         forge.do(KINDS[0])
     for records in forge.history.values():
         for index, record in enumerate(records):
-            if isinstance(record, Done):
+            if isinstance(record, OperationDone):
                 records[index] = msgspec.structs.replace(record, result="x")
     assert len(check(forge.history, Circumstances()).problems) == MOST_FINDINGS

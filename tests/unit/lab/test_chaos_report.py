@@ -10,16 +10,16 @@ from rich.console import Console
 
 from covey.lab.chaos.faults import ChaosTerms, PlannedFault
 from covey.lab.chaos.injector import Injected
-from covey.lab.chaos.processes import Told, Worker
-from covey.lab.chaos.report import OUT_OF_TIME, Ending, Story, as_json, outcomes, recoveries, view
+from covey.lab.chaos.processes import JobProcess, Told
+from covey.lab.chaos.report import OUT_OF_TIME, ChaosStory, ProcessEnding, as_json, outcomes, recoveries, view
 
 BEGAN = 1000.0
 TERMS = ChaosTerms(size=6, seed=3)
 
 
-def worker(rank: int, pid: int) -> Worker:
+def worker(rank: int, pid: int) -> JobProcess:
     process: Any = SimpleNamespace(pid=pid)
-    return Worker(rank, process, BEGAN)
+    return JobProcess(rank, process, BEGAN)
 
 
 def lost(pid: int, at: float, view: int, *ranks: int, generation: int = 0, kind: str = "lost") -> Told:
@@ -27,15 +27,15 @@ def lost(pid: int, at: float, view: int, *ranks: int, generation: int = 0, kind:
     return Told(pid, kind, BEGAN + at, generation, view, ranks, phases)
 
 
-def injected(kind: str, at: float, *targets: Worker) -> Injected:
+def injected(kind: str, at: float, *targets: JobProcess) -> Injected:
     fault = PlannedFault(0, at, kind, 0.0, 0.0)
     if not targets:
         return Injected(fault, BEGAN + at, (), "too few others are at work", was_done=False)
     return Injected(fault, BEGAN + at, targets, f"touched {', '.join(each.title for each in targets)}")
 
 
-def ending(worker: Worker, at: float, how: str, code: int = 0) -> Ending:
-    return Ending(worker.rank, worker.pid, how, BEGAN + at, code, f"failed with exit code {code}")
+def ending(worker: JobProcess, at: float, how: str, code: int = 0) -> ProcessEnding:
+    return ProcessEnding(worker.rank, worker.pid, how, BEGAN + at, code, f"failed with exit code {code}")
 
 
 def test_a_recovery_ends_when_the_last_of_the_survivors_goes_on() -> None:
@@ -54,7 +54,7 @@ def test_a_generation_that_is_over_is_not_heard() -> None:
 
 def test_every_fault_gets_what_it_led_to() -> None:
     killed, stopped, left, cut_off, come, slow = (worker(rank, 10 + rank) for rank in range(6))
-    story = Story(
+    story = ChaosStory(
         TERMS,
         began=BEGAN,
         injected=[
@@ -105,7 +105,7 @@ def test_every_fault_gets_what_it_led_to() -> None:
             assert end in " ".join(" ".join(lines).split())
 
 
-def shown(story: Story, width: int) -> list[str]:
+def shown(story: ChaosStory, width: int) -> list[str]:
     written = io.StringIO()
     Console(file=written, width=width, highlight=False).print(view(story))
     return written.getvalue().splitlines()
@@ -113,7 +113,7 @@ def shown(story: Story, width: int) -> list[str]:
 
 def test_a_fault_with_several_targets_is_over_when_all_of_them_are_gone() -> None:
     targets = [worker(rank, 10 + rank) for rank in range(2)]
-    story = Story(TERMS, began=BEGAN, injected=[injected("two", 1.0, *targets)], survives=True, ended=BEGAN + 3)
+    story = ChaosStory(TERMS, began=BEGAN, injected=[injected("two", 1.0, *targets)], survives=True, ended=BEGAN + 3)
     story.told = [lost(12, 1.05, 1, 0)]
     [outcome], _ = outcomes(story)
     assert (outcome.missing, outcome.text) == (1, "the others continued after 80 ms")
@@ -127,7 +127,7 @@ def test_a_fault_with_several_targets_is_over_when_all_of_them_are_gone() -> Non
 
 def test_a_checked_run_is_judged_by_its_checks() -> None:
     terms = ChaosTerms(size=3, seed=7, where="machine", min_alive=0)
-    story = Story(terms, began=BEGAN, ended=BEGAN + 26, survives=True, folder="/tmp/kept", log=["1.00 s  kill: x"])
+    story = ChaosStory(terms, began=BEGAN, ended=BEGAN + 26, survives=True, folder="/tmp/kept", log=["1.00 s  kill: x"])
     story.injected = [injected("order", 1.0, worker(0, 10)), injected("pause", 2.0, worker(1, 11))]
     story.figures["operations"] = 17
     assert [outcome.text for outcome in outcomes(story)[0]] == ["", ""]  # nothing is claimed that no check has shown
@@ -148,7 +148,7 @@ def test_a_checked_run_is_judged_by_its_checks() -> None:
 
 def test_a_job_that_does_not_survive_losses_is_not_said_to_go_on() -> None:
     killed, second, third = (worker(rank, 10 + rank) for rank in range(3))
-    story = Story(
+    story = ChaosStory(
         TERMS,
         began=BEGAN,
         injected=[injected("kill", 1.0, killed)],
@@ -170,7 +170,7 @@ def test_the_job_ends_well_only_if_a_process_finished_and_none_failed_by_itself(
         ends = [ending(worker(rank, 10 + rank), 0.0, *how) for rank, how in enumerate(endings)]
         if forgiven >= 0:
             ends[forgiven].is_forgiven = True
-        return Story(TERMS, endings=ends, is_out_of_time=late).code
+        return ChaosStory(TERMS, endings=ends, is_out_of_time=late).code
 
     assert code(("finished", 0), ("lost", -9), ("stray", -15)) == 0
     assert code(("finished", 0), ("failed", 3)) == 3

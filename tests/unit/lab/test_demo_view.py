@@ -8,18 +8,18 @@ import pytest
 from rich.console import Console, RenderableType
 
 from covey.lab.demo import story, summary, view
-from covey.lab.demo.progress import Point, Progress
+from covey.lab.demo.progress import LossPoint, Progress
 from covey.lab.demo.reports import (
     PROMPT,
     ROUND,
-    Finished,
-    Joined,
-    Killed,
-    Recovered,
-    Round,
-    Started,
+    FinishedReport,
+    JoinedReport,
+    KilledReport,
+    RecoveredReport,
+    RoundReport,
+    StartedReport,
     Told,
-    Waiting,
+    WaitingReport,
     decode,
     encode,
 )
@@ -31,15 +31,15 @@ PHASES = {"detect": 0.0, "freeze": 2.0, "agree": 9.0, "reconnect": 30.0, "redo":
 
 def start(run: Progress) -> None:
     for node in range(run.size):
-        run.record(node, Started(7000 + node))
-        run.record(node, Waiting())
+        run.record(node, StartedReport(7000 + node))
+        run.record(node, WaitingReport())
     for node in range(run.size):
         run.record(node, joined(run, rank=node))
 
 
-def joined(run: Progress, *, rank: int, generation: int = 0, step: int = 0) -> Joined:
+def joined(run: Progress, *, rank: int, generation: int = 0, step: int = 0) -> JoinedReport:
     lane = "shm" if run.size > 1 else ""
-    return Joined(generation, rank, step, lane, BATCH, 348_000, CEILING, (0, 1), 1_044_000, 0.031)
+    return JoinedReport(generation, rank, step, lane, BATCH, 348_000, CEILING, (0, 1), 1_044_000, 0.031)
 
 
 def do_round(run: Progress, number: int, *nodes: int) -> None:
@@ -47,13 +47,15 @@ def do_round(run: Progress, number: int, *nodes: int) -> None:
     samples = ROUND * BATCH * len(nodes)
     for node in nodes:
         compute, sync = ROUND * (node + 1) / 1000, ROUND * 2 / 1000
-        run.record(node, Round(number * ROUND, ROUND, samples, 3.0 + node / 10, CEILING - number / 10, compute, sync))
+        run.record(
+            node, RoundReport(number * ROUND, ROUND, samples, 3.0 + node / 10, CEILING - number / 10, compute, sync)
+        )
 
 
 def finish(run: Progress, digests: list[str] | None = None) -> None:
     digests = digests or ["same"] * run.size
     for node, digest in enumerate(digests):
-        run.record(node, Finished(digest, len(set(digests)) == 1, "it was very late." if node == 0 else ""))
+        run.record(node, FinishedReport(digest, len(set(digests)) == 1, "it was very late." if node == 0 else ""))
 
 
 def trained(size: int, rounds: int, *, digests: list[str] | None = None) -> Progress:
@@ -72,15 +74,15 @@ def alone_for(size: int, rounds: int, *, planned: int | None = None, last_loss: 
     start(run)
     for number in range(1, rounds + 1):
         loss = last_loss if last_loss is not None and number == rounds else CEILING - number / 10
-        run.record(0, Round(number * ROUND, ROUND, ROUND * BATCH * size, 3.0, loss, 0.1, 0.0))
+        run.record(0, RoundReport(number * ROUND, ROUND, ROUND * BATCH * size, 3.0, loss, 0.1, 0.0))
     finish(run)
     return run
 
 
 def lose_node_1(run: Progress, *, step: int) -> None:
-    run.record(1, Killed("SIGKILL"))
+    run.record(1, KilledReport("SIGKILL"))
     for node, seconds in ((0, 0.058), (2, 0.061)):
-        run.record(node, Recovered(step, "step", 0, (1,), 2, seconds, PHASES))
+        run.record(node, RecoveredReport(step, "step", 0, (1,), 2, seconds, PHASES))
 
 
 def bring_node_1_back(run: Progress, *, step: int) -> None:
@@ -96,9 +98,9 @@ def disturbed() -> Progress:
         if number == 5:
             lose_node_1(run, step=4 * ROUND + 1)
         elif number == 6:
-            run.record(1, Started(8001))
+            run.record(1, StartedReport(8001))
         elif number == 7:
-            run.record(1, Waiting())
+            run.record(1, WaitingReport())
         elif number == 9:
             bring_node_1_back(run, step=8 * ROUND)
         do_round(run, number, *((0, 2) if 5 <= number <= 8 else (0, 1, 2)))
@@ -116,11 +118,11 @@ def rendered(content: RenderableType, width: int = 80) -> str:
 @pytest.mark.parametrize(
     "report",
     [
-        Waiting(),
-        Joined(1, 3, 61, "shm", 8, 99, 4.1, (0, 2), 4711, 0.25),
-        Recovered(61, "step", 0, (1, 2), 2, 0.125, PHASES),
-        Round(40, 20, 640, 3.2, 3.1, 0.5, 0.25),
-        Finished("ab", True, 'she said "oh"\n'),
+        WaitingReport(),
+        JoinedReport(1, 3, 61, "shm", 8, 99, 4.1, (0, 2), 4711, 0.25),
+        RecoveredReport(61, "step", 0, (1, 2), 2, 0.125, PHASES),
+        RoundReport(40, 20, 640, 3.2, 3.1, 0.5, 0.25),
+        FinishedReport("ab", True, 'she said "oh"\n'),
     ],
     ids=lambda report: type(report).__name__,
 )
@@ -147,7 +149,7 @@ def test_parameters_count_as_identical_only_when_every_node_shows_the_same_diges
     assert trained(3, 1).digest == "same"
     assert not trained(3, 1, digests=["same", "same", "other"]).digest
     unfinished = Progress(2, ROUND)
-    unfinished.record(0, Finished("same", True, ""))
+    unfinished.record(0, FinishedReport("same", True, ""))
     assert not unfinished.digest
 
 
@@ -156,7 +158,7 @@ def test_samples_of_a_node_that_is_away_are_not_counted_and_its_half_round_is_no
     assert run.last.samples == ROUND * BATCH * (6 * 3 + 4 * 2)
     run = Progress(2, 2 * ROUND)
     start(run)
-    run.record(1, Round(ROUND, 3, 6 * BATCH, 3.0, 3.5, 0.1, 0.1))
+    run.record(1, RoundReport(ROUND, 3, 6 * BATCH, 3.0, 3.5, 0.1, 0.1))
     assert run.last.step == 0
     assert run.rows[1].compute == pytest.approx(0.1 / 3)
 
@@ -179,7 +181,7 @@ def test_a_loss_and_a_return_are_remembered_with_all_that_was_told_of_them() -> 
 
 def test_ranks_of_a_later_generation_are_taken_for_the_right_nodes() -> None:
     run = disturbed()
-    run.record(0, Recovered(10 * ROUND, "wait", 1, (1,), 2, 0.05, PHASES))  # rank 1 is node 2 by now
+    run.record(0, RecoveredReport(10 * ROUND, "wait", 1, (1,), 2, 0.05, PHASES))  # rank 1 is node 2 by now
     assert run.recoveries[1, (1,)].nodes == (2,)
 
 
@@ -200,7 +202,7 @@ def test_a_rank_that_is_killed_on_the_way_back_was_lost_once() -> None:
     start(run)
     do_round(run, 1, 0, 1, 2)
     lose_node_1(run, step=ROUND + 1)
-    for report in (Started(8001), Waiting(), Killed("SIGTERM"), Started(8002), Waiting()):
+    for report in (StartedReport(8001), WaitingReport(), KilledReport("SIGTERM"), StartedReport(8002), WaitingReport()):
         run.record(1, report)
     assert run.losses == 1
     assert run.is_away(1)
@@ -229,7 +231,7 @@ def test_the_strip_of_a_node_shows_when_it_was_lost_on_its_way_and_back() -> Non
 
 def test_the_chart_falls_with_the_loss_and_marks_one_node_with_dots() -> None:
     axis = view.Axis(steps=9, floor=1.0, ceiling=4.0, mark=2.4)
-    team = [Point(0, 0, 0.0, 4.0), Point(3, 300, 0.1, 2.0), Point(9, 900, 0.3, 1.0)]
+    team = [LossPoint(0, 0, 0.0, 4.0), LossPoint(3, 300, 0.1, 2.0), LossPoint(9, 900, 0.3, 1.0)]
     lines = view.chart(team, team[:2], axis, width=40, height=6).plain.splitlines()
     assert len(lines) == 6
     columns = ["".join(line[8:].ljust(40)[at] for line in lines) for at in range(40)]

@@ -66,14 +66,14 @@ class CallFigures:
     p99_us: list[float]
     calls_per_second: list[float]
     call_bytes_per_second: list[float]
-    """Of a payload as the argument of a call."""
+    """The rate of a payload as the argument of a call."""
     lane_bytes_per_second: list[float]
-    """Of the same payload in a broadcast."""
+    """The rate of the same payload in a broadcast."""
     beside_p50_us: list[float]
     beside_p99_us: list[float]
-    """Of small calls while calls with the payload are under way to the same node."""
+    """Latency of small calls while calls with the payload are under way to the same node."""
     others: dict[str, dict[str, list[float]]]
-    """By library: its `p50_us`, `p99_us` and `calls_per_second`."""
+    """Library → its `p50_us`, `p99_us` and `calls_per_second`."""
 
     @property
     def share_of_lane(self) -> float:

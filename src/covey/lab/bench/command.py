@@ -264,7 +264,7 @@ def compress(
     """Measure what codecs save, cost and lose, and how long a compressed all_reduce takes over slow links."""
     from covey.lab.bench import compress as trials
 
-    trial = trials.Trial(
+    trial = trials.CodecTrial(
         codecs=tuple(dict.fromkeys(("none", *split_items(codecs)))),
         links=tuple(float(word) for word in parse_names(links)),
         size=ranks,

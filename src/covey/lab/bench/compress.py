@@ -48,7 +48,7 @@ LEFT: Final = 150
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class CodecTrial:
     """What is measured; checked when built."""
 
     codecs: tuple[str, ...]
@@ -75,7 +75,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CodecOutcome:
     """What was measured of one codec."""
 
     codec: str
@@ -90,7 +90,7 @@ class Outcome:
     """By link, in Mbit/s: how long an all_reduce takes."""
 
 
-def measure(trial: Trial, say: Callable[[str], None]) -> list[Outcome]:
+def measure(trial: CodecTrial, say: Callable[[str], None]) -> list[CodecOutcome]:
     """Return an outcome for each codec; `say` is told what is measured now."""
     os.environ["COVEY_LANES"] = trial.lanes  # the ranks inherit it
     say("codecs on one core")
@@ -102,10 +102,10 @@ def measure(trial: Trial, say: Callable[[str], None]) -> list[Outcome]:
         for codec in trial.codecs:
             slowest = [max(times) for times in zip(*(report[codec] for report in reports), strict=True)]
             seconds[codec][link] = statistics.median(slowest)
-    return [Outcome(codec, *kernels[codec], seconds[codec]) for codec in trial.codecs]
+    return [CodecOutcome(codec, *kernels[codec], seconds[codec]) for codec in trial.codecs]
 
 
-def _rank(group: Group, trial: Trial, link: float) -> dict[str, list[float]]:
+def _rank(group: Group, trial: CodecTrial, link: float) -> dict[str, list[float]]:
     """Time all_reduces as one rank; return the seconds of each round by codec."""
     node = node_of(group)
     assert node is not None
@@ -170,11 +170,11 @@ def _rms(x: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
-def table(trial: Trial, outcomes: Sequence[Outcome]) -> Fitted:
+def table(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> Fitted:
     """Return what was measured as a table; a time stands beside how much faster it is than that of none."""
     plain = next((each.seconds for each in outcomes if each.codec == "none"), {})
 
-    def timed(each: Outcome, link: float) -> str:
+    def timed(each: CodecOutcome, link: float) -> str:
         seconds = each.seconds[link]
         gain = f" ({plain[link] / seconds:.1f}x)" if link in plain and each.codec != "none" else ""
         return f"{1e3 * seconds:,.0f} ms{gain}"
@@ -199,12 +199,12 @@ def _speed_text(megabits: float) -> str:
     return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
 
 
-def as_json(trial: Trial, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
+def as_json(trial: CodecTrial, outcomes: Sequence[CodecOutcome], facts: dict[str, Any]) -> dict[str, Any]:
     """Return everything as plain values."""
     return {"machine": facts, "trial": asdict(trial), "codecs": [asdict(each) for each in outcomes]}
 
 
-def draw(trial: Trial, outcomes: Sequence[Outcome]) -> str:
+def draw(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> str:
     """Return an SVG: for each link a bar for each codec, as long as its all_reduce takes."""
     links = [link for link in trial.links if all(link in each.seconds for each in outcomes)]
     height = 70 + len(links) * (40 + (BAR_HEIGHT + 5) * len(outcomes))

@@ -52,15 +52,15 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DdpOutcome:
     """What was measured of one contender."""
 
     name: str
     seconds: list[float]
-    """Of every step, on the slowest rank."""
+    """Seconds of every step, on the slowest rank."""
 
 
-def measure(trial: Trial) -> list[Outcome]:
+def measure(trial: Trial) -> list[DdpOutcome]:
     """Return how long steps take without communication, on covey, and on gloo.
 
     Raises:
@@ -70,7 +70,7 @@ def measure(trial: Trial) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="covey-ddp-") as folder:
         reports = launch(train, trial.size, folder, trial, timeout=120 + 20 * trial.rounds)
     return [
-        Outcome(name, [max(times) for times in zip(*(report[name] for report in reports), strict=True)])
+        DdpOutcome(name, [max(times) for times in zip(*(report[name] for report in reports), strict=True)])
         for name in reports[0]
     ]
 
@@ -127,7 +127,7 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
     return times
 
 
-def table(outcomes: Sequence[Outcome]) -> Fitted:
+def table(outcomes: Sequence[DdpOutcome]) -> Fitted:
     """Return what was measured as a table."""
     rows: list[tuple[str, str, str, str]] = []
     gloo = next(statistics.median(each.seconds) for each in outcomes if each.name == "gloo")
@@ -140,6 +140,6 @@ def table(outcomes: Sequence[Outcome]) -> Fitted:
     return Fitted([Column(*each, is_right=each[0] != "DDP step") for each in zip(titles, cells, strict=True)])
 
 
-def as_json(trial: Trial, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
+def as_json(trial: Trial, outcomes: Sequence[DdpOutcome], facts: dict[str, Any]) -> dict[str, Any]:
     """Return everything as plain values."""
     return {"machine": facts, "trial": asdict(trial), "seconds": {each.name: each.seconds for each in outcomes}}

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 Step = Callable[[], Any]
 
 
-class Engine(Protocol):
+class CollectiveEngine(Protocol):
     """A library that has joined its ranks together."""
 
     rank: int
@@ -40,7 +40,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def open_engine(name: str, *, rank: int, size: int, folder: str) -> Engine:
+def open_engine(name: str, *, rank: int, size: int, folder: str) -> CollectiveEngine:
     """Join the other ranks. `rank` and `size` are used if no launcher sets them; `folder` is private."""
     match name:
         case "covey":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True):
+class PrepareOrder(msgspec.Struct, frozen=True, tag=True):
     """Make buffers for an operation, run it once on values that can be checked, and check them."""
 
     operation: str
@@ -22,13 +22,13 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     dtype: str
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class TimeOrder(msgspec.Struct, frozen=True, tag=True):
     """Wait for the other ranks, then time this many iterations."""
 
     iterations: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class EngineUp(msgspec.Struct, frozen=True, tag=True):
     """A rank's engine is up."""
 
     rank: int
@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     versions: dict[str, str]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ValuesRight(msgspec.Struct, frozen=True, tag=True):
     """The operation gave the right values; `lanes` names the kinds of lane, if the engine reports them."""
 
     lanes: str
@@ -56,8 +56,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Order = Prepare | Run
-Answer = Hello | Ready | Measured | Failed
+Order = PrepareOrder | TimeOrder
+Answer = EngineUp | ValuesRight | Measured | Failed
 
 LINE_BYTES: Final = 1 << 20
 """Longer than any message: a round has at most a thousand numbers."""

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
-from covey.lab.bench.messages import Answer, Failed, Hello, Measured, Order, Prepare, RankChannel, Ready, Run
+from covey.lab import ONE_THREAD
+from covey.lab.bench.messages import (
+    Answer,
+    EngineUp,
+    Failed,
+    Measured,
+    Order,
+    PrepareOrder,
+    RankChannel,
+    TimeOrder,
+    ValuesRight,
+)
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import describe_end
 
@@ -34,7 +45,7 @@ GRACE_SECONDS: Final = 1.0
 end when the sweep is interrupted."""
 TAIL_LINES: Final = 15
 
-A = TypeVar("A", Ready, Measured)
+A = TypeVar("A", ValuesRight, Measured)
 
 
 def require_libraries(sweep: Sweep) -> None:
@@ -111,7 +122,7 @@ class RankProcesses:
                 self._check_start(deadline)
                 continue
             hello = channel.answer(deadline)
-            if isinstance(hello, Hello):
+            if isinstance(hello, EngineUp):
                 self._channels[hello.rank] = channel
                 self.versions |= hello.versions
                 with suppress(ProcessLookupError, AttributeError):  # ended already; or a system without pidfds
@@ -121,12 +132,14 @@ class RankProcesses:
 
     def prepare(self, case: Case) -> None:
         """Let every rank set up `case` and check its result; RankFailedError if one is wrong."""
-        answers = self._ask(Prepare(case.operation.name, case.elements, case.dtype), Ready, case, iterations=1)
+        answers = self._ask(
+            PrepareOrder(case.operation.name, case.elements, case.dtype), ValuesRight, case, iterations=1
+        )
         self.lanes = "+".join(sorted({answer.lanes for answer in answers}))
 
     def run(self, case: Case, iterations: int) -> list[Measured]:
         """Run one round of the prepared case; return what each rank measured."""
-        return self._ask(Run(iterations), Measured, case, iterations=iterations)
+        return self._ask(TimeOrder(iterations), Measured, case, iterations=iterations)
 
     def _ask(self, order: Order, kind: type[A], case: Case, *, iterations: int) -> list[A]:
         for channel in self._channels.values():
@@ -215,7 +228,7 @@ class RankProcesses:
         return [[*mpirun, *python, "0", *tail]]
 
     def _environment(self) -> dict[str, str]:
-        env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = dict(ONE_THREAD)
         if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
         if self.contender.engine == "gloo":  # or else it looks up the host's name, which may not resolve to this host

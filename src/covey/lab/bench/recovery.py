@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.layout import Column
 from covey.cli.terminal import Fitted
+from covey.lab import ONE_THREAD
 from covey.lab.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
 from covey.lab.bench.sweep import LANES, MAX_RANKS, format_bytes
 from covey.lab.chaos.processes import JobProcesses
@@ -26,14 +27,13 @@ from covey.runtime.processes import OutputTail
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from covey.lab.chaos.processes import Told, Worker
+    from covey.lab.chaos.processes import JobProcess, Told
 
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
 PATIENCE_SECONDS: Final = 60.0
 """How long each step of the drill may take."""
 WARM_UP: Final = 3
 """Operations that all ranks return together before one is killed."""
-ONE_THREAD: Final = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 HISTOGRAM_ROWS: Final = 8
 HISTOGRAM_WIDTH: Final = 40
 
@@ -112,7 +112,7 @@ class _WorkerReports:
         self.errors: dict[int, OutputTail] = {}
         self._lines: dict[int, bytes] = {}
 
-    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+    def heard(self, worker: JobProcess, target: int, data: bytes) -> None:
         pid = worker.pid
         if target == 2:
             self.errors.setdefault(pid, OutputTail()).add(data)
@@ -166,7 +166,7 @@ class _Scene:
                     found[pid] = first
             return len(found) == len(survivors) and len({event.pid for event in self._views()}) == len(survivors)
 
-        self._await("the survivors go on", is_over, may_end=target)
+        self._await("the survivors continue", is_over, may_end=target)
         results = list(found.values())
         return Kill(
             victim,
@@ -206,7 +206,7 @@ class _Scene:
         generation = self.reports.begun[pid].generation
         return [each.at - each.began for each in self.reports.returned.get(pid, ()) if each.generation == generation]
 
-    def _await(self, what: str, is_so: Callable[[], bool], may_end: Worker | None = None) -> None:
+    def _await(self, what: str, is_so: Callable[[], bool], may_end: JobProcess | None = None) -> None:
         give_up_at = time.monotonic() + PATIENCE_SECONDS
         while not is_so():
             turn = self.job.turn(give_up_at)

@@ -25,9 +25,9 @@ class Round:
     """One round of one contender, measured by all its ranks."""
 
     nanoseconds: tuple[tuple[int, ...], ...]
-    """By rank, then by iteration."""
+    """For each rank, the time of each iteration."""
     cpu_seconds: tuple[float, ...]
-    """By rank, for all iterations together."""
+    """For each rank, its processor time for all iterations together."""
 
     @property
     def seconds(self) -> list[float]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.lab.bench.engines import Engine, Step, open_engine
-from covey.lab.bench.messages import Failed, Hello, Measured, Prepare, RankChannel, Ready, Run
+from covey.lab.bench.engines import CollectiveEngine, Step, open_engine
+from covey.lab.bench.messages import EngineUp, Failed, Measured, PrepareOrder, RankChannel, TimeOrder, ValuesRight
 from covey.lab.bench.sweep import DTYPES, OPERATIONS
 from covey.lab.bench.values import fill, first_wrong
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         sock.connect(address)
         end_with(sock)
         channel = RankChannel(sock)
-        channel.send(Hello(engine.rank, os.getpid(), engine.versions))
+        channel.send(EngineUp(engine.rank, os.getpid(), engine.versions))
         try:
             serve(engine, channel, busy)
         except Exception:
@@ -65,22 +65,22 @@ def end_with(front: socket.socket) -> None:
     threading.Thread(target=watch, name="front-watch", daemon=True).start()
 
 
-def serve(engine: Engine, channel: RankChannel, busy: BusyThread | None) -> None:
+def serve(engine: CollectiveEngine, channel: RankChannel, busy: BusyThread | None) -> None:
     """Carry out the orders of the front, with one answer for each."""
     round_of: Callable[[int], Measured] | None = None
     for order in channel.orders():
         match order:
-            case Prepare():
+            case PrepareOrder():
                 round_of = None  # frees the last operation's buffers before the next ones are made
                 round_of = prepare(engine, order, busy)
-                channel.send(Ready(engine.lanes()))
-            case Run(iterations):
+                channel.send(ValuesRight(engine.lanes()))
+            case TimeOrder(iterations):
                 if round_of is None:
                     raise RuntimeError("told to run before anything was prepared")
                 channel.send(round_of(iterations))
 
 
-def prepare(engine: Engine, order: Prepare, busy: BusyThread | None) -> Callable[[int], Measured]:
+def prepare(engine: CollectiveEngine, order: PrepareOrder, busy: BusyThread | None) -> Callable[[int], Measured]:
     """Bind the operation to fresh buffers, check one result, and return what times a round of it."""
     operation, elements = OPERATIONS[order.operation], order.elements
     part = elements // engine.size if operation.in_parts else elements
@@ -106,7 +106,7 @@ def prepare(engine: Engine, order: Prepare, busy: BusyThread | None) -> Callable
     return round_of
 
 
-def check(engine: Engine, operation: str, step: Step, landed: NDArray[Any] | None, part: int) -> None:
+def check(engine: CollectiveEngine, operation: str, step: Step, landed: NDArray[Any] | None, part: int) -> None:
     """Run the operation once; ArithmeticError if its result is wrong, so that no wrong operation is timed."""
     engine.barrier()
     returned = step()

@@ -28,8 +28,8 @@ from covey.lab.chaos.host_injector import HostInjector
 from covey.lab.chaos.hosts import Hosts
 from covey.lab.chaos.injector import HOLD_SECONDS
 from covey.lab.chaos.operations import MOST_RANKS
-from covey.lab.chaos.processes import EventFile
-from covey.lab.chaos.report import Ending, Story
+from covey.lab.chaos.processes import POLL_SECONDS, EventFile
+from covey.lab.chaos.report import ChaosStory, ProcessEnding
 from covey.lab.chaos.watched import Processes, kill_all, started_for
 from covey.lab.chaos.workload import STOP, VARIABLE, Settings
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from covey.lab.chaos.watched import Watched
 
 WORKLOAD: Final = "covey.lab.chaos.workload"
-RESTARTS: Final = 20
-POLL_SECONDS: Final = 0.02
+WORKLOAD_RESTARTS: Final = 20
+"""Restarts of each process; more than the faults of any plan need."""
 FORM_SECONDS: Final = 90.0
 """How long the processes may take to form the first generation."""
 TOGETHER_SECONDS: Final = 90.0
@@ -54,9 +54,9 @@ ORDER_SECONDS: Final = 3.0
 CIRCUMSTANCES: Final = "circumstances.json"
 EVENTS: Final = "events"
 TOUCHES: Final = {"stop": "stop", "pause": "stop", "slow": "stop", "host-stop": "stop", "leave": "leave", "cut": "cut"}
-"""By kind of fault: what the checker has to know of a process that suffered it."""
+"""Kind of fault → what the checker has to know of a process that suffered it."""
 ENDS: Final = {"over": "finished", "left": "left", "quorum": "failed", "failed": "failed"}
-"""By what a process records at its end: how it ended."""
+"""What a process records at its end → how it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def draw(
             every=every,
             count=count,
             duration=duration,
-            restarts=RESTARTS,
+            restarts=WORKLOAD_RESTARTS,
             min_alive=min_alive,
         ),
         processes=crowd,
@@ -132,7 +132,7 @@ class CheckedRun:
         self.scene = scene
         self.folder = tempfile.mkdtemp(prefix=f"covey-chaos-{scene.terms.seed}-")
         os.mkdir(os.path.join(self.folder, orders.FOLDER), 0o700)
-        self.story = Story(scene.terms, survives=True, folder=self.folder)
+        self.story = ChaosStory(scene.terms, survives=True, folder=self.folder)
         self.hosts: Hosts | None = None
         self.keepers: dict[int, subprocess.Popen[bytes]] = {}
         self._processes = Processes(self.folder)
@@ -142,7 +142,7 @@ class CheckedRun:
         self._touched: dict[str, set[str]] = defaultdict(set)
         self._is_finishing = False
 
-    def perform(self) -> Story:
+    def perform(self) -> ChaosStory:
         """Run to the end; problems are in the story."""
         try:
             with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ class CheckedRun:
         scene, words = self.scene, [sys.executable, "-m", "covey", "run"]
         if self.hosts is not None:
             words = [*self.hosts.inside(host), *words, "--run", "chaos", "--min", "2", "--wait", "60"]
-        words += ["-n", str(scene.processes[host]), "--restarts", str(RESTARTS)]
+        words += ["-n", str(scene.processes[host]), "--restarts", str(WORKLOAD_RESTARTS)]
         words += ["--lanes", scene.lanes] if scene.lanes else []
         with open(os.path.join(self.folder, f"output-{host}"), "ab") as output:
             self.keepers[host] = subprocess.Popen(
@@ -349,7 +349,9 @@ class CheckedRun:
                 at = self.story.ended - now + each.records[-1].at
                 is_well = ENDS[each.ended] != "failed"
                 end = "ended" if is_well else "failed"
-                self.story.endings.append(Ending(each.rank, each.pid, ENDS[each.ended], at, int(not is_well), end))
+                self.story.endings.append(
+                    ProcessEnding(each.rank, each.pid, ENDS[each.ended], at, int(not is_well), end)
+                )
         touched = {name: frozenset(faults) for name, faults in self._touched.items()}
         circumstances = Circumstances(self.scene.is_one_host, touched, self._injector.is_network_cut)
         with open(os.path.join(self.folder, CIRCUMSTANCES), "wb") as file:
@@ -357,7 +359,7 @@ class CheckedRun:
         judge(self.story, self._processes, circumstances)
 
 
-def check_again(folder: str) -> Story:
+def check_again(folder: str) -> ChaosStory:
     """Check the records that an earlier run left in `folder`."""
     if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder} with the records of a run")
@@ -366,14 +368,14 @@ def check_again(folder: str) -> Story:
             circumstances = msgspec.json.decode(file.read(), type=Circumstances)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is not the folder of a checked run: {error.filename} is missing") from error
-    story, processes = Story(None, folder=folder), Processes(folder)
+    story, processes = ChaosStory(None, folder=folder), Processes(folder)
     processes.look()
     judge(story, processes, circumstances)
     processes.close()
     return story
 
 
-def judge(story: Story, processes: Processes, circumstances: Circumstances) -> None:
+def judge(story: ChaosStory, processes: Processes, circumstances: Circumstances) -> None:
     """Check the records of all processes, and add what was found to the story."""
     found = check(processes.records(), circumstances)
     story.problems += found.problems

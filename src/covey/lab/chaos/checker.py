@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from covey.lab.chaos import operations
 from covey.lab.chaos.records import (
-    Done,
-    Ended,
     Entered,
     Exclusion,
-    Heard,
     Left,
-    Raised,
+    MessageHeard,
+    OperationDone,
+    OperationRaised,
+    ProcessEnded,
     Restored,
     Stepped,
 )
@@ -37,7 +37,7 @@ from covey.lab.chaos.records import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from covey.lab.chaos.operations import Operation
+    from covey.lab.chaos.operations import CheckedOperation
     from covey.lab.chaos.records import Record
 
 MAIN: Final = "main"
@@ -47,7 +47,7 @@ LOST_SECONDS: Final = 1.0
 """How long a process that a message reports as lost may still work: the view without it may not have arrived."""
 
 R = TypeVar("R")
-Outcome: TypeAlias = Done | Raised
+Outcome: TypeAlias = OperationDone | OperationRaised
 Key: TypeAlias = tuple[str, int, str, int]
 """Story, generation, group and number of an operation."""
 
@@ -58,7 +58,7 @@ class Circumstances:
 
     is_one_host: bool = True
     touched: dict[str, frozenset[str]] = field(default_factory=dict)
-    """By process: the faults that may exclude it."""
+    """Name of a process → the faults that may exclude it."""
     is_network_cut: bool = False
     """Whether packets were lost between hosts."""
 
@@ -67,7 +67,7 @@ class Circumstances:
 
 
 @dataclass
-class Verdict:
+class Findings:
     """The result of checking a run."""
 
     problems: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Verdict:
         return not self.problems
 
 
-def check(processes: Mapping[str, Sequence[Record]], circumstances: Circumstances) -> Verdict:
+def check(processes: Mapping[str, Sequence[Record]], circumstances: Circumstances) -> Findings:
     """Return what is wrong with a run whose processes, by name, wrote these records."""
     checker = _Checker(processes, circumstances)
     for rule in (
@@ -107,7 +107,7 @@ def check(processes: Mapping[str, Sequence[Record]], circumstances: Circumstance
 class _Checker:
     def __init__(self, processes: Mapping[str, Sequence[Record]], circumstances: Circumstances) -> None:
         self._processes, self._circumstances = processes, circumstances
-        self.verdict = Verdict()
+        self.verdict = Findings()
         self._outcomes: dict[Key, list[tuple[str, Outcome]]] = defaultdict(list)
         for name in processes:
             for record in self._ends_of(name):
@@ -120,12 +120,12 @@ class _Checker:
                     yield name, record
 
     def _ends_of(self, name: str) -> Iterator[Outcome]:
-        return (record for record in self._processes[name] if isinstance(record, Done | Raised))
+        return (record for record in self._processes[name] if isinstance(record, OperationDone | OperationRaised))
 
     # Operations
 
     def exact_results(self) -> Iterator[str]:
-        for name, done in self._all(Done):
+        for name, done in self._all(OperationDone):
             if name not in done.names:
                 yield f"{name} returned what it did not contribute to: {_tell(done)}"
             if operations.is_foreseen(done.operation) and done.result != _right(
@@ -156,7 +156,7 @@ class _Checker:
     def shrinking_contributors(self) -> Iterator[str]:
         before: dict[tuple[str, int, str], frozenset[str]] = {}
         for key in sorted(self._outcomes, key=lambda key: (key[:3], key[3])):
-            done = next((record for _, record in self._outcomes[key] if isinstance(record, Done)), None)
+            done = next((record for _, record in self._outcomes[key] if isinstance(record, OperationDone)), None)
             if done is None:
                 continue
             names = frozenset(done.names)
@@ -166,7 +166,7 @@ class _Checker:
             before[key[:3]] = names
 
     def raises_for_want_of_a_root(self) -> Iterator[str]:
-        for name, raised in self._all(Raised):
+        for name, raised in self._all(OperationRaised):
             if raised.operation.kind not in operations.ROOTED:
                 yield f"{name}: PeerLostError in an operation that has no root: {_tell(raised)}"
             elif raised.is_root_live:
@@ -251,10 +251,10 @@ class _Checker:
         active: dict[tuple[str, str, int], float] = defaultdict(float)
         for (story, generation, group, _), ends in self._outcomes.items():
             for _, record in ends:
-                if group == MAIN and isinstance(record, Done):
+                if group == MAIN and isinstance(record, OperationDone):
                     for name in record.names:
                         active[name, story, generation] = max(active[name, story, generation], record.began)
-        for name, heard in self._all(Heard):
+        for name, heard in self._all(MessageHeard):
             if heard.outcome not in ("sent", "right", "lost"):
                 yield f"{name}: a message with {heard.peer} is {heard.outcome}"
             last = active[heard.peer, heard.story, heard.generation]
@@ -262,7 +262,7 @@ class _Checker:
                 "cut" in self._circumstances.touched.get(each, ()) for each in (name, heard.peer)
             )
             if heard.outcome == "lost" and last > heard.at + LOST_SECONDS and not is_cut:
-                yield f"{name}: a message says that {heard.peer} is lost, which goes on for {last - heard.at:.1f} s"
+                yield f"{name}: a message says that {heard.peer} is lost, which works on for {last - heard.at:.1f} s"
 
     def exclusions(self) -> Iterator[str]:
         for name, record in self._all(Exclusion):
@@ -277,7 +277,7 @@ class _Checker:
 
     def endings(self) -> Iterator[str]:
         finished: dict[tuple[str, int, str], str] = {}
-        for name, record in self._all(Ended):
+        for name, record in self._all(ProcessEnded):
             if record.how == "failed":
                 yield f"{name} failed: {record.text}"
             elif record.how == "quorum":
@@ -296,13 +296,13 @@ class _Checker:
         figures["processes"] = len(self._processes)
         figures["operations"] = len(self._outcomes)
         figures["results"] = len(ends)
-        figures["raised"] = sum(isinstance(record, Raised) for record in ends)
-        figures["messages"] = sum(1 for _ in self._all(Heard))
+        figures["raised"] = sum(isinstance(record, OperationRaised) for record in ends)
+        figures["messages"] = sum(1 for _ in self._all(MessageHeard))
         figures["generations"] = len({record.generation for _, record in self._all(Entered)})
         figures["steps"] = len({(r.story, r.step) for _, r in self._all(Stepped)})
         sizes = {(r.story, r.generation): len(r.members) for _, r in self._all(Restored)}
         figures["operations after a loss"] = sum(
-            isinstance(found[0][1], Done) and key[2] == MAIN and len(found[0][1].names) < sizes.get(key[:2], 0)
+            isinstance(found[0][1], OperationDone) and key[2] == MAIN and len(found[0][1].names) < sizes.get(key[:2], 0)
             for key, found in self._outcomes.items()
         )
 
@@ -312,7 +312,7 @@ def _key(record: Outcome) -> Key:
 
 
 @functools.lru_cache(maxsize=4096)
-def _right(operation: Operation, rank: int, ranks: tuple[int, ...], size: int) -> str:
+def _right(operation: CheckedOperation, rank: int, ranks: tuple[int, ...], size: int) -> str:
     return operations.digest(operations.expected(operation, rank, ranks, size))
 
 
@@ -322,7 +322,7 @@ def _difference(one: Outcome, other: Outcome) -> str | None:
         return "whether it returned"
     if one.operation != other.operation:
         return "what was called"
-    if isinstance(one, Done) and isinstance(other, Done):
+    if isinstance(one, OperationDone) and isinstance(other, OperationDone):
         if one.names != other.names:
             return "the ranks that contributed"
         if one.operation.kind in operations.ALIKE and one.result != other.result:
@@ -334,7 +334,7 @@ def _tell(record: Outcome) -> str:
     operation = record.operation
     root = f", root {operation.root}" if operation.root >= 0 else ""
     what = f"{operation.kind}({operation.count} {operation.dtype}{root}), number {record.number} of {record.group}"
-    came = f" = {record.result} of {_list(record.names)}" if isinstance(record, Done) else " raised"
+    came = f" = {record.result} of {_list(record.names)}" if isinstance(record, OperationDone) else " raised"
     return f"{what} in generation {record.generation}{came}"
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from covey.lab.chaos.checked_run import Scene
     from covey.lab.chaos.faults import Where
-    from covey.lab.chaos.report import Story
+    from covey.lab.chaos.report import ChaosStory
 
 PLAIN_WIDTH: Final = 140
 """Line width without a terminal."""
@@ -211,7 +211,7 @@ def _check(scenes: Sequence[Scene], *, as_json: bool) -> int:
     return int(right < len(stories))
 
 
-def _tell(stories: Sequence[Story], *, as_json: bool) -> int:
+def _tell(stories: Sequence[ChaosStory], *, as_json: bool) -> int:
     """Print the report of runs; return the exit code."""
     found = to_json(stories)
     if as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.lab.chaos.faults import LOSSES, pick, plan
 from covey.lab.chaos.injector import Injector
-from covey.lab.chaos.report import Ending, Story
+from covey.lab.chaos.report import ChaosStory, ProcessEnding
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from covey.lab.chaos.faults import ChaosTerms, PlannedFault
     from covey.lab.chaos.injector import Action, Victim
-    from covey.lab.chaos.processes import JobProcesses, Told, Worker
+    from covey.lab.chaos.processes import JobProcess, JobProcesses, Told
 
 STRAY_SECONDS: Final = 1.0
 """How long processes that wait to join may live after the last member has ended."""
@@ -59,17 +59,17 @@ class CommandRun:
     """Takes the processes of a command through a plan of faults."""
 
     def __init__(self, job: JobProcesses, terms: ChaosTerms, say: Callable[[str], None], timeout: float | None) -> None:
-        self.story = Story(terms)
+        self.story = ChaosStory(terms)
         self._job, self._terms, self._say = job, terms, say
         self._injector = _CommandInjector(self, job, terms, say)
         self.story.injected, self.story.log = self._injector.injected, self._injector.log
         self._give_up_at = float("inf") if timeout is None else time.monotonic() + timeout
         self._injured: dict[int, PlannedFault] = {}
-        """By process: the fault that it was lost to."""
+        """Pid → the fault that the process was lost to."""
         self._restarts: dict[int, int] = {}
         self._is_stopping = False
 
-    def perform(self) -> Story:
+    def perform(self) -> ChaosStory:
         """Run the job to its end and return what happened. After Ctrl-C, `story` has what happened until then."""
         self._job.start_all()
         while self._job.running() or self._injector.coming:
@@ -90,7 +90,7 @@ class CommandRun:
 
     # What the injector asks and tells
 
-    def members(self) -> list[Worker]:
+    def members(self) -> list[JobProcess]:
         return [worker for worker in self._job.running() if worker.is_member]
 
     def on_fault(self, fault: PlannedFault, target: Victim) -> None:
@@ -106,7 +106,7 @@ class CommandRun:
 
     # What the job does
 
-    def _hear(self, worker: Worker | None, told: Told) -> None:
+    def _hear(self, worker: JobProcess | None, told: Told) -> None:
         self.story.told.append(told)
         if not self.story.began and told.kind in ("generation", "joined"):
             self.story.began = told.time
@@ -114,7 +114,7 @@ class CommandRun:
         if worker is not None and told.kind in ("generation", "joined"):
             self._injured.pop(worker.pid, None)  # it is back
 
-    def _on_end(self, worker: Worker) -> None:
+    def _on_end(self, worker: JobProcess) -> None:
         story = self.story
         fault = self._injured.get(worker.pid)
         self._injector.calm(worker)
@@ -123,7 +123,7 @@ class CommandRun:
             how = "left" if fault is not None and fault.kind == "leave" else "finished"
         elif self._is_stopping:
             how = "stray"
-        ending = Ending(worker.rank, worker.pid, how, time.time(), worker.code, worker.end)
+        ending = ProcessEnding(worker.rank, worker.pid, how, time.time(), worker.code, worker.end)
         story.endings.append(ending)
         story.survives = story.survives or bool(self._job.run.survives())
         if worker.code == 0 or self._is_stopping:
@@ -168,6 +168,6 @@ class CommandRun:
             worker.signal(signal.SIGCONT)
             self._injector.later(FAILURE_GRACE, lambda worker=worker: self._kill_rest(worker))  # type: ignore[misc]
 
-    def _kill_rest(self, worker: Worker) -> None:
+    def _kill_rest(self, worker: JobProcess) -> None:
         if worker.is_running:
             worker.signal(signal.SIGKILL)

@@ -28,7 +28,7 @@ class HostedJob(Breakable, Protocol):
     hosts: Hosts | None
     """None on one machine."""
     keepers: dict[int, Popen[bytes]]
-    """By host: its `covey run`."""
+    """Host → its `covey run`."""
 
     def on_host(self, host: int) -> Sequence[Victim]:
         """Return the live processes of a host."""

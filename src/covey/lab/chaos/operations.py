@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 89
 MOST_RANKS: Final = 16
-"""With more, sums of 8-byte numbers would not be exact."""
+"""Most ranks for which the sums of 8-byte numbers are exact."""
 MOST_RANKS_OF_SHORT: Final = 8
-"""The same for 4-byte numbers."""
+"""Most ranks for which the sums of 4-byte numbers are exact."""
 ROOTED: Final = ("reduce", "broadcast", "gather", "scatter")
 """Operations that fail without their root."""
 ALIKE: Final = ("all_reduce", "mean", "broadcast", "all_gather", "objects", "barrier", "split", "vote")
 """Operations that return the same on all ranks."""
 
 
-class Operation(msgspec.Struct, frozen=True):
+class CheckedOperation(msgspec.Struct, frozen=True):
     """One collective, as all ranks call it."""
 
     kind: str
@@ -43,12 +43,12 @@ class Operation(msgspec.Struct, frozen=True):
     """Makes the numbers of one operation differ from those of another."""
 
 
-def contribution(operation: Operation, rank: int, *, more: int = 0) -> Array:
+def contribution(operation: CheckedOperation, rank: int, *, more: int = 0) -> Array:
     """Return the input of a rank, with `more` elements added."""
     return _times(operation, 4**rank, more)
 
 
-def inputs(operation: Operation, rank: int, size: int) -> Any:
+def inputs(operation: CheckedOperation, rank: int, size: int) -> Any:
     """Return the argument of a rank's call."""
     match operation.kind:
         case "all_gather":
@@ -66,7 +66,7 @@ def inputs(operation: Operation, rank: int, size: int) -> Any:
     return contribution(operation, rank)
 
 
-def expected(operation: Operation, rank: int, contributors: Collection[int], size: int) -> Any:
+def expected(operation: CheckedOperation, rank: int, contributors: Collection[int], size: int) -> Any:
     """Return the result on a rank, given the contributors; only for kinds that `is_foreseen`."""
     kind, root = operation.kind, operation.root
     if kind in _BY_KIND:
@@ -84,7 +84,7 @@ def expected(operation: Operation, rank: int, contributors: Collection[int], siz
     return _by_rank(size, contributors, lambda other: inputs(operation, other, size))
 
 
-def is_foreseen(operation: Operation) -> bool:
+def is_foreseen(operation: CheckedOperation) -> bool:
     """Tell whether `expected` knows the result. Votes and splits depend on more than their arguments."""
     return operation.kind not in ("vote", "split")
 
@@ -101,16 +101,16 @@ def dtypes_for(size: int) -> tuple[str, ...]:
     return ("f8", "i8", "f4", "i4") if size <= MOST_RANKS_OF_SHORT else ("f8", "i8")
 
 
-def _times(operation: Operation, factor: int, more: int = 0) -> Array:
+def _times(operation: CheckedOperation, factor: int, more: int = 0) -> Array:
     pattern = 1 + (np.arange(operation.count + more) + operation.salt) % PERIOD
     return (pattern * factor).astype(operation.dtype)
 
 
-def _sum(operation: Operation, ranks: Collection[int]) -> Array:
+def _sum(operation: CheckedOperation, ranks: Collection[int]) -> Array:
     return _times(operation, sum(4**rank for rank in ranks))
 
 
-def _mean(operation: Operation, _rank: int, contributors: Collection[int], _size: int) -> Array:
+def _mean(operation: CheckedOperation, _rank: int, contributors: Collection[int], _size: int) -> Array:
     return _sum(operation, contributors) * _divisible() / len(contributors)
 
 
@@ -118,11 +118,11 @@ def _divisible() -> int:
     return 840  # by each number of contributors up to 8
 
 
-def _part(operation: Operation, rank: int, contributors: Collection[int], size: int) -> Array:
+def _part(operation: CheckedOperation, rank: int, contributors: Collection[int], size: int) -> Array:
     return np.array_split(_sum(operation, contributors), size)[rank]
 
 
-def _given(operation: Operation, rank: int, contributors: Collection[int], size: int) -> list[Array | None]:
+def _given(operation: CheckedOperation, rank: int, contributors: Collection[int], size: int) -> list[Array | None]:
     return _by_rank(size, contributors, lambda other: contribution(operation, other, more=rank))
 
 
@@ -131,7 +131,7 @@ def _by_rank(size: int, contributors: Collection[int], value: Callable[[int], An
     return [value(other) if other in contributors else None for other in range(size)]
 
 
-_BY_KIND: Final[dict[str, Callable[[Operation, int, Collection[int], int], Any]]] = {
+_BY_KIND: Final[dict[str, Callable[[CheckedOperation, int, Collection[int], int], Any]]] = {
     "all_reduce": lambda operation, _rank, ranks, _size: _sum(operation, ranks),
     "mean": _mean,
     "reduce_scatter": _part,

@@ -76,7 +76,7 @@ class EventFile:
 
 
 @dataclass(eq=False)
-class Worker:
+class JobProcess:
     """One process of the job."""
 
     rank: int
@@ -120,7 +120,7 @@ class Worker:
 class Listener(Protocol):
     """Receives what the processes print."""
 
-    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+    def heard(self, worker: JobProcess, target: int, data: bytes) -> None:
         """Called with output; `target` is 1 or 2. Empty data means that the process has closed it."""
 
     def tick(self, now: float) -> float:
@@ -131,8 +131,8 @@ class Listener(Protocol):
 class Turn:
     """What happened in a turn."""
 
-    ended: list[Worker]
-    told: list[tuple[Worker | None, Told]]
+    ended: list[JobProcess]
+    told: list[tuple[JobProcess | None, Told]]
 
 
 class JobProcesses:
@@ -146,9 +146,9 @@ class JobProcesses:
         self.size = size
         self._slots = size if slots is None else slots
         self._argv, self._listener = argv, listener
-        self.workers: dict[int, Worker] = {}
-        """By rank: the latest process."""
-        self._by_pid: dict[int, Worker] = {}
+        self.workers: dict[int, JobProcess] = {}
+        """Rank → its latest process."""
+        self._by_pid: dict[int, JobProcess] = {}
         self._starts: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         path = os.environ.get("COVEY_EVENTS") or os.path.join(self.run.folder, "events")
@@ -173,19 +173,19 @@ class JobProcesses:
             self.start(rank)
         self.run.size = self._slots  # newcomers dial every rank that there may be
 
-    def start(self, rank: int) -> Worker:
+    def start(self, rank: int) -> JobProcess:
         """Start a process: a newcomer to the run, unless it is the first of its rank and starts with the others."""
         before = self._starts.get(rank, 0)
         self._starts[rank] = before + 1
         restart = before if rank < self.size else before + 1
         env = {**self._env, "COVEY_RESTART": str(restart)} if restart else self._env
         process = self.run.start(rank, self._argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        worker = self.workers[rank] = Worker(rank, process, time.time())
+        worker = self.workers[rank] = JobProcess(rank, process, time.time())
         self._by_pid[process.pid] = worker
         worker.pipes = register_output(process, self._selector, lambda _pipe, target: (worker, target))
         return worker
 
-    def running(self) -> list[Worker]:
+    def running(self) -> list[JobProcess]:
         """Return the processes that have not ended, by rank."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.is_running]
 
@@ -206,7 +206,7 @@ class JobProcesses:
             self._clear_away(worker)
         return Turn(ended, told)
 
-    def _read(self, worker: Worker, target: int, pipe: IO[bytes]) -> bool:
+    def _read(self, worker: JobProcess, target: int, pipe: IO[bytes]) -> bool:
         """Read once; False at the end."""
         data = os.read(pipe.fileno(), READ_BYTES)
         if not data:
@@ -215,7 +215,7 @@ class JobProcesses:
         self._listener.heard(worker, target, data)
         return bool(data)
 
-    def _clear_away(self, worker: Worker) -> None:
+    def _clear_away(self, worker: JobProcess) -> None:
         """Read the last output of a process that has ended, and end what it left running."""
         for pipe in list(worker.pipes):
             target = 1 if pipe is worker.process.stdout else 2
@@ -226,7 +226,7 @@ class JobProcesses:
         worker.pipes.clear()
         self.run.clear_away(worker.process)
 
-    def _read_events(self) -> list[tuple[Worker | None, Told]]:
+    def _read_events(self) -> list[tuple[JobProcess | None, Told]]:
         found = []
         for event in self._events.read():
             worker = self._by_pid.get(event.pid)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from covey.lab.chaos.operations import Operation  # noqa: TC001 (msgspec looks at it)
+from covey.lab.chaos.operations import CheckedOperation  # noqa: TC001 (msgspec looks at it)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ class Restored(msgspec.Struct, frozen=True, tag="restored"):
     at: float
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class OperationDone(msgspec.Struct, frozen=True, tag="done"):
     """An operation has returned."""
 
     story: str
@@ -56,7 +56,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """`main`, or the path of splits that led to the group."""
     number: int
     """The operation's, in its group."""
-    operation: Operation
+    operation: CheckedOperation
     rank: int
     size: int
     ranks: tuple[int, ...]
@@ -69,21 +69,21 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     at: float
 
 
-class Raised(msgspec.Struct, frozen=True, tag="raised"):
+class OperationRaised(msgspec.Struct, frozen=True, tag="raised"):
     """An operation has raised PeerLostError, and the group continues."""
 
     story: str
     generation: int
     group: str
     number: int
-    operation: Operation
+    operation: CheckedOperation
     is_root_live: bool
     is_unchanged: bool
     """Whether the arguments are unchanged."""
     at: float
 
 
-class Heard(msgspec.Struct, frozen=True, tag="heard"):
+class MessageHeard(msgspec.Struct, frozen=True, tag="heard"):
     """A message to or from another process has an outcome."""
 
     story: str
@@ -127,7 +127,7 @@ class Exclusion(msgspec.Struct, frozen=True, tag="excluded"):
     at: float
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
     """The process is about to exit by itself."""
 
     how: str
@@ -150,7 +150,19 @@ class Obeyed(msgspec.Struct, frozen=True, tag="obeyed"):
     at: float
 
 
-Record: TypeAlias = Began | Entered | Restored | Done | Raised | Heard | Stepped | Left | Exclusion | Ended | Obeyed
+Record: TypeAlias = (
+    Began
+    | Entered
+    | Restored
+    | OperationDone
+    | OperationRaised
+    | MessageHeard
+    | Stepped
+    | Left
+    | Exclusion
+    | ProcessEnded
+    | Obeyed
+)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(Record)
 

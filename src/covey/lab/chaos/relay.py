@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
-    from covey.lab.chaos.processes import Worker
+    from covey.lab.chaos.processes import JobProcess
 
 
 class Relay:
     """Passes output on as `covey run` does: whole lines, with the rank in front."""
 
     def __init__(self, *, only_stderr: bool) -> None:
-        """With `only_stderr`, standard output is kept for other things."""
+        """Pass all output to standard error if `only_stderr`: standard output is for the report."""
         self._targets = {1: 2 if only_stderr else 1, 2: 2}
         one_place = only_stderr or os.path.sameopenfile(1, 2)
         err = Cursor()
         self._cursors = {1: err if one_place else Cursor(), 2: err}
         self._streams: dict[tuple[int, int], tuple[int, OutputStream]] = {}
-        """By process and stream."""
+        """(pid, stream) → where its output goes, and the output that was not shown yet."""
 
-    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+    def heard(self, worker: JobProcess, target: int, data: bytes) -> None:
         key = worker.pid, target
         if key not in self._streams:
             shown = self._targets[target]

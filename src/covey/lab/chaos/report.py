@@ -41,7 +41,7 @@ FIGURES: Final = (
 
 
 @dataclass
-class Ending:
+class ProcessEnding:
     """How a process ended."""
 
     rank: int
@@ -59,7 +59,7 @@ class Ending:
 
 
 @dataclass
-class Story:
+class ChaosStory:
     """All that happened in a run."""
 
     terms: ChaosTerms | None
@@ -68,7 +68,7 @@ class Story:
     """When the job was at work, in seconds since 1970; 0 if it never was."""
     ended: float = 0.0
     injected: list[Injected] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
+    endings: list[ProcessEnding] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     survives: bool = False
     """Whether the job continues without lost members, by its own events."""
@@ -125,7 +125,7 @@ class Recovery:
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     """The outcome of one fault."""
 
     injected: Injected
@@ -167,9 +167,9 @@ def recoveries(told: Sequence[Told]) -> list[Recovery]:
     return sorted(found, key=lambda recovery: recovery.ended)
 
 
-def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
+def outcomes(story: ChaosStory) -> tuple[list[FaultOutcome], list[Recovery]]:
     """Return the outcome of every fault, and the recoveries from losses that no fault explains."""
-    found = [Outcome(injected) for injected in story.injected]
+    found = [FaultOutcome(injected) for injected in story.injected]
     for outcome in found:
         if outcome.injected.was_done:
             _by_itself(outcome, story)
@@ -193,7 +193,7 @@ def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
     return found, unexplained
 
 
-def _recover(outcome: Outcome, recovery: Recovery, story: Story) -> None:
+def _recover(outcome: FaultOutcome, recovery: Recovery, story: ChaosStory) -> None:
     passed_ms = max(0.0, 1e3 * (recovery.ended - outcome.injected.at))
     if not story.survives:  # the group ends with its first loss: its members agree on that, and raise
         outcome.text = outcome.text or f"the group ended with an error after {passed_ms:.0f} ms"
@@ -205,7 +205,7 @@ def _recover(outcome: Outcome, recovery: Recovery, story: Story) -> None:
         outcome.text = f"{subject} continued after {passed_ms:.0f} ms"
 
 
-def _by_itself(outcome: Outcome, story: Story) -> None:
+def _by_itself(outcome: FaultOutcome, story: ChaosStory) -> None:
     """Fill in what follows from the processes' own behaviour, and what should follow."""
     injected, kind = outcome.injected, outcome.injected.fault.kind
     endings = {ending.pid: ending for ending in story.endings}
@@ -244,12 +244,12 @@ def _by_itself(outcome: Outcome, story: Story) -> None:
         outcome.expect("", 0)
 
 
-def as_json(stories: Sequence[Story]) -> dict[str, Any]:
+def as_json(stories: Sequence[ChaosStory]) -> dict[str, Any]:
     """Return everything as plain values."""
     return {"code": max((story.code for story in stories), default=0), "runs": [_run_as_json(each) for each in stories]}
 
 
-def _run_as_json(story: Story) -> dict[str, Any]:
+def _run_as_json(story: ChaosStory) -> dict[str, Any]:
     found, unexplained = outcomes(story)
     return {
         "terms": None if story.terms is None else asdict(story.terms),
@@ -286,7 +286,7 @@ def _run_as_json(story: Story) -> dict[str, Any]:
     }
 
 
-def view(story: Story) -> RenderableType:
+def view(story: ChaosStory) -> RenderableType:
     """Return the report as text for a terminal: the faults with their outcomes, a summary, the verdict."""
     found, unexplained = outcomes(story)
     lines = _about_faults(story, found)
@@ -297,7 +297,7 @@ def view(story: Story) -> RenderableType:
     return Group(*parts, verdict(story))
 
 
-def verdict(story: Story) -> RenderableType:
+def verdict(story: ChaosStory) -> RenderableType:
     """Return whether the run is as it should be; if not, why, and what was done."""
     style = "green" if story.code == 0 else "red"
     if not story.is_checked:
@@ -321,7 +321,7 @@ def spell_figures(figures: Counter[str]) -> str:
     return ", ".join(f"{figures[name]} {name}" for name in FIGURES)
 
 
-def _table(story: Story, found: Sequence[Outcome]) -> Fitted:
+def _table(story: ChaosStory, found: Sequence[FaultOutcome]) -> Fitted:
     injected = [outcome.injected for outcome in found]
     styles = ["red" if each.is_bad else "yellow" if not each.injected.was_done else "" for each in found]
     done = [each.text if each.was_done else "" for each in injected]
@@ -335,7 +335,7 @@ def _table(story: Story, found: Sequence[Outcome]) -> Fitted:
     )
 
 
-def _about_faults(story: Story, found: Sequence[Outcome]) -> list[str]:
+def _about_faults(story: ChaosStory, found: Sequence[FaultOutcome]) -> list[str]:
     if story.terms is None:
         return []
     kinds = Counter(outcome.injected.fault.kind for outcome in found if outcome.injected.was_done)
@@ -343,7 +343,7 @@ def _about_faults(story: Story, found: Sequence[Outcome]) -> list[str]:
     return [f"faults: {by_kind}; seed {story.terms.seed}"]
 
 
-def _about_command(story: Story, found: Sequence[Outcome], unexplained: Sequence[Recovery]) -> list[str]:
+def _about_command(story: ChaosStory, found: Sequence[FaultOutcome], unexplained: Sequence[Recovery]) -> list[str]:
     lines, terms = [], story.terms
     assert terms is not None
     if not story.began:

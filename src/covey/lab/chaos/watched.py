@@ -6,15 +6,16 @@ import contextlib
 import glob
 import os
 import signal
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from covey.lab.chaos.processes import READ_BYTES
 from covey.lab.chaos.records import (
     Began,
-    Ended,
     Entered,
     Exclusion,
     Left,
     Obeyed,
+    ProcessEnded,
     Restored,
     Stepped,
     from_lines,
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.lab.chaos.records import Record
-
-
-READ_BYTES: Final = 1 << 20
 
 
 class Watched:
@@ -65,7 +63,7 @@ class Watched:
                     self.steps.append(record.at)
                 case Left() | Exclusion():
                     self.is_member = False
-                case Ended():
+                case ProcessEnded():
                     self.ended, self.is_member = record.how, False
                 case Obeyed():
                     obeyed.append(record)

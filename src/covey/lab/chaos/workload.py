@@ -21,17 +21,17 @@ import numpy as np
 
 import covey
 from covey.lab.chaos import operations, orders
-from covey.lab.chaos.operations import Operation
+from covey.lab.chaos.operations import CheckedOperation
 from covey.lab.chaos.records import (
     Began,
-    Done,
-    Ended,
     Entered,
     Exclusion,
-    Heard,
     Left,
+    MessageHeard,
     Obeyed,
-    Raised,
+    OperationDone,
+    OperationRaised,
+    ProcessEnded,
     Restored,
     Stepped,
     to_line,
@@ -127,7 +127,7 @@ class Workload:
 
     def end(self, how: str, text: str = "") -> None:
         state = self.state
-        self.write(Ended(how, state["story"], state["step"], self.digest(), text, time.monotonic()))
+        self.write(ProcessEnded(how, state["story"], state["step"], self.digest(), text, time.monotonic()))
 
     def _live_in(self, group: covey.Group) -> None:
         generation, self._has_stepped = group.generation, False
@@ -209,30 +209,30 @@ class GroupWorkload:
                 self.perform(self._draw(kind, chance))
         if workload.draws_large(chance):
             workload.obey_order("large", group.rank)
-            self.perform(Operation("all_reduce", 1 << 20, "f8", salt=chance.randrange(operations.PERIOD)))
+            self.perform(CheckedOperation("all_reduce", 1 << 20, "f8", salt=chance.randrange(operations.PERIOD)))
         vote = np.array([float(workload.is_asked_to_stop())])
-        self._call(Operation("vote", 1), lambda: group.all_reduce(vote, op="max"))
-        result = self.perform(Operation("all_reduce", STATE_COUNT, salt=chance.randrange(operations.PERIOD)))
+        self._call(CheckedOperation("vote", 1), lambda: group.all_reduce(vote, op="max"))
+        result = self.perform(CheckedOperation("all_reduce", STATE_COUNT, salt=chance.randrange(operations.PERIOD)))
         workload.is_over = bool(vote[0])
         workload.stepped(group, result)
 
-    def _draw(self, kind: str, chance: random.Random) -> Operation:
+    def _draw(self, kind: str, chance: random.Random) -> CheckedOperation:
         size = self._group.size
         count = min(chance.choice(COUNTS), 5000 if kind in ("all_to_all", "all_gather") else COUNTS[-1])
         root = chance.randrange(size) if kind in operations.ROOTED else -1
         dtype = "f8" if kind == "mean" else chance.choice(operations.dtypes_for(size))
         if kind == "mean" and size > operations.MOST_RANKS_OF_SHORT:
             kind = "all_reduce"
-        return Operation(kind, count, dtype, root, chance.randrange(operations.PERIOD))
+        return CheckedOperation(kind, count, dtype, root, chance.randrange(operations.PERIOD))
 
-    def perform(self, operation: Operation) -> Any:
+    def perform(self, operation: CheckedOperation) -> Any:
         """Perform an operation and return its result."""
         group = self._group
         value = operations.inputs(operation, group.rank, group.size)
         call = _CALLS[operation.kind]
         return self._call(operation, lambda: call(group, value, operation.root), value)
 
-    def _call(self, operation: Operation, call: Callable[[], Any], value: Any = None) -> Any:
+    def _call(self, operation: CheckedOperation, call: Callable[[], Any], value: Any = None) -> Any:
         group, workload, began = self._group, self._workload, time.monotonic()
         before = operations.digest(value)
         try:
@@ -241,17 +241,21 @@ class GroupWorkload:
             is_live, is_unchanged = operation.root in group.live, operations.digest(value) == before
             number, at = group.sequence, time.monotonic()
             story = workload.state["story"]
-            workload.write(Raised(story, self._generation, self._path, number, operation, is_live, is_unchanged, at))
+            workload.write(
+                OperationRaised(story, self._generation, self._path, number, operation, is_live, is_unchanged, at)
+            )
             return None
         self._note(operation, group.sequence, group.contributors, result, began)
         return result
 
-    def _note(self, operation: Operation, number: int, ranks: tuple[int, ...], result: Any, began: float) -> None:
+    def _note(
+        self, operation: CheckedOperation, number: int, ranks: tuple[int, ...], result: Any, began: float
+    ) -> None:
         group = self._group
         names = operations.names_of(ranks, self._members)
         story, came = self._workload.state["story"], operations.digest(result)
         self._workload.write(
-            Done(
+            OperationDone(
                 story,
                 self._generation,
                 self._path,
@@ -267,7 +271,7 @@ class GroupWorkload:
             )
         )
 
-    def _in_flight(self, wanted: list[Operation]) -> None:
+    def _in_flight(self, wanted: list[CheckedOperation]) -> None:
         """Start many operations at once, and wait for them in another order."""
         group, began = self._group, time.monotonic()
         first = group.sequence + 1
@@ -293,13 +297,13 @@ class GroupWorkload:
         counts = [chance.choice(COUNTS) for _ in range(2)]
         part = group.split(group.rank % colors)
         assert part is not None
-        self._note(Operation("split", colors), group.sequence, group.contributors, None, began)
+        self._note(CheckedOperation("split", colors), group.sequence, group.contributors, None, began)
         chosen = [rank for rank in group.contributors if rank % colors == group.rank % colors]
         path = f"{self._path}/{group.sequence}.{group.rank % colors}"
         inner = GroupWorkload(self._workload, part, self._generation, operations.names_of(chosen, self._members), path)
         with part:
             for count in counts:
-                inner.perform(Operation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
+                inner.perform(CheckedOperation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
 
     def _pass_on(self, count: int) -> None:
         """Send to the next contributor of the last operation, and receive from the one before."""
@@ -309,7 +313,7 @@ class GroupWorkload:
         index = ring.index(group.rank)
         to, source = ring[(index + 1) % len(ring)], ring[index - 1]
         self._messages += 1
-        operation = Operation("message", count, "f8", salt=self._messages % operations.PERIOD)
+        operation = CheckedOperation("message", count, "f8", salt=self._messages % operations.PERIOD)
         ours, theirs = (operations.contribution(operation, rank) for rank in (group.rank, source))
         works: list[tuple[int, Any]] = []
         for peer, post in ((to, self._send), (source, self._receive)):
@@ -336,7 +340,7 @@ class GroupWorkload:
 
     def _heard(self, peer: int, outcome: str) -> None:
         story, at = self._workload.state["story"], time.monotonic()
-        self._workload.write(Heard(story, self._generation, self._members[peer], outcome, at))
+        self._workload.write(MessageHeard(story, self._generation, self._members[peer], outcome, at))
 
 
 _CALLS: Final[dict[str, Callable[[covey.Group, Any, int], Any]]] = {

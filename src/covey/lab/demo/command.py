@@ -18,7 +18,7 @@ from rich.live import Live
 from covey.cli.terminal import is_lively
 from covey.compress.policy import make_policy
 from covey.lab.demo import processes, text, view
-from covey.lab.demo.progress import Point, Progress
+from covey.lab.demo.progress import LossPoint, Progress
 from covey.lab.demo.reports import ROUND
 from covey.lab.demo.summary import as_data, checks, summary
 
@@ -65,7 +65,7 @@ def demo(
     victim = ranks // 2 if ranks > 1 and not no_loss else None
     if compress and make_policy(compress).rules[0][1] is None:
         compress = ""
-    plan = processes.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim, compress)
+    plan = processes.DemoRun(ranks, ranks, -(-steps // ROUND), seconds, seed, victim, compress)
     try:
         team, alone = _train_both(show, plan)
     except KeyboardInterrupt:
@@ -81,7 +81,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _train_both(show: _Show, plan: processes.Plan) -> tuple[Progress, Progress | None]:
+def _train_both(show: _Show, plan: processes.DemoRun) -> tuple[Progress, Progress | None]:
     with show:
         team = Progress(plan.nodes, plan.rounds * ROUND, codec=plan.compress)
         show.begin(team, None)
@@ -95,7 +95,7 @@ def _train_both(show: _Show, plan: processes.Plan) -> tuple[Progress, Progress |
         return team, alone
 
 
-def _train(plan: processes.Plan, progress: Progress, show: _Show) -> None:
+def _train(plan: processes.DemoRun, progress: Progress, show: _Show) -> None:
     with closing(processes.reports(plan)) as reports:
         for node, report in reports:
             progress.record(node, report)
@@ -113,7 +113,7 @@ class _Show:
         self._console, self._silent = console, silent
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop") if live else None
         self._due_at = 0.0
-        self._said: Point | None = None
+        self._said: LossPoint | None = None
         self._sentences = 0
         """How many lines of the story were printed."""
 

@@ -14,7 +14,18 @@ import time
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError, RankFailedError
-from covey.lab.demo.reports import ROUND, Finished, Joined, Killed, Report, Round, Started, Told, decode
+from covey.lab import ONE_THREAD
+from covey.lab.demo.reports import (
+    ROUND,
+    FinishedReport,
+    JoinedReport,
+    KilledReport,
+    Report,
+    RoundReport,
+    StartedReport,
+    Told,
+    decode,
+)
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import OutputTail, register_output, signal_name
 
@@ -30,11 +41,8 @@ ABSENCE = 0.5
 RESTARTS = 5
 """How often a node is restarted."""
 
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""Nodes already share the cores; more threads for linear algebra would slow each other down."""
 
-
-class Plan(NamedTuple):
+class DemoRun(NamedTuple):
     """One training run of the demo."""
 
     nodes: int
@@ -58,7 +66,7 @@ class Plan(NamedTuple):
         return [sys.executable, "-m", "covey.lab.demo.worker", *arguments]
 
 
-def reports(plan: Plan) -> Generator[tuple[int, Report], None, None]:
+def reports(plan: DemoRun) -> Generator[tuple[int, Report], None, None]:
     """Start the nodes and yield (node, report) until all have finished and exited.
 
     A node that a signal ends while others train is restarted. Close the generator (`contextlib.closing`) to end the
@@ -75,10 +83,10 @@ def reports(plan: Plan) -> Generator[tuple[int, Report], None, None]:
 class _Nodes:
     """The node processes of one run, until the last one has ended."""
 
-    def __init__(self, plan: Plan, run: LocalRun, selector: selectors.BaseSelector) -> None:
+    def __init__(self, plan: DemoRun, run: LocalRun, selector: selectors.BaseSelector) -> None:
         self._plan, self._run, self._selector = plan, run, selector
         self._workers: dict[int, _Worker] = {}
-        """By node: the latest process."""
+        """Node → its latest process."""
         self._restarts = dict.fromkeys(range(plan.nodes), 0)
         self._due: dict[int, float] = {}
         """Nodes that are restarted, and when."""
@@ -109,7 +117,7 @@ class _Nodes:
                 del self._due[node]
                 yield self._start(node)
 
-    def _start(self, node: int) -> tuple[int, Started]:
+    def _start(self, node: int) -> tuple[int, StartedReport]:
         restarts = self._restarts[node]
         env = {**ONE_THREAD, "COVEY_RESTART": str(restarts)} if restarts else ONE_THREAD
         process = self._run.start(
@@ -117,24 +125,24 @@ class _Nodes:
         )
         self._workers[node] = worker = _Worker(node, process)
         worker.open_pipes = register_output(process, self._selector, lambda _pipe, _target: worker)
-        return node, Started(process.pid)
+        return node, StartedReport(process.pid)
 
     def _is_time_to_kill(self, report: Told) -> bool:
         now = time.monotonic()
-        if isinstance(report, Joined):
+        if isinstance(report, JoinedReport):
             self._joined_at = self._joined_at or now
-        if self._has_killed or self._joined_at is None or not isinstance(report, Round):
+        if self._has_killed or self._joined_at is None or not isinstance(report, RoundReport):
             return False
         is_far = report.step >= KILL_AFTER * self._plan.rounds * ROUND
         return is_far or now - self._joined_at >= KILL_AFTER * self._plan.seconds
 
-    def _kill(self) -> tuple[int, Killed]:
+    def _kill(self) -> tuple[int, KilledReport]:
         assert self._plan.victim is not None
         self._has_killed = True
         worker = self._workers[self._plan.victim]
         worker.is_known_dead = True
         worker.process.send_signal(signal.SIGKILL)
-        return worker.node, Killed("SIGKILL")
+        return worker.node, KilledReport("SIGKILL")
 
     def _handle_ended(self) -> Iterator[tuple[int, Report]]:
         """Forget the pipes of ended nodes, and restart those that a signal ended; raise the error of a failed node."""
@@ -147,7 +155,7 @@ class _Nodes:
                 continue
             if (failure.exit_code or 0) < 0 and self._can_come_back(worker):
                 if not worker.is_known_dead:
-                    yield worker.node, Killed(signal_name(-(failure.exit_code or 0)))
+                    yield worker.node, KilledReport(signal_name(-(failure.exit_code or 0)))
                 self._run.clear_away(worker.process)
                 self._restarts[worker.node] += 1
                 self._due[worker.node] = time.monotonic() + ABSENCE
@@ -186,7 +194,7 @@ class _Worker:
             return []
         *lines, self._line = (self._line + data).split(b"\n")
         whole = [decode(line) for line in lines]
-        self.is_finished = self.is_finished or any(isinstance(report, Finished) for report in whole)
+        self.is_finished = self.is_finished or any(isinstance(report, FinishedReport) for report in whole)
         return whole
 
     def failure(self) -> RankFailedError | None:

@@ -6,11 +6,21 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from covey.lab.demo import story
-from covey.lab.demo.reports import ROUND, Finished, Joined, Killed, Recovered, Report, Round, Started, Waiting
+from covey.lab.demo.reports import (
+    ROUND,
+    FinishedReport,
+    JoinedReport,
+    KilledReport,
+    RecoveredReport,
+    Report,
+    RoundReport,
+    StartedReport,
+    WaitingReport,
+)
 
 
 @dataclass(slots=True)
-class Row:
+class NodeRow:
     """One node as its latest report describes it; times are seconds a step."""
 
     state: str = "starting"
@@ -37,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LossPoint:
     """The held-out loss after a number of steps, of samples of all nodes, and of seconds of training."""
 
     step: int
@@ -48,16 +58,16 @@ class Point:
 
 
 @dataclass(slots=True)
-class Recovery:
+class LossSurvived:
     """How a loss was survived."""
 
     nodes: tuple[int, ...]
     """The lost nodes."""
-    reports: dict[int, Recovered]
+    reports: dict[int, RecoveredReport]
     """The report of each remaining node."""
 
     @property
-    def first(self) -> Recovered:
+    def first(self) -> RecoveredReport:
         """The report that arrived first."""
         return next(iter(self.reports.values()))
 
@@ -96,11 +106,11 @@ class Progress:
 
     size: int
     steps: int
-    rows: list[Row] = field(init=False)
-    curve: list[Point] = field(default_factory=list)
+    rows: list[NodeRow] = field(init=False)
+    curve: list[LossPoint] = field(default_factory=list)
     """One point per round, from the first node that reported it; the first point is from before training."""
-    recoveries: dict[tuple[int, tuple[int, ...]], Recovery] = field(default_factory=dict)
-    """By generation and the ranks that were lost."""
+    recoveries: dict[tuple[int, tuple[int, ...]], LossSurvived] = field(default_factory=dict)
+    """(generation, lost ranks) → how the loss was survived."""
     returns: list[Return] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     """What happened to the members, in sentences."""
@@ -119,26 +129,26 @@ class Progress:
     _agreed: bool = True
 
     def __post_init__(self) -> None:
-        self.rows = [Row() for _ in range(self.size)]
+        self.rows = [NodeRow() for _ in range(self.size)]
 
     def record(self, node: int, report: Report) -> None:
         """Take in one report about one node."""
         row = self.rows[node]
-        if isinstance(report, Joined | Recovered | Round):
+        if isinstance(report, JoinedReport | RecoveredReport | RoundReport):
             self.reached = max(self.reached, report.step)
         match report:
-            case Started():
+            case StartedReport():
                 row.turn("starting", self.reached)
                 row.pid, row.loss = report.pid, None
-            case Waiting():
+            case WaitingReport():
                 row.turn("waiting", self.reached)
-            case Joined():
+            case JoinedReport():
                 self._enter(node, report)
-            case Killed():
+            case KilledReport():
                 row.turn("killed" if self.is_away(node) else "lost", self.reached)
-            case Recovered():
+            case RecoveredReport():
                 self._survive(node, report)
-            case Round():
+            case RoundReport():
                 row.loss = report.batch_loss
                 self.sent_bytes += report.sent_bytes
                 self.plain_bytes += report.plain_bytes
@@ -147,8 +157,8 @@ class Progress:
                 if report.steps == ROUND and report.step > self.last.step:
                     seconds = self.last.seconds + report.compute + report.sync
                     samples = self.last.samples + report.samples
-                    self.curve.append(Point(report.step, samples, seconds, report.held_out))
-            case Finished():
+                    self.curve.append(LossPoint(report.step, samples, seconds, report.held_out))
+            case FinishedReport():
                 row.turn("done", self.reached)
                 self._digests[node] = report.digest
                 self._agreed &= report.identical
@@ -157,7 +167,7 @@ class Progress:
                 assert_never(report)
         self.story += story.sentences(self, node, report)
 
-    def _enter(self, node: int, report: Joined) -> None:
+    def _enter(self, node: int, report: JoinedReport) -> None:
         row = self.rows[node]
         if self.is_away(node):
             came = report.donors, report.received_bytes, report.restore_seconds
@@ -167,13 +177,13 @@ class Progress:
         self.lane = self.lane or report.lane
         self.gradient_bytes = report.gradient_bytes
         if not self.curve:
-            self.curve.append(Point(0, 0, 0.0, report.held_out))
+            self.curve.append(LossPoint(0, 0, 0.0, report.held_out))
 
-    def _survive(self, node: int, report: Recovered) -> None:
+    def _survive(self, node: int, report: RecoveredReport) -> None:
         """Record a remaining node's report of a loss."""
         seats = {(report.generation, rank) for rank in report.lost}
         lost = tuple(other for other, row in enumerate(self.rows) if row.seat in seats)
-        recovery = self.recoveries.setdefault((report.generation, report.lost), Recovery(lost, {}))
+        recovery = self.recoveries.setdefault((report.generation, report.lost), LossSurvived(lost, {}))
         recovery.reports[node] = report
         for row in (self.rows[other] for other in lost):
             if row.state == "lost":
@@ -200,9 +210,9 @@ class Progress:
         return self.rows[node].losses > sum(back.node == node for back in self.returns)
 
     @property
-    def last(self) -> Point:
+    def last(self) -> LossPoint:
         """The latest point of the curve; before there is one, a point without a loss."""
-        return self.curve[-1] if self.curve else Point(0, 0, 0.0, float("nan"))
+        return self.curve[-1] if self.curve else LossPoint(0, 0, 0.0, float("nan"))
 
     @property
     def samples_per_second(self) -> float:
@@ -224,6 +234,6 @@ class Progress:
         sent, plain = self.sent_bytes / 1e6, self.plain_bytes / 1e6
         return f"{self.codec} sent {sent:,.1f} MB instead of {plain:,.1f} MB, {plain / sent:.1f}x less"
 
-    def at_step(self, step: int) -> Point | None:
+    def at_step(self, step: int) -> LossPoint | None:
         """Return the point after exactly `step` steps, or None if there was no evaluation."""
         return next((point for point in self.curve if point.step == step), None)

@@ -8,11 +8,11 @@ ROUND = 20
 """Steps between two reports. Evaluation and the decision to stop happen at the end of a round, on all ranks alike."""
 
 
-class Waiting(msgspec.Struct, tag="waiting"):
+class WaitingReport(msgspec.Struct, tag="waiting"):
     """The node is ready and waits: to join, or at the end for nodes that were lost."""
 
 
-class Joined(msgspec.Struct, tag="joined"):
+class JoinedReport(msgspec.Struct, tag="joined"):
     """The node is in the group of a generation, and all ranks hold the same parameters."""
 
     generation: int
@@ -34,7 +34,7 @@ class Joined(msgspec.Struct, tag="joined"):
     restore_seconds: float = 0.0
 
 
-class Recovered(msgspec.Struct, tag="recovered"):
+class RecoveredReport(msgspec.Struct, tag="recovered"):
     """Ranks were lost, and this node finished its operation without them."""
 
     step: int
@@ -52,7 +52,7 @@ class Recovered(msgspec.Struct, tag="recovered"):
     """Milliseconds from the first sign of the loss to the end of each phase of the recovery."""
 
 
-class Round(msgspec.Struct, tag="round"):
+class RoundReport(msgspec.Struct, tag="round"):
     """The round that ends with `step` is done."""
 
     step: int
@@ -74,7 +74,7 @@ class Round(msgspec.Struct, tag="round"):
     """What it would have sent without compression."""
 
 
-class Finished(msgspec.Struct, tag="finished"):
+class FinishedReport(msgspec.Struct, tag="finished"):
     """The node did its last step."""
 
     digest: str
@@ -85,21 +85,21 @@ class Finished(msgspec.Struct, tag="finished"):
     """The model's continuation of PROMPT; only rank 0 writes one."""
 
 
-class Started(msgspec.Struct, tag="started"):
+class StartedReport(msgspec.Struct, tag="started"):
     """The keeper started the node's process."""
 
     pid: int
 
 
-class Killed(msgspec.Struct, tag="killed"):
+class KilledReport(msgspec.Struct, tag="killed"):
     """The keeper killed the node's process, or saw that a signal did."""
 
     signal: str
 
 
-Told = Waiting | Joined | Recovered | Round | Finished
+Told = WaitingReport | JoinedReport | RecoveredReport | RoundReport | FinishedReport
 """Reports of nodes."""
-Report = Told | Started | Killed
+Report = Told | StartedReport | KilledReport
 
 PROMPT = "The Rabbit said to Alice, "
 

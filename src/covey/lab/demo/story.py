@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.lab.demo.reports import Joined, Killed, Recovered, Report, Started, Waiting
+from covey.lab.demo.reports import JoinedReport, KilledReport, RecoveredReport, Report, StartedReport, WaitingReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,20 +16,20 @@ def sentences(run: Progress, node: int, report: Report) -> list[str]:
     """Return sentences about a report that `run` has just recorded; none for most."""
     row = run.rows[node]
     match report:
-        case Killed():
+        case KilledReport():
             return [_at(run.reached, f"node {node} (pid {row.pid}) is killed: {report.signal}")]
-        case Recovered():
+        case RecoveredReport():
             return _survived(run, report)
-        case Started() if row.losses:
+        case StartedReport() if row.losses:
             return [_at(run.reached, f"node {node} is started again (pid {report.pid})")]
-        case Waiting() if run.is_away(node):
+        case WaitingReport() if run.is_away(node):
             return [_at(run.reached, f"node {node} waits to join")]
-        case Joined() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
+        case JoinedReport() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
             return [_at(report.step, f"node {node} is back as rank {report.rank}, with {run.returns[-1].gift}")]
     return []
 
 
-def _survived(run: Progress, report: Recovered) -> list[str]:
+def _survived(run: Progress, report: RecoveredReport) -> list[str]:
     recovery = run.recoveries[report.generation, report.lost]
     if len(recovery.reports) < report.left:
         return []

@@ -15,7 +15,7 @@ from covey.lab.demo.story import named, timeline
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from covey.lab.demo.progress import Point, Progress
+    from covey.lab.demo.progress import LossPoint, Progress
 
 ROUNDING = 0.001
 """How much, in nats, the losses of several nodes and of one may differ on the same samples: only the order of
@@ -28,26 +28,26 @@ LOSSY = 0.02
 """The part of the loss by which they may differ besides if gradients were compressed."""
 
 
-class Check(NamedTuple):
+class FinalCheck(NamedTuple):
     """A condition that must hold at the end, and whether it does."""
 
     words: str
     holds: bool
 
 
-def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> list[Check]:
+def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> list[FinalCheck]:
     """Return the conditions on the outcome."""
-    found = [Check("parameters bit-identical on all nodes", bool(team.digest))]
+    found = [FinalCheck("parameters bit-identical on all nodes", bool(team.digest))]
     if victim is not None:
-        found.append(Check(f"node {victim} was lost and came back", _is_back(team, victim)))
+        found.append(FinalCheck(f"node {victim} was lost and came back", _is_back(team, victim)))
     if team.losses:
         lost = sum(len(recovery.first.lost) for recovery in team.recoveries.values())
-        found.append(Check("the others finished the operation in which the node was lost", lost == team.losses))
+        found.append(FinalCheck("the others finished the operation in which the node was lost", lost == team.losses))
     if alone:
         gap, limit = difference(team, alone), tolerance(team, alone)
         baseline = "of an undisturbed run" if team.losses else "of one node"
         at = f" at step {alone.last.step}" if alone.last.step < team.last.step else ""
-        found.append(Check(f"held-out loss{at} within {limit:.3f} {baseline} ({gap:.4f} apart)", gap <= limit))
+        found.append(FinalCheck(f"held-out loss{at} within {limit:.3f} {baseline} ({gap:.4f} apart)", gap <= limit))
     return found
 
 
@@ -65,7 +65,7 @@ def tolerance(team: Progress, alone: Progress) -> float:
     return limit + LOSSY * other.loss if team.codec else limit
 
 
-def _last_points(team: Progress, alone: Progress) -> tuple[Point, Point]:
+def _last_points(team: Progress, alone: Progress) -> tuple[LossPoint, LossPoint]:
     step = min(team.last.step, alone.last.step)
     mine, other = team.at_step(step), alone.at_step(step)
     assert mine is not None
@@ -201,7 +201,7 @@ def _comparison(team: Progress, alone: Progress | None) -> Fitted:
     return Fitted(columns, "dim")
 
 
-def _point(run: Progress, point: Point) -> dict[str, Any]:
+def _point(run: Progress, point: LossPoint) -> dict[str, Any]:
     return {
         "steps": point.step,
         "samples": point.samples,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from covey.lab.demo.progress import Point, Progress, Row
+    from covey.lab.demo.progress import LossPoint, NodeRow, Progress
 
 TEAM, ALONE, COMPUTE, SYNC = "cyan", "yellow", "green", "magenta"
 STATE_STYLES = {"starting": "dim", "waiting": "yellow", "training": "green", "done": "blue"}
@@ -76,7 +76,7 @@ def line(run: Progress) -> str:
     )
 
 
-def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: int, height: int) -> Text:
+def chart(team: Sequence[LossPoint], alone: Sequence[LossPoint], axis: Axis, *, width: int, height: int) -> Text:
     """Draw the loss over steps: the team's as an area, the single node's as dots, the mark as a line."""
     cells = [[(" ", "")] * width for _ in range(height)]  # row 0 is the bottom
     mark_row = int(_level(axis.mark, axis) * height)
@@ -107,7 +107,7 @@ def strips(run: Progress, steps: int, *, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def _strip(row: Row, steps: int, *, reached: int, width: int) -> list[tuple[str, str]]:
+def _strip(row: NodeRow, steps: int, *, reached: int, width: int) -> list[tuple[str, str]]:
     def column(step: int) -> int:
         return min(step * (width - 1) // steps, width - 1)
 
@@ -128,7 +128,7 @@ def _strip(row: Row, steps: int, *, reached: int, width: int) -> list[tuple[str,
     return cells
 
 
-def _columns(curve: Sequence[Point], axis: Axis, width: int) -> list[float]:
+def _columns(curve: Sequence[LossPoint], axis: Axis, width: int) -> list[float]:
     """Return the loss at each column that the curve has reached."""
     if not curve:
         return []
@@ -205,7 +205,7 @@ def _node_table(team: Progress, alone: Progress | None, width: int) -> Table:
     return table
 
 
-def _row_cells(row: Row, longest: float) -> list[RenderableType]:
+def _row_cells(row: NodeRow, longest: float) -> list[RenderableType]:
     state = Text(row.state, style=STATE_STYLES.get(row.state, "red"))
     pid = str(row.pid or "")
     rank = str(row.seat[1]) if row.seat and row.state in ("training", "done") else ""

@@ -17,7 +17,17 @@ import numpy as np
 import covey
 from covey.compress.policy import make_policy
 from covey.lab.demo import model, text
-from covey.lab.demo.reports import PROMPT, ROUND, Finished, Joined, Recovered, Round, Told, Waiting, encode
+from covey.lab.demo.reports import (
+    PROMPT,
+    ROUND,
+    FinishedReport,
+    JoinedReport,
+    RecoveredReport,
+    RoundReport,
+    Told,
+    WaitingReport,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +79,7 @@ def main() -> None:
 def train(task: Task, tell: Callable[[Told], None]) -> None:
     """Train until all rounds are done, or until a node's time is over and lost nodes are back; report progress."""
     node = _Node(task, tell)
-    tell(Waiting())
+    tell(WaitingReport())
     for group in covey.generations():
         node.enter(group)
         while not group.change_pending:
@@ -118,7 +128,7 @@ class _Node:
         gradient_bytes = sum(array.nbytes for array in self._parameters.values())
         batch = BATCH * len(self._task.lots)
         self._tell(
-            Joined(
+            JoinedReport(
                 *(group.generation, group.rank, self.state["step"], lane, batch, gradient_bytes, held_out),
                 donors=restored.donors,
                 received_bytes=restored.bytes_received,
@@ -154,7 +164,9 @@ class _Node:
             held_out = self._judge(group)
             loss = self._losses / self._steps
             seconds = self._compute, self._sync
-            self._tell(Round(number, self._steps, self._samples, loss, held_out, *seconds, self._sent, self._plain))
+            self._tell(
+                RoundReport(number, self._steps, self._samples, loss, held_out, *seconds, self._sent, self._plain)
+            )
             self._begin_round()
         self._left_at = time.perf_counter()
 
@@ -162,7 +174,7 @@ class _Node:
         """Wait a moment for nodes that are restarted."""
         if not self._give_up_at:
             self._give_up_at = time.monotonic() + RETURN_SECONDS
-            self._tell(Waiting())
+            self._tell(WaitingReport())
         time.sleep(POLL_SECONDS)
         began = time.perf_counter()
         if not group.agree(time.monotonic() < self._give_up_at):
@@ -176,7 +188,7 @@ class _Node:
         writing = (
             model.write(self._parameters, self._book.encode(PROMPT), 240, self._task.seed) if group.rank == 0 else []
         )
-        self._tell(Finished(digest, identical, self._book.decode(writing)))
+        self._tell(FinishedReport(digest, identical, self._book.decode(writing)))
 
     def _begin_round(self) -> None:
         self._steps = self._samples = self._sent = self._plain = 0
@@ -206,7 +218,7 @@ class _Node:
                 if event.generation == group.generation and event.kind == "lost" and set(event.ranks) & set(lost):
                     phases = dict(event.phases)
             left = len(group.contributors)
-            self._tell(Recovered(self.state["step"], during, group.generation, lost, left, seconds, phases))
+            self._tell(RecoveredReport(self.state["step"], during, group.generation, lost, left, seconds, phases))
 
 
 def _tell(report: Told) -> None:

@@ -35,7 +35,7 @@ class Missed(NamedTuple):
     """The line number; not part of its identity."""
 
 
-class Reached:
+class ReachedCode:
     """What was executed, by code object."""
 
     def __init__(self, files: Collection[str]) -> None:

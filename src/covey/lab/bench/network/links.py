@@ -24,9 +24,9 @@ class LinkFigures:
     round_trip: float
     """Seconds for a small message and its answer: the median."""
     bytes_per_second: float
-    """Of one stream."""
+    """The rate of one stream."""
     both_bytes_per_second: float
-    """Of one stream while the receiver sends one as well."""
+    """The rate of one stream while the receiver sends one as well."""
 
     def __post_init__(self) -> None:
         for value in (self.round_trip, self.bytes_per_second, self.both_bytes_per_second):

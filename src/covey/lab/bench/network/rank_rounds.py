@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
 from covey.lab.bench.engines import CoveyEngine
-from covey.lab.bench.messages import Measured, Prepare
+from covey.lab.bench.messages import Measured, PrepareOrder
 from covey.lab.bench.report import Measurement, Round
 from covey.lab.bench.sweep import ROUND_ITERATIONS, Case, CaseGrid, Contender, iterations_for
 from covey.lab.bench.worker import prepare
@@ -28,9 +28,9 @@ class RankRounds:
     """The rounds of one case as one rank measured them."""
 
     nanoseconds: tuple[tuple[int, ...], ...]
-    """By round, then by iteration."""
+    """For each round, the time of each iteration."""
     cpu_seconds: tuple[float, ...]
-    """By round."""
+    """For each round, the processor time of this rank."""
 
 
 def measure_case(group: Group, grid: CaseGrid, case: Case) -> Measurement | None:
@@ -39,7 +39,7 @@ def measure_case(group: Group, grid: CaseGrid, case: Case) -> Measurement | None
     The first operation checks its result. One that takes over SLOW_SECONDS is measured once, whatever `grid` says.
     """
     engine = CoveyEngine(group)
-    round_of = prepare(engine, Prepare(case.operation.name, case.elements, case.dtype), None)
+    round_of = prepare(engine, PrepareOrder(case.operation.name, case.elements, case.dtype), None)
     rounds = [round_of(1)]
     slowest = _slowest(group, rounds[0])
     if slowest <= SLOW_SECONDS:

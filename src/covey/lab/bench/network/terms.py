@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from covey.base.errors import ConfigError
+from covey.base.limits import NAME_LIMIT
 from covey.base.text import listed, printable
 from covey.lab.bench.network.schedule import pair_seconds
 from covey.lab.bench.sweep import MAX_RANKS, CaseGrid, parse_operations, parse_sizes
@@ -17,7 +18,6 @@ QUICK_SIZES: Final = "4,64K,1M,8M"
 PAIR_SECONDS_RANGE: Final = 0.1, 60.0
 OPTIONS: Final = ("--op", "--sizes", "--dtype", "--reps", "--quick", "--pair-seconds")
 """The options that all ranks follow, wherever they were given."""
-NAME_LIMIT: Final = 100
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankOffer:
     facts: dict[str, Any]
     """About its machine."""
     writes: tuple[str, ...] = ()
-    """Of `json` and `plot`: the files that it was told to write."""
+    """The files that it was told to write: `json`, `plot`."""
 
 
 @dataclass(frozen=True)
