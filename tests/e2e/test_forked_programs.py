@@ -146,7 +146,23 @@ def test_a_forked_program_ends_as_an_executed_one(code: str, status: int, said: 
 
 
 def test_forked_programs_differ_in_the_order_of_sets_and_in_chance() -> None:
-    code = "import random, numpy; print(hash('a'), random.random(), numpy.random.random())"
+    code = (
+        "import random, numpy, ssl; print(hash('a'), random.random(), numpy.random.random(), ssl.RAND_bytes(8).hex())"
+    )
     told = [forked.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() for _ in range(3)]
     assert len({words[0] for words in told}) == forked.SERVERS
-    assert len({words[1] for words in told}) == len({words[2] for words in told}) == 3
+    assert [len({words[place] for words in told}) for place in (1, 2, 3)] == [3, 3, 3]
+
+
+def test_the_first_thread_of_a_forked_program_can_be_found_by_others() -> None:
+    code = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))
+assert threading.get_native_id() == os.getpid()
+main = threading.get_ident()
+assert time.clock_gettime(time.pthread_getcpuclockid(main)) >= 0
+threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGUSR1)).start()
+time.sleep(500)
+"""
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (5, "")

@@ -13,10 +13,11 @@ import json, sys
 import numpy as np
 import covey
 with covey.join("measured", size=3, plan="always") as group:
-    for _ in range(4):
+    for number in range(10_000):  # links that seem slow are measured in parts, over more operations
         group.all_reduce(np.ones(1 << 18, np.float32))
-    while group.size == 3 and group.node.topology().measured_at is None:  # parts of it follow later operations
-        group.all_reduce(np.ones(1 << 18, np.float32))
+        is_measured = group.all_reduce(group.node.topology().measured_at is not None, "and")
+        if number >= 3 and (is_measured or group.size == 2):
+            break
     print(json.dumps(group.node.topology().measured_at), flush=True)
     sys.stdin.readline()
 """

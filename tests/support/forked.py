@@ -61,7 +61,6 @@ _AT_IMPORT = (
     *("TORCH_DEVICE_BACKEND", "TORCH_LOGS", "TORCH_SHOW"),
 )
 """Variables that begin so have an effect when the interpreter starts or numpy, torch or typer is imported."""
-_PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
 
@@ -222,15 +221,12 @@ class _Server:
 
     def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Fork a program, which becomes a child of this process; return its number."""
-        _set_subreaper(True)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             socket.send_fds(self._channel, [request], descriptors)
-            answers = {self._channel.recv(64) for _ in range(2)}
+            pid = self._channel.recv(64)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _set_subreaper(False)
-        (pid,) = answers - {b"adopted"}
         assert pid, "the fork server has ended"
         return int(pid)
 
@@ -336,7 +332,3 @@ def start_programs_with(channel: socket.socket) -> None:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _set_subreaper(wanted: bool) -> None:
-    _libc().prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
