@@ -347,7 +347,7 @@ def without_share(handlers: HandlerShares, peer: int) -> bool:
 def without_closing(queue: FairQueue[Any], peer: int, item: Any) -> None:
     """Drop a stream that waits for its closing."""
     if item.state.name != "UNCLOSED":
-        queue._items.setdefault(peer, deque()).append(item)
+        queue.lines.setdefault(peer, deque()).append(item)
 
 
 def answer_twice(incoming: IncomingCalls, served: Any, kind: int, text: str) -> None:

@@ -91,19 +91,19 @@ class Signature:
                 self._signature.bind(*raw, **raw_named)
             except TypeError as error:
                 raise msgspec.ValidationError(f"{self.name}{self._signature}: {error}") from None
-        names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order))]
-        values = tuple(self._value(name, value) for name, value in zip(names, raw, strict=True))
-        return values, {name: self._value(name, value) for name, value in raw_named.items()}
-
-    def _value(self, name: str, raw: msgspec.Raw) -> Any:
-        try:
-            return self._decoders.get(name, self._keywords).decode_raw(raw)
-        except (NotAValueError, CallRefusedError):
-            raise
-        except (msgspec.ValidationError, NotImplementedError) as error:
-            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
-        except BaseException as error:  # SystemExit, too: it is an argument that a type of the program refuses
-            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {spell_error(error)}") from None
+        names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order)), *raw_named]
+        values: list[Any] = []
+        for name, value in zip(names, (*raw, *raw_named.values()), strict=True):
+            try:
+                values.append(self._decoders.get(name, self._keywords).decode_raw(value))
+            except (NotAValueError, CallRefusedError):
+                raise
+            except (msgspec.ValidationError, NotImplementedError) as error:
+                raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
+            except BaseException as error:  # SystemExit, too: it is an argument that a type of the program refuses
+                raise msgspec.ValidationError(f"{self.name}(): {name!r}: {spell_error(error)}") from None
+        count = len(raw)
+        return tuple(values[:count]), dict(zip(raw_named, values[count:], strict=True))
 
 
 def _annotated(function: Callable[..., Any]) -> Any:

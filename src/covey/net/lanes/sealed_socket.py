@@ -56,8 +56,23 @@ class SealedSocket(MessageSocket):
             BlockingIOError: the kernel has no room. Part of the bytes may have been sent: pass the same bytes again
                 when the descriptor is writable. More bytes may follow them.
         """
+        if len(buffers) == 1:
+            return self.send(buffers[0])
         if not self._claimed:
             self._claimed = self._seal(buffers)
+        return self._flush()
+
+    def send(self, data: Bytes) -> int:
+        """As `sendmsg([data])`."""
+        if not self._claimed:
+            piece = memoryview(data)[:RECORD_LIMIT]
+            if not piece:
+                return 0
+            self._pipe.seal(piece)
+            self._claimed = len(piece)
+        return self._flush()
+
+    def _flush(self) -> int:
         if self._pipe.unsent:
             self._pipe.flush()
             if self._pipe.unsent:

@@ -15,34 +15,34 @@ class FairQueue(Generic[T]):
     """Items by peer: first in, first out for each peer, and one item of each peer in turn."""
 
     def __init__(self) -> None:
-        self._items: dict[int, deque[T]] = {}
-        """The peer whose turn it is comes first."""
+        self.lines: dict[int, deque[T]] = {}
+        """By peer: its items, if it has any. The peer whose turn it is comes first."""
 
     def push(self, peer: int, item: T) -> None:
         """Add an item at the end of a peer's line."""
-        self._items.setdefault(peer, deque()).append(item)
+        self.lines.setdefault(peer, deque()).append(item)
 
     def pop(self, may_serve: Callable[[int, T], bool]) -> T | None:
         """Remove and return the next item that may be served, or None."""
-        for peer, line in self._items.items():
+        for peer, line in self.lines.items():
             if may_serve(peer, line[0]):
                 item = line.popleft()
-                del self._items[peer]
+                del self.lines[peer]
                 if line:
-                    self._items[peer] = line  # after all others
+                    self.lines[peer] = line  # after all others
                 return item
         return None
 
     def remove(self, peer: int, item: T) -> None:
         """Remove an item that is in the queue."""
-        self._items[peer].remove(item)
-        if not self._items[peer]:
-            del self._items[peer]
+        self.lines[peer].remove(item)
+        if not self.lines[peer]:
+            del self.lines[peer]
 
     def peers(self) -> list[int]:
         """Return the peers that have items here."""
-        return list(self._items)
+        return list(self.lines)
 
     def of(self, peer: int) -> list[T]:
         """Return the items of a peer, in order."""
-        return list(self._items.get(peer, ()))
+        return list(self.lines.get(peer, ()))

@@ -26,13 +26,13 @@ class HandlerShares:
 
     def may_take(self, peer: int) -> bool:
         """Tell whether a peer may take a handler now."""
-        free, has = self.limit - self.taken, self.of(peer)
+        free, has = self.limit - self.taken, self._of.get(peer, 0)
         return free > 0 and (not has or has < _SHARE * (free - 1))
 
     def take(self, peer: int) -> None:
         """Give a peer a handler."""
         self.taken += 1
-        self._of[peer] = self.of(peer) + 1
+        self._of[peer] = self._of.get(peer, 0) + 1
 
     def give_back(self, peer: int) -> None:
         """Take a handler back."""

@@ -25,20 +25,18 @@ _FIRST_RUNS: Final = 8
 class CallPace:
     """How long a function takes, by its last runs. Threads may lose a run of another one; that does no harm."""
 
-    __slots__ = ("_average", "_runs")
+    __slots__ = ("_average", "_runs", "is_short")
 
     def __init__(self) -> None:
         self._average, self._runs = 0.0, 0
+        self.is_short = False
+        """Whether the function usually ends before another thread could have been woken to run it."""
 
     def took(self, seconds: float) -> None:
         """Note a run."""
         self._average += (seconds - self._average) / 8  # so one run of a second takes 50 short ones to be forgotten
         self._runs += 1
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the function usually ends before another thread could have been woken to run it."""
-        return self._runs >= _FIRST_RUNS and self._average < SHORT_SECONDS
+        self.is_short = self._runs >= _FIRST_RUNS and self._average < SHORT_SECONDS
 
 
 class CallableFunction(NamedTuple):

@@ -87,7 +87,7 @@ class _CallRouting(MessageRouting):
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
 
         return functools.partial(
-            ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received, gives_way=self._gives_way
+            ListeningMessenger, tag=CALL_TAG, listener=self._listener.received, gives_way=self._gives_way
         )
 
     def _give_up(self, rank: int) -> None:
@@ -126,22 +126,15 @@ class CallLanes:
         self._descriptors: list[int] = []
         self._bell = Bell(self._descriptors)
         self.routing = _CallRouting(self, self._bell)
-        self._messenger: ListeningMessenger | None = None
+        self.used_messenger: ListeningMessenger | None = None
+        """The messenger, if it is used already."""
         node.groups.register(self.id, cast("Any", self))
 
-    def messenger(self, peer: Seat) -> ListeningMessenger:
-        """Return the messenger, which takes messages with `peer`; ClosedError once it is closed."""
-        messenger = self._messenger
-        if messenger is None or self.is_closed:
-            messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
-        if peer >= messenger.size:
-            messenger.grow(peer + 1)
-        return messenger
-
-    @property
-    def used_messenger(self) -> ListeningMessenger | None:
-        """The messenger, if it is used already."""
-        return self._messenger
+    def messenger(self) -> ListeningMessenger:
+        """Return the messenger; ClosedError once it is closed."""
+        if self.used_messenger is None or self.is_closed:
+            self.used_messenger = cast("ListeningMessenger", self.routing.messenger())
+        return self.used_messenger
 
     def shut(self) -> None:
         """Deliver what was sent, and close all connections."""
@@ -214,7 +207,7 @@ class CallLanes:
 
     def peer_gone(self, peer: Seat, *, left: bool) -> None:
         """Report a lost node, once all that has arrived from it is read."""
-        if self._messenger is not None:
+        if self.used_messenger is not None:
             self.routing.peer_lost(Rank(peer))
         else:
             self.listener.parted(self.name, peer)
@@ -223,7 +216,7 @@ class CallLanes:
         """Use a lane that has opened."""
         if purpose != "messages" or self.is_closed:
             return False
-        self.messenger(peer)
+        self.messenger()
         return self.routing.lane_arrived(Rank(peer), lane)
 
     def end(self, fault: Fault) -> None:

@@ -84,11 +84,11 @@ class DrivingThread:
     def drive(self, messages: DrivenMessages, work: Work[Any], deadline: float | None) -> None:
         """Make progress on this thread until `work` is done or the deadline has passed."""
         this_thread = threading.get_ident()
-        while not work.done():
+        while not work.has_ended:
             with self._lock:
                 self._waiters += 1
                 try:
-                    while not self._may_drive(this_thread) and not work.done():
+                    while not self._may_drive(this_thread) and not work.has_ended:
                         self.ring()  # so that the background thread steps aside
                         if not self._freed.wait(left(deadline)):
                             break
@@ -99,7 +99,7 @@ class DrivingThread:
                 if may_drive:
                     self._driver = this_thread
             try:
-                while may_drive and not work.done() and not self.is_stopping:
+                while may_drive and not work.has_ended and not self.is_stopping:
                     messages.turn(deadline, spins=self._may_spin)
                     if left(deadline) == 0:
                         break

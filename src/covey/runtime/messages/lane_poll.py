@@ -151,7 +151,10 @@ class LanePoll:
         elif spins:
             until = time.perf_counter() + min(seconds, SPIN_SECONDS)
             while True:
-                if events := self._with_rings(self._poll.poll(0)):
+                events = self._poll.poll(0)
+                if self._rings:
+                    events = self._with_rings(events)
+                if events:
                     self._vain_spins = 0
                     return events
                 if time.perf_counter() >= until:
@@ -160,6 +163,8 @@ class LanePoll:
             self._vain_spins = min(self._vain_spins + 1, VAIN_SPINS_LIMIT)
             self._sleeps = 2**self._vain_spins - 1
         milliseconds = math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS))
+        if not self._rings:
+            return self._poll.poll(milliseconds)
         for lane, ring in list(self._rings.items()):  # another thread may add one, or end one
             if not ring.park(sending=lane.is_blocked):
                 milliseconds = 0
@@ -168,8 +173,6 @@ class LanePoll:
     def _with_rings(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return events with those of lanes through shared memory in place of the events of their doorbells."""
         rings = list(self._rings.items())
-        if not rings:
-            return events
         rung = {descriptor for descriptor, _ in events}
         for lane, ring in rings:
             ring.unpark(is_rung=lane.descriptor in rung)
@@ -198,7 +201,8 @@ class LanePoll:
                 has_fault = True
             else:
                 self._driving.hush(descriptor)  # or a lane that another thread ended meanwhile
-        self.flush_ready()
+        if self._matcher.ready:
+            self.flush_ready()
         return has_fault
 
     def flush_ready(self) -> None:
