@@ -1,8 +1,8 @@
 """Counts the Python frames of one small `node.call` between two processes: `python -m tools.call_frames`.
 
 All threads of both processes are traced while one rank calls a function of the other. A frame is one call of a function
-of covey or of a library in Python; the function of the program is left out, and so is what only waits (`threading`,
-`selectors`). Of many calls the one with the median number of frames is shown: heartbeats and the like are in few.
+in a module of covey; functions of the program and of libraries, and constructors that Python generates, are left out.
+Of many calls the one with the fewest is shown: in the others a heartbeat came, or a thread took over from another one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import covey
 from covey.runtime import loop as control
 from covey.runtime.keeper.launch import launch
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 WARM_CALLS: Final = 300
 COUNTED_CALLS: Final = 101
-_WAITING: Final = ("threading.py", "selectors.py")
-"""Files of the standard library with code that only waits, or wakes what waits."""
+_PACKAGE: Final = os.path.dirname(covey.__file__) + os.sep
 _CUT: Final = "-"
 """Stands in the list of frames where a call begins."""
 
@@ -78,9 +78,8 @@ class _Tracer:
     def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
         if self.is_on and event == "call":
             code = frame.f_code
-            path = code.co_filename
-            if not path.endswith(_WAITING) and path != __file__:
-                module = path.partition("/covey/")[2] or os.path.basename(path)
+            if code.co_filename.startswith(_PACKAGE):
+                module = code.co_filename.removeprefix(_PACKAGE)
                 self.frames.append(Frame(module, code.co_qualname, threading.current_thread().name))
 
     def calls(self) -> list[list[Frame]]:
@@ -90,7 +89,7 @@ class _Tracer:
 
 
 def _rank(group: Group) -> list[Frame]:
-    tracer, node = _Tracer(), group.node
+    tracer, node, is_caller = _Tracer(), group.node, group.rank == 0
 
     @node.rpc
     def add(a: int, b: int) -> int:
@@ -103,16 +102,18 @@ def _rank(group: Group) -> list[Frame]:
             group.barrier()
             tracer.is_on = True
             group.barrier()
-        if group.rank == 0:
+        if is_caller:
             tracer.cut()
             assert node.call(1, "add", turn, 1) == turn + 1
-    tracer.is_on = group.rank == 1
-    group.barrier()
+    if not is_caller:
+        group.barrier()
     tracer.is_on = False
+    if is_caller:
+        group.barrier()
     sys.setprofile(None)
     control.soon(sys.setprofile, None)
     # On the called side, two cuts are two runs of the function: its answer, and the receiving of the next call.
-    return sorted(tracer.calls()[1:-1], key=len)[COUNTED_CALLS // 2 - 1]
+    return min(tracer.calls()[1:-1], key=len)
 
 
 def walk(lanes: str = "secure") -> CallWalk:

@@ -45,7 +45,7 @@ class Asker:
         questions = [f"{text} {next(self.numbers)}".encode() for text in texts]
         works = [Work[int](question.decode(), drive=self.messenger.drive) for question in questions]
         self.works.update(zip(questions, works, strict=True))
-        self.messenger.tell((1, question) for question in questions)
+        self.messenger.flush((1, question) for question in questions)
         return works
 
     def heard(self, messages: list[tuple[int, bytes]]) -> None:
@@ -74,7 +74,7 @@ class Answerer:
             def job(question: bytes = question, words: list[bytes] = words) -> None:
                 if b"blocked" in words:
                     assert self.block.wait(DEADLINE)
-                self.messenger.tell([(0, question)])
+                self.messenger.flush([(0, question)])
 
             if words[0] == b"echo":
                 is_job = b"job" in words and self.messenger.driving.take_job(

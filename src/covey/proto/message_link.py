@@ -352,7 +352,8 @@ class MessageLink:
         self._held += cost
         self._owed += cost
         self._host.heard.append((self._peer, data))
-        self._give_credit()
+        if self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes:
+            self._give_credit()
 
     def _begin(self, header: Header) -> Landing | None:
         self._note_frame(header)

@@ -107,7 +107,7 @@ class Work(Generic[T]):
         try:
             return self.wait()
         finally:
-            self.forget_error()
+            self._error = None  # as `forget_error`
 
     def forget_error(self) -> None:
         """Drop the error, which was raised: for a work that only its caller has.

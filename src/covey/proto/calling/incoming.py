@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import (
     CallEffect,
     CloseStream,
@@ -29,9 +28,8 @@ from covey.proto.calling.effects import (
     StepStream,
     StopHandler,
 )
-from covey.proto.calling.fair_queue import FairQueue
-from covey.proto.calling.handler_shares import HandlerShares
 from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.proto.calling.turns import Deadlines, FairQueue, HandlerShares
 from covey.wire import calls as wire
 
 if TYPE_CHECKING:
@@ -154,7 +152,7 @@ class IncomingCalls:
         self._calls[peer, request.number] = served
         self._open_from[peer] = self._open_from.get(peer, 0) + 1
         self.deadlines.add((peer, request.number), deadline)
-        total = request.payload.total_bytes
+        total = sum(request.payload.sizes or map(len, request.payload.inline))
         if self._is_closing:
             self._fail(served, wire.CLOSING, "the node that was called is leaving")
         elif total > self._message_bytes:
@@ -164,7 +162,7 @@ class IncomingCalls:
             served.state = _CallState.WAITS_FOR_MEMORY
             self._for_memory.push(peer, served)
             self._proceed()
-        elif self._for_handler.lines or not self._handlers.may_take(peer):
+        elif self._for_handler.lines or not self._handlers.take(peer):
             self._queue(served)
             self._proceed()
         else:
@@ -291,22 +289,20 @@ class IncomingCalls:
             served.held_bytes = served.request.payload.total_bytes
             self._held_bytes += served.held_bytes
             self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
-        while (served := self._answered.pop(lambda peer, _: self._left_over.may_take(peer))) is not None:
-            self._left_over.take(served.peer)
+        while (served := self._answered.pop(lambda peer, _: self._left_over.take(peer))) is not None:
             if served.state is _CallState.RUNNING:
                 self._free_handler(served)
             else:
                 self._effects.append(CloseStream(served.peer, served.number))
             served.state = _CallState.LEFT_OVER
-        while (served := self._for_handler.pop(lambda peer, _: self._handlers.may_take(peer))) is not None:
+        while (served := self._for_handler.pop(lambda peer, _: self._handlers.take(peer))) is not None:
             self._begin(served)
         if self._stuck and self._refuse_hopeless():
             self._proceed()
 
     def _begin(self, served: _Served) -> None:
-        """Give a call a handler: to begin, or, as a stream, to go on."""
+        """Let a call use the handler that its peer has taken: to begin, or, as a stream, to go on."""
         served.state = _CallState.RUNNING
-        self._handlers.take(served.peer)
         if served.has_begun:
             self._effects.append(StepStream(served.peer, served.number))
         else:
@@ -350,17 +346,18 @@ class IncomingCalls:
             return None
         if served.state is _CallState.LEFT_OVER:
             self._left_over.give_back(peer)
-        else:
-            if served.is_answered:
-                self._answered.remove(peer, served)
+        elif served.is_answered:
+            self._answered.remove(peer, served)
             self._free_handler(served)
+        else:
+            self._handlers.give_back(peer)
         served.state = _CallState.DONE
         return served
 
     def _free_handler(self, served: _Served) -> None:
+        """Take the handler of a call that was answered; it has had GRACE_SECONDS at most since then, or is stuck."""
         self._handlers.give_back(served.peer)
-        if served.is_answered:
-            self.deadlines.discard((served.peer, served.number))
+        self.deadlines.discard((served.peer, served.number))
         if served.is_stuck:
             served.is_stuck = False
             self._stuck[served.peer] -= 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import CallEffect, Conclude, DeliverItem, Ending, FetchParts, RefuseParts, SendMessage
+from covey.proto.calling.turns import Deadlines
 from covey.wire import calls as wire
 
 if TYPE_CHECKING:

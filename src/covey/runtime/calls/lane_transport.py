@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
+    from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.fault import Fault
     from covey.runtime.held_signals import HeldSignals
-    from covey.runtime.members.node import Node
     from covey.runtime.work import Work
 
 WAY_SECONDS: Final = 0.01
@@ -40,7 +41,7 @@ PART_SECONDS: Final = 3.0
 class LaneTransport:
     """Carries the calls of one node over lanes for messages: sealed, and resumed when a connection breaks."""
 
-    def __init__(self, node: Node, listener: CallListener) -> None:
+    def __init__(self, node: CallingNode, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
         self._small = CallLanes(node, "calls", self, spins=True)
@@ -64,9 +65,9 @@ class LaneTransport:
         messenger = self._small.used_messenger
         if messenger is None:
             with contextlib.suppress(ClosedError):
-                self._small.messenger().tell(messages)
+                self._small.messenger().flush(messages)
         else:
-            messenger.tell(messages)
+            messenger.flush(messages)
 
     def note_small_call(self) -> None:
         """Let parts of payloads give way for a moment."""
@@ -150,7 +151,8 @@ class LaneTransport:
 
     def work_ended(self) -> None:
         """Wake the thread that waits for a call, if it receives messages meanwhile."""
-        if (messenger := self._small.used_messenger) is not None:
+        messenger = self._small.used_messenger
+        if messenger is not None and messenger.driving.driver != threading.get_ident():
             messenger.driving.works_ended()
 
     def attend(self) -> None:
@@ -185,9 +187,9 @@ class LaneTransport:
 
     # What the lanes report
 
-    def received(self, messages: list[tuple[int, bytes]]) -> None:
+    def received(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Pass on messages."""
-        self.listener.heard(cast("list[tuple[Seat, bytes]]", messages))
+        self.listener.heard(messages)
 
     def parted(self, name: str, peer: Seat) -> None:
         """Pass on that a peer is gone, once all that has arrived from it is delivered, on both kinds of lanes."""

@@ -18,17 +18,19 @@ from covey.net.cores import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.members.urgency import Urgency
-from covey.runtime.messages.routing import MessageRouting
+from covey.runtime.messages.routing import MessageNode, MessageRouting
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
-    from covey.runtime.members.group_registry import GroupMessage
-    from covey.runtime.members.node import Node
+    from covey.runtime.members.generation_table import GenerationTable
+    from covey.runtime.members.group_registry import GroupMessage, GroupRegistry
+    from covey.runtime.members.peers import Peer
     from covey.runtime.messages.listening import ListeningMessenger
     from covey.runtime.messages.messenger import Messenger
 
@@ -36,10 +38,38 @@ FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
 
 
+class CallingNode(MessageNode, Protocol):
+    """What calls need of the node that makes and serves them (`members.node`)."""
+
+    @property
+    def seat(self) -> Seat: ...
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def config(self) -> GroupConfig: ...
+
+    @property
+    def peers(self) -> Mapping[Seat, Peer]: ...
+
+    @property
+    def groups(self) -> GroupRegistry: ...
+
+    @property
+    def generation(self) -> Generation | None: ...
+
+    @property
+    def generation_table(self) -> GenerationTable: ...
+
+
 class _Seats:
     """The seats of a run as the ranks of a group: each seat is its own rank, and new ones may come."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: CallingNode) -> None:
         self._node = node
 
     def __contains__(self, seat: object) -> bool:
@@ -65,7 +95,7 @@ class _Seats:
 class LaneListener(Protocol):
     """What the lanes of calls report; on any thread."""
 
-    def received(self, messages: list[tuple[int, bytes]]) -> None: ...
+    def received(self, messages: list[tuple[Seat, bytes]]) -> None: ...
 
     def parted(self, name: str, peer: Seat) -> None: ...
 
@@ -105,7 +135,7 @@ class CallLanes:
 
     def __init__(
         self,
-        node: Node,
+        node: CallingNode,
         name: str,
         listener: LaneListener,
         *,
@@ -120,7 +150,7 @@ class CallLanes:
         self.urgency = Urgency.CALLS if gives_way is None else Urgency.PARTS
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
-        self.node: Node | None = node
+        self.node: CallingNode | None = node
         self.config, self.rank = node.config, Rank(node.seat)
         self.members = self.roster = _Seats(node)
         self._descriptors: list[int] = []

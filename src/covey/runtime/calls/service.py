@@ -28,13 +28,11 @@ from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
-from covey.runtime.calls.functions import FunctionRegistry
+from covey.runtime.calls.functions import FunctionRegistry, too_large
 from covey.runtime.calls.objects import ExportedObjects, Handle, ValueConverter
-from covey.runtime.calls.outcomes import too_large
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
-from covey.runtime.counters import process
 from covey.runtime.held_signals import HeldSignals
 from covey.wire import calls as wire
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
+    from covey.runtime.calls.objects import HandleOwner
     from covey.runtime.calls.transport import CallListener, CallTransport
     from covey.runtime.fault import Fault
     from covey.runtime.work import Work
@@ -52,6 +51,8 @@ logger = logging.getLogger("covey")
 
 _ANSWERS: Final = (wire.CallResult, wire.CallFailure)
 
+ATTEND_EVERY: Final = 0.1
+"""While calls of other nodes come, the transport hears of it every so many seconds."""
 PERFORM_SECONDS: Final = 5.0
 """How long a node that leaves waits for a thread that sends an answer."""
 
@@ -82,32 +83,35 @@ class CallService:
         """Held by the thread that performs effects, which the core keeps until then."""
         self._outbox: list[tuple[Seat, bytes]] = []
         """What that thread sends with its next system call."""
+        self._attend_at = 0.0
+        """When the transport is to hear again that calls of other nodes come."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._is_closed = False
         self._fault: Fault | None = None
         """Why the other nodes have nothing to do with this one any more, if they do not."""
         self.functions = FunctionRegistry() if functions is None else functions
-        self._converters: dict[Seat, ValueConverter] = {}
         others = connect(self)
         self._loopback = Loopback(self, Seat(0) if others is None else others.seat)
         self._transport: CallTransport = self._loopback if others is None else others
         self.seat = self._loopback.seat
         self.exported = ExportedObjects(self.seat)
-        self.made = MadeCalls(self, self._transport_to)
+        self._converters = _Converters(self, self.seat, self.exported)
+        self.made = MadeCalls(self, self._transport_to, self._transport.work_ended)
         self._serving = Serving(
             self,
             self.functions,
             self.exported,
-            run_soon=self._transport.run_soon,
+            self._converters,
+            transport=self._transport,
             name=f"{name} calls",
             message_bytes=config.call_bytes,
         )
         self._performers: dict[type[Any], Callable[[Any], None]] = {
             done.SendMessage: self._send,
-            done.Conclude: self._conclude,
+            done.Conclude: self.made.conclude,
             done.DeliverItem: self.made.deliver,
-            done.RunHandler: self._run,
+            done.RunHandler: self._serving.run,
             done.StepStream: self._serving.step,
             done.StopHandler: self._serving.stop,
             done.CloseStream: self._serving.close_stream,
@@ -135,16 +139,16 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> Any:
         """Call a function and return its result; see `Node.call`. `rank` is what errors call the peer."""
-        made = self._made("call", name, rank, timeout, decoder)
-        parts = self._packed(peer, name, args, named, made)
+        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         try:
             with HeldSignals(self._transport.wake_poll) as held:  # Ctrl-C must not leave a message half sent
                 self._start(peer, name, parts, work, target=target, credit=0)
                 self._transport.drive_once(work, held)
-            return work.take()
+            return work.wait()
         except BaseException:  # the call has failed, or the wait was interrupted
             work.cancel()
+            work.forget_error()
             raise
 
     def call_async(
@@ -160,8 +164,7 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> CallWork[Any]:
         """Start a call; see `Node.call_async`."""
-        made = self._made("call", name, rank, timeout, decoder)
-        parts = self._packed(peer, name, args, named, made)
+        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         with HeldSignals():
             self._start(peer, name, parts, work, target=target, credit=0)
@@ -180,21 +183,29 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
-        made = self._made("stream", name, rank, timeout, decoder)
-        parts = self._packed(peer, name, args, named, made)
+        made, parts = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
         state = StreamState(made)
         with HeldSignals():
             number = self._start(peer, name, parts, state, target=0, credit=STREAM_CREDIT)
         self._transport.attend()
         return CallStream(self, peer, number, state)
 
-    def _made(self, kind: str, name: str, rank: int, timeout: float | None, decoder: ValueDecoder) -> MadeCall:
+    def _prepared(
+        self,
+        kind: str,
+        peer: Seat,
+        name: str,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        rank: int,
+        timeout: float | None,
+        decoder: ValueDecoder,
+    ) -> tuple[MadeCall, list[Any]]:
+        """Return how a call is made, and the parts of its arguments; CallRefusedError if it cannot be made."""
+        converter = self._converters[peer]
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
-        return MadeCall(_description(kind, name, rank), rank, seconds, decoder)
-
-    def _packed(self, peer: Seat, name: str, args: tuple[Any, ...], named: dict[str, Any], made: MadeCall) -> list[Any]:
-        """Return the parts of the arguments; CallRefusedError if the call cannot be made."""
-        parts = pack((args, named), self._converters.get(peer) or self.converter(peer))
+        made = MadeCall(_description(kind, name, rank), rank, seconds, decoder, converter)
+        parts = pack((args, named), converter)
         size = sum(map(len, parts))
         if size > self._config.call_bytes:
             text = too_large(1, "the list of arguments", size, self._config.call_bytes).text
@@ -203,7 +214,7 @@ class CallService:
             raise CallRefusedError(
                 f"{made.description}: a name has 1 to {wire.NAME_LIMIT} printable characters, and no lone surrogates"
             )
-        return parts
+        return made, parts
 
     def _start(
         self,
@@ -292,7 +303,8 @@ class CallService:
                 except CoveyError as error:
                     broken[peer] = error
         self._perform()
-        if not are_answers:
+        if not are_answers and now >= self._attend_at:
+            self._attend_at = now + ATTEND_EVERY
             self._transport.attend()
         for peer, reason in broken.items():
             self.broke_protocol(peer, reason)
@@ -326,10 +338,8 @@ class CallService:
         """Wait until the answers of functions that have ended are delivered; see `CallTransport.deliver_answers`."""
         # What another thread performs may be such an answer; if it is this thread, it is in a callback of the program.
         if self._performing.acquire(timeout=PERFORM_SECONDS):
-            try:
-                self._perform_all()
-            finally:
-                self._performing.release()
+            self._performing.release()
+            self._perform()
         self._transport.deliver_answers()
 
     def drain(self) -> None:
@@ -365,7 +375,9 @@ class CallService:
 
     def finished(self, peer: Seat, number: int, answer: wire.CallResult | wire.CallFailure | None, parts: Any) -> None:
         """Answer a call whose function has ended."""
-        self._tell(self._core.incoming.finished, peer, number, answer, parts)
+        with self._lock:
+            self._core.incoming.finished(peer, number, answer, parts)
+        self._perform()
 
     def yielded(self, peer: Seat, number: int, payload: wire.CallPayload, parts: Any) -> None:
         """Send an item of a stream."""
@@ -393,21 +405,17 @@ class CallService:
             control.soon(self._set_timer)
         while core.waiting and self._performing.acquire(blocking=False):
             try:
-                self._perform_all()
+                while core.waiting:
+                    effect = core.waiting.popleft()
+                    try:
+                        self._performers[type(effect)](effect)
+                    except BaseException:  # a fault of covey must not end the thread that performs those of all calls
+                        logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
+                if self._outbox:
+                    outbox, self._outbox = self._outbox, []
+                    self._transport.send(outbox)
             finally:
                 self._performing.release()
-
-    def _perform_all(self) -> None:
-        waiting, outbox = self._core.waiting, self._outbox
-        while waiting:
-            effect = waiting.popleft()
-            try:
-                self._performers[type(effect)](effect)
-            except BaseException:  # a fault of covey must not end the thread that performs the effects of all calls
-                logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
-        if outbox:
-            self._outbox = []
-            self._transport.send(outbox)
 
     def _set_timer(self) -> None:
         """Call the core at its next deadline, until the calls are closed. On the control loop."""
@@ -435,17 +443,6 @@ class CallService:
         else:
             self._outbox.append((peer, wire.encode_call_message(message)))
 
-    def _conclude(self, effect: done.Conclude) -> None:
-        self.made.conclude(effect)
-        self._transport.work_ended()
-
-    def _run(self, effect: done.RunHandler) -> None:
-        process.calls_served += 1
-        if effect.parts is None:
-            self._transport.note_small_call()
-        peer = Seat(effect.peer)
-        self._serving.run(effect, self._converters.get(peer) or self.converter(peer))
-
     def _fetch(self, effect: done.FetchParts) -> None:
         peer, number, sizes, is_answer = effect
         then = functools.partial(self._fetched, peer, number, is_answer)
@@ -470,9 +467,13 @@ class CallService:
         except RemoteProtocolError as error:
             self.broke_protocol(Seat(effect.peer), error)
 
-    def converter(self, peer: Seat) -> ValueConverter:
-        """Return what converts values of calls with a node."""
-        converter = self._converters.get(peer)
-        if converter is None:
-            converter = self._converters[peer] = ValueConverter(self, self.seat, peer, self.exported)
+
+class _Converters(dict[Seat, ValueConverter]):
+    """By peer: what converts values of calls with it, made on first use."""
+
+    def __init__(self, owner: HandleOwner, seat: Seat, exported: ExportedObjects) -> None:
+        self._owner, self._seat, self._exported = owner, seat, exported
+
+    def __missing__(self, peer: Seat) -> ValueConverter:
+        converter = self[peer] = ValueConverter(self._owner, self._seat, peer, self._exported)
         return converter

@@ -22,18 +22,20 @@ from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import spell_error
 from covey.runtime.calls.caller import Caller, current_caller
+from covey.runtime.calls.functions import UnservedError, failure_of, too_large
 from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
-from covey.runtime.calls.outcomes import UnservedError, failure_of, too_large
+from covey.runtime.counters import process
 from covey.wire import calls as wire
-from covey.wire.call_values import pack
+from covey.wire.call_values import decoded, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from covey.base.errors import CoveyError
     from covey.proto.calling.effects import CloseStream, RunHandler, StepStream, StopHandler
     from covey.runtime.calls.functions import CallableFunction, FunctionRegistry
     from covey.runtime.calls.objects import ExportedObjects, ValueConverter
+    from covey.runtime.calls.transport import CallTransport
 
 logger = logging.getLogger("covey")
 
@@ -91,13 +93,15 @@ class Serving:
         calls: ServedCalls,
         functions: FunctionRegistry,
         exported: ExportedObjects,
+        converters: Mapping[Seat, ValueConverter],
         *,
-        run_soon: Callable[[Callable[[], None], Callable[[], None]], bool],
+        transport: CallTransport,
         name: str,
         message_bytes: int,
     ) -> None:
-        """For `run_soon`, see `CallTransport`."""
-        self._run_soon = run_soon
+        """`converters` has one for each peer that is asked for; `transport` runs short functions."""
+        self._run_soon, self._note_small_call = transport.run_soon, transport.note_small_call
+        self._converters = converters
         self._calls, self._functions, self._exported = calls, functions, exported
         self._message_bytes = message_bytes
         self._threads, self._loop = HandlerThreads(f"{name} handler"), HandlerLoop(name)
@@ -106,10 +110,13 @@ class Serving:
 
     # What the core wants; none of these blocks, or runs code of the program
 
-    def run(self, effect: RunHandler, converter: ValueConverter) -> None:
-        """Run the function of a call; `converter` is that of its caller."""
-        request = effect.request
-        serving = _Serving(Seat(effect.peer), request, effect.deadline, converter)
+    def run(self, effect: RunHandler) -> None:
+        """Run the function of a call."""
+        peer, request = Seat(effect.peer), effect.request
+        process.calls_served += 1
+        if effect.parts is None:
+            self._note_small_call()
+        serving = _Serving(peer, request, effect.deadline, self._converters[peer])
         self._under_way[serving.key] = serving
         parts = list(effect.parts or request.payload.inline)
         try:
@@ -119,7 +126,7 @@ class Serving:
             if request.target:
                 self._begin_method(serving, request, parts)
                 return
-            function = self._functions.get(request.name)
+            function = self._functions.by_name.get(request.name)
             if function is None:
                 raise UnservedError(wire.UNKNOWN, self._functions.unknown(request.name))
             self._begin(serving, function, parts)
@@ -283,7 +290,8 @@ class Serving:
     def _arguments(self, serving: _Serving, parts: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert serving.function is not None
         try:
-            return serving.function.signature.arguments(parts[0] if parts else b"", parts, serving.converter)
+            read = serving.function.signature.arguments
+            return decoded(read, parts[0] if parts else b"", parts, serving.converter)  # type: ignore[no-any-return]
         except RemoteProtocolError as error:
             serving.breach = error
             raise UnservedError(wire.ARGUMENTS, str(error)) from None

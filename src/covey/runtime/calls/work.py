@@ -9,12 +9,18 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from covey.base.errors import CallCancelledError, CallRefusedError, ClosedError, DeadlineError, RemoteProtocolError
+from covey.base.errors import (
+    CallCancelledError,
+    CallRefusedError,
+    ClosedError,
+    DeadlineError,
+    RemoteCallError,
+    RemoteProtocolError,
+)
 from covey.base.numbers import Seat
 from covey.proto.calling.effects import Conclude, DeliverItem, Ending
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
-from covey.runtime.calls.outcomes import failure_error
 from covey.runtime.counters import process
 from covey.runtime.work import Work
 from covey.wire import calls as wire
@@ -36,9 +42,6 @@ STREAM_CREDIT: Final = 16
 
 class CallMaker(Protocol):
     """What works and streams need of the calls of their node."""
-
-    def converter(self, peer: Seat) -> ValueConverter:
-        """Return what converts values of calls with a node."""
 
     def cancel(self, peer: Seat, number: int) -> bool:
         """Cancel a call; return False if it had ended already. On any thread."""
@@ -65,11 +68,12 @@ class MadeCall(NamedTuple):
     seconds: float
     """Its timeout."""
     decoder: ValueDecoder
+    converter: ValueConverter
 
-    def decode(self, parts: Sequence[Any], converter: ValueConverter) -> Any:
+    def decode(self, parts: Sequence[Any]) -> Any:
         """Return the result, or an item; CallRefusedError if it is not of the type that the caller wants."""
         try:
-            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, converter)
+            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, self.converter)
         except (TypeError, RemoteProtocolError) as error:
             raise CallRefusedError(f"{self.description}: the result cannot be used: {error}") from error
 
@@ -101,7 +105,9 @@ class CallWork(Work[T]):
     def answered(self, parts: Sequence[Any]) -> None:
         """End with a result, which is decoded on the thread that first asks for it."""
         self._parts = parts
-        self.finish(None)  # type: ignore[arg-type]
+        self.conclude(None, None)
+        if self._wakers or self._callbacks:
+            self.notify()
 
     def forked(self, error: BaseException) -> None:
         """End the call in a forked process; other threads of the parent may have held the locks."""
@@ -110,9 +116,9 @@ class CallWork(Work[T]):
 
     def _complete(self) -> None:
         with self._decoding:
-            if self._parts is not None and self.key is not None:
+            if self._parts is not None:
                 try:
-                    self._result = self.made.decode(self._parts, self._maker.converter(self.key[0]))
+                    self._result = self.made.decode(self._parts)
                 except Exception as error:
                     self._error = error
                 self._parts = None
@@ -257,7 +263,7 @@ class CallStream(Generic[T]):
         if self._taken >= STREAM_CREDIT // 2:
             self._maker.taken(self._peer, self._number, self._taken)
             self._taken = 0
-        return self._state.made.decode(parts, self._maker.converter(self._peer))  # type: ignore[no-any-return]
+        return self._state.made.decode(parts)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the stream, and its generator on the other node. Closing twice is fine."""
@@ -271,12 +277,35 @@ class CallStream(Generic[T]):
         self.close()
 
 
+def failure_error(failure: wire.CallFailure, what: str, rank: int) -> CoveyError:
+    """Return the error that a failure of the other node becomes; `what` describes the call."""
+    match failure.kind:
+        case wire.RAISED:
+            text = (
+                f"{what} raised {failure.error}: {failure.text}" if failure.text else f"{what} raised {failure.error}"
+            )
+            trace = "\n".join(failure.traceback)
+            error = RemoteCallError(text, type=failure.error, text=failure.text, traceback=trace, peer=rank)
+            if trace:
+                error.add_note(f"The traceback on rank {rank}:\n{trace}")
+            return error
+        case wire.LATE:
+            return DeadlineError(f"{what} reached its timeout there: {failure.text}", late=(rank,))
+        case wire.CANCELLED:
+            return CallCancelledError(f"{what}: {failure.text}")
+        case wire.CLOSING:
+            return ClosedError(f"{what}: {failure.text}")
+    return CallRefusedError(f"{what}: {failure.text}")
+
+
 class MadeCalls:
     """The calls of this node that have not ended, by peer and number. One thread at a time performs effects on them."""
 
-    def __init__(self, maker: CallMaker, transport_to: Callable[[Seat], CallTransport]) -> None:
-        """`transport_to` returns what carries calls to a node."""
-        self._maker, self._transport_to = maker, transport_to
+    def __init__(
+        self, maker: CallMaker, transport_to: Callable[[Seat], CallTransport], work_ended: Callable[[], None]
+    ) -> None:
+        """`transport_to` returns what carries calls to a node; `work_ended` is that of `CallTransport`."""
+        self._maker, self._transport_to, self._work_ended = maker, transport_to, work_ended
         self.calls: dict[tuple[int, int], CallWork[Any] | StreamState] = {}
 
     def __len__(self) -> int:
@@ -301,6 +330,7 @@ class MadeCalls:
             call.fail(error)
         elif isinstance(outcome, wire.CallResult):
             call.answered(effect.parts or outcome.payload.inline)
+        self._work_ended()
 
     def deliver(self, effect: DeliverItem) -> None:
         """Give the reader of a stream its next item; fetch the parts of a large one."""

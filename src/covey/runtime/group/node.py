@@ -276,8 +276,10 @@ class Node:
         """Return the rank of a node, the name of a function there, and what decodes its results."""
         functions = self._service.functions
         name = function if isinstance(function, str) else functions.name_of(function)
-        here = functions.get(name)
-        return self._rank(peer), name, ANYTHING if here is None else here.signature.result
+        here = functions.by_name.get(name)
+        ranks = self._engine.ranks
+        rank = ranks[peer] if type(peer) is int and peer in ranks else self._rank(peer)
+        return rank, name, ANYTHING if here is None else here.signature.result
 
     def _rank(self, peer: Peer) -> Rank:
         """Return the rank of a node; ConfigError if there is none, or several."""

@@ -194,7 +194,13 @@ class LanePoll:
         for descriptor, event in events:
             if lane := self._by_fd.get(descriptor):
                 if event & ~select.POLLOUT:
-                    self._read(lane)
+                    try:
+                        if not lane.read():
+                            self._broke(lane, "end of stream")
+                    except OSError as error:
+                        self._broke(lane, str(error))
+                    except RemoteProtocolError as error:
+                        self.end(lane, error)
                 if event & select.POLLOUT and not lane.is_ended:
                     self._flush(lane)
             elif descriptor == self._wake_fd:
@@ -217,27 +223,21 @@ class LanePoll:
         try:
             lane.flush()
         except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self._read(lane, to_the_end=True)
-            self.end(lane, None)
+            try:
+                lane.read_rest()
+            except RemoteProtocolError as breach:
+                self.end(lane, breach)
+            self._broke(lane, str(error))
             return
         if lane.is_blocked != was_blocked:
             if lane not in self._rings:
                 self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
             self._driving.ring()
 
-    def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:
-        try:
-            if to_the_end:
-                lane.read_rest()
-            elif not lane.read():
-                self._trouble[lane.peer] = "end of stream"
-                self.end(lane, None)
-        except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self.end(lane, None)
-        except RemoteProtocolError as error:
-            self.end(lane, error)
+    def _broke(self, lane: MessageLane, trouble: str) -> None:
+        """End a lane that broke; another one replaces it."""
+        self._trouble[lane.peer] = trouble
+        self.end(lane, None)
 
     def _look_at_quiet_lanes(self, now: float) -> None:
         """Acknowledge what arrived on lanes that are quiet, and end those on which what was sent is lost.

@@ -7,6 +7,7 @@ to be sent waits in the matcher until they open.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class ListeningMessenger(Messenger):
         self,
         *args: Any,
         tag: int,
-        listener: Callable[[list[tuple[int, bytes]]], None],
+        listener: Callable[[list[tuple[Any, bytes]]], None],
         gives_way: Callable[[], bool] | None = None,
         **named: Any,
     ) -> None:
@@ -55,18 +56,15 @@ class ListeningMessenger(Messenger):
 
     # Messages
 
-    def tell(self, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send messages of up to 64 KiB to ranks, in this order. Those to a lost rank are dropped."""
-        self._queued.extend(messages)
-        self.flush()
+    def flush(self, messages: Iterable[tuple[int, bytes]] = ()) -> None:
+        """Send messages of up to 64 KiB to ranks, in this order. Those to a lost rank are dropped.
 
-    def flush(self) -> None:
-        """Give the kernel what was sent, as far as it takes it; the rest follows in the background.
-
-        On a thread that runs jobs, all of it waits for what the next ones send; see `SharedDriving.holds_flush`.
+        Give the kernel what it takes of them, and of what was sent before; the rest follows in the background. On a
+        thread that runs jobs, all of it waits for a moment for what the next ones send.
         """
+        self._queued.extend(messages)
         driving, unreached = self._driving, None
-        if driving.job_thread is not None and driving.holds_flush():
+        if driving.job_thread is threading.current_thread() and time.monotonic() < driving.hold_until:
             return
         with self._lock:
             if driving.is_stopping:

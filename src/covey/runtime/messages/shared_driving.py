@@ -64,7 +64,7 @@ class SharedDriving(DrivingThread):
         """Short jobs for the background thread that drives, after its turn, and what has each run elsewhere."""
         self.job_thread: threading.Thread | None = None
         """The background thread that runs jobs, since when, and until when what they send may wait."""
-        self._jobs_at = self._hold_until = 0.0
+        self._jobs_at = self.hold_until = 0.0
         self._is_relieved = False
         """Whether the jobs behind one that takes long were taken from the thread that runs it."""
 
@@ -90,10 +90,10 @@ class SharedDriving(DrivingThread):
         """
         this_thread = threading.get_ident()
         with self._lock:
-            before = self._driver
+            before = self.driver
             if before not in (None, this_thread) or self.is_stopping:
                 return False
-            self._driver = this_thread
+            self.driver = this_thread
         try:
             while not work.has_ended and not self.is_stopping and not held.noted:
                 messages.turn(deadline, spins=self._may_spin)
@@ -101,7 +101,7 @@ class SharedDriving(DrivingThread):
                     break
         finally:
             with self._lock:
-                self._driver = before  # else a callback has waited for another work
+                self.driver = before  # else a callback has waited for another work
                 if before is None:
                     self._put_down(messages, is_over=work.has_ended)
         return True
@@ -140,7 +140,7 @@ class SharedDriving(DrivingThread):
         now = time.monotonic()
         if self._attend_until - now < ATTENTION_SECONDS / 2:
             self._attend_until = now + ATTENTION_SECONDS
-        if self._driver is None and self.job_thread is None:
+        if self.driver is None and self.job_thread is None:
             with self._lock:
                 self._needed.notify()
 
@@ -150,7 +150,7 @@ class SharedDriving(DrivingThread):
         """If no thread drives, let the background thread drive if there is something to do."""
         if self.is_stopping:
             self._freed.notify_all()
-        elif self._driver is None and messages.has_more():
+        elif self.driver is None and messages.has_more():
             self.call_background(messages)
 
     def call_background(self, messages: DrivenMessages) -> None:
@@ -173,7 +173,7 @@ class SharedDriving(DrivingThread):
             try:
                 if self._is_job_late(time.monotonic()):
                     self._relieve(messages)
-                while self._driver == this_thread and self._goes_on(messages):
+                while self.driver == this_thread and self._goes_on(messages):
                     messages.turn(None, spins=self._may_spin)
                     if self._jobs and not self._run_jobs(messages):
                         break
@@ -181,8 +181,8 @@ class SharedDriving(DrivingThread):
                 messages.fail_all(error)
             finally:
                 with self._lock:
-                    if self._driver == this_thread:
-                        self._driver = None
+                    if self.driver == this_thread:
+                        self.driver = None
                         self._put_down(messages, is_over=True)
 
     def _stand_by(self, messages: DrivenMessages) -> bool:
@@ -192,8 +192,8 @@ class SharedDriving(DrivingThread):
             try:
                 while not self.is_stopping:
                     now = time.monotonic()
-                    if self._driver is None and self._is_due(now) and messages.has_more():
-                        self._driver, self._has_callers = threading.get_ident(), False
+                    if self.driver is None and self._is_due(now) and messages.has_more():
+                        self.driver, self._has_callers = threading.get_ident(), False
                         return True
                     if self._is_job_late(now):
                         return True
@@ -235,7 +235,7 @@ class SharedDriving(DrivingThread):
         A job that takes long runs on, and the thread that stood by drives: then it is the only one, and gets no jobs.
         """
         thread = threading.current_thread()
-        if self._driver != thread.ident or thread not in self._threads:
+        if self.driver != thread.ident or thread not in self._threads:
             return False
         if not self._standing_by and len(self._threads) < 2:
             with self._lock:
@@ -245,16 +245,12 @@ class SharedDriving(DrivingThread):
         self._jobs.append((job, elsewhere))
         return True
 
-    def holds_flush(self) -> bool:
-        """Tell whether what the calling thread sends waits for what its next jobs send."""
-        return self.job_thread is threading.current_thread() and time.monotonic() < self._hold_until
-
     def _run_jobs(self, messages: DrivenMessages) -> bool:
         """Run the jobs while the driving is put down; return whether this thread drives again."""
         with self._lock:
-            self.job_thread, self._driver = threading.current_thread(), None
+            self.job_thread, self.driver = threading.current_thread(), None
             self._put_down_at = self._jobs_at = now = time.monotonic()
-            self._hold_until, self._is_relieved = now + HOLD_SECONDS, False
+            self.hold_until, self._is_relieved = now + HOLD_SECONDS, False
             if self._asleep:
                 self._needed.notify()
         try:
@@ -263,9 +259,9 @@ class SharedDriving(DrivingThread):
         finally:
             with self._lock:
                 self.job_thread = None
-                is_free = self._driver is None and not self.is_stopping
+                is_free = self.driver is None and not self.is_stopping
                 if is_free:
-                    self._driver = threading.get_ident()
+                    self.driver = threading.get_ident()
             messages.flush()
         return is_free
 
