@@ -245,3 +245,14 @@ class ValueConverter:
         if isinstance(value, wanted if isinstance(wanted, type) else ()):
             return value
         raise NotImplementedError(f"expected {wanted}, got {type(value).__name__}")
+
+
+class Converters(dict[Seat, ValueConverter]):
+    """By peer: what converts values of calls with it, made on first use."""
+
+    def __init__(self, owner: HandleOwner, seat: Seat, exported: ExportedObjects) -> None:
+        self._owner, self._seat, self._exported = owner, seat, exported
+
+    def __missing__(self, peer: Seat) -> ValueConverter:
+        converter = self[peer] = ValueConverter(self._owner, self._seat, peer, self._exported)
+        return converter
