@@ -21,7 +21,6 @@ import pytest
 from tests.support.waiting import DEADLINE, wait_until
 
 import covey
-from covey.base.numbers import Seat
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime.calls import lane_transport
 from covey.runtime.calls.lane_transport import LaneTransport
@@ -661,10 +660,10 @@ def test_a_node_that_is_lost_while_it_sends_a_large_result_is_a_lost_peer(monkey
             work, items = node.call_async(1, "zeros"), node.stream(1, "many")
             wait_until(lambda: bool(service._core.outgoing._fetching) and not len(service._serving._under_way))
             wait_until(lambda: bool(items._state._slots))
-            transport = service._transport._others
+            transport = service._transport
             assert isinstance(transport, LaneTransport)
             for lanes in (transport._large, transport._small):  # as if the connections had broken, and it was not heard
-                messenger = lanes.messenger(Seat(1))
+                messenger = lanes.messenger()
                 messenger.part_with(1, covey.PeerLostError("gone", rank=1, operation="test"))
                 messenger.flush()  # ends its works
             with pytest.raises(covey.PeerLostError, match="rank 1"):
@@ -761,7 +760,7 @@ def test_calls_go_on_over_connections_that_break_none_is_lost_and_none_runs_twic
 
     def body(group: covey.Group) -> int:
         node, other, chance = group.node, 1 - group.rank, random.Random(group.rank)
-        transport = serve_calls(_node(group))._transport._others
+        transport = serve_calls(_node(group))._transport
         assert isinstance(transport, LaneTransport)
 
         @node.rpc
@@ -777,7 +776,7 @@ def test_calls_go_on_over_connections_that_break_none_is_lost_and_none_runs_twic
             nonlocal breaks
             while not over.wait(0.02):
                 lanes = chance.choice([transport._small, transport._large])
-                lane = lanes.messenger(_node(group).seat)._lanes.by_rank.get(other)
+                lane = lanes.messenger()._lanes.by_rank.get(other)
                 if lane is not None and not lane.is_ended:
                     with contextlib.suppress(OSError):
                         lane.sock.shutdown(socket.SHUT_RDWR)

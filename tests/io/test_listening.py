@@ -43,13 +43,10 @@ class Asker:
 
     def ask_all(self, *texts: str) -> list[Work[int]]:
         """Ask several questions, which arrive together."""
-        works = list[Work[int]]()
-        for text in texts:
-            question = f"{text} {next(self.numbers)}".encode()
-            works.append(Work(question.decode(), drive=self.messenger.drive))
-            self.works[question] = works[-1]
-            self.messenger.tell(question, 1, CALL_TAG)
-        self.messenger.flush()
+        questions = [f"{text} {next(self.numbers)}".encode() for text in texts]
+        works = [Work[int](question.decode(), drive=self.messenger.drive) for question in questions]
+        self.works.update(zip(questions, works, strict=True))
+        self.messenger.flush((1, question) for question in questions)
         return works
 
     def heard(self, messages: list[tuple[int, bytes]]) -> None:
@@ -59,7 +56,7 @@ class Asker:
     def end(self, work: Work[int]) -> None:
         """End a work with the thread that ends it."""
         work.finish(threading.get_ident())
-        self.messenger.work_ended()
+        self.messenger.driving.works_ended()
 
 
 class Answerer:
@@ -78,11 +75,12 @@ class Answerer:
             def job(question: bytes = question, words: list[bytes] = words) -> None:
                 if b"blocked" in words:
                     assert self.block.wait(DEADLINE)
-                self.messenger.tell(question, 0, CALL_TAG)
-                self.messenger.flush()
+                self.messenger.flush([(0, question)])
 
             if words[0] == b"echo":
-                is_job = b"job" in words and self.messenger.run_soon(job, threading.Thread(target=job).start)
+                is_job = b"job" in words and self.messenger.driving.take_job(
+                    self.messenger, job, threading.Thread(target=job).start
+                )
                 self.ran.append((question, is_job))
                 if not is_job and b"job" in words:
                     threading.Thread(target=job).start()
@@ -110,7 +108,7 @@ class Pair:
                 lost=lambda _: None,
                 name=f"test[{rank}]",
                 sizes=MessageSizes(),
-                tags=(CALL_TAG,),
+                tag=CALL_TAG,
                 listener=lambda messages: listeners[rank].heard(messages),
             )
             listeners.append(kind(messenger))
@@ -177,7 +175,7 @@ def test_an_answer_that_no_caller_waits_for_comes_right_after_one_that_was_waite
         pair.asker.ask("echo").wait(DEADLINE)
         came = threading.Event()
         pair.asker.ask("echo").add_done_callback(lambda _, came=came: came.set())  # type: ignore[misc]
-        pair.asker.messenger.attend()
+        pair.asker.messenger.driving.attend()
         assert came.wait(DEADLINE)
 
 
@@ -257,9 +255,9 @@ class QuietMessages:
 
     def turn(self, deadline: float | None, *, spins: bool = False) -> None:
         if not self.has_arrived.is_set():
-            until(lambda: self.driving.may_run_jobs(self))
-            self.driving.add_job(self.block, lambda: pytest.fail("it ran already"))
-            self.driving.add_job(lambda: pytest.fail("it waits behind one that takes long"), self.ran_elsewhere.set)
+            until(lambda: self.driving.take_job(self, self.block, lambda: pytest.fail("it ran already")))
+            waits = "it waits behind one that takes long"
+            assert self.driving.take_job(self, lambda: pytest.fail(waits), self.ran_elsewhere.set)
             self.has_arrived.set()
         else:
             self.may_end.wait(DEADLINE)

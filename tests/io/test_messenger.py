@@ -713,7 +713,7 @@ def test_a_large_message_goes_on_where_the_connection_broke(make_group: MakeGrou
     group.wait(0, send)
     assert cuts >= 3
     assert out == data
-    sent_again = group.messengers[0]._matcher._link(1).outlet._sent - length
+    sent_again = group.messengers[0]._matcher.link(1).outlet._sent - length
     assert sent_again < MIB  # the stream as the receiver counts it: headers and nothing twice
 
 

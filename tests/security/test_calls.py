@@ -46,7 +46,7 @@ class Attacker:
 
     def __init__(self, group: covey.Group) -> None:
         service = service_of(group)
-        transport = service._transport._others
+        transport = service._transport
         assert isinstance(transport, LaneTransport)
         self.transport, self.victim = transport, seat_of(group, VICTIM)  # type: ignore[arg-type]
         self.answers: list[wire.CallMessage] = []
@@ -56,8 +56,7 @@ class Attacker:
     def say(self, *messages: Any) -> None:
         for message in messages:
             data = message if isinstance(message, bytes) else wire.encode_call_message(message)
-            self.transport.send(self.victim, data)
-            self.transport.flush()
+            self.transport.send([(self.victim, data)])
 
     def send_part(self, size: int, *, claimed: int) -> None:
         self.say(request(1, payload=wire.CallPayload(sizes=(claimed,))))

@@ -385,7 +385,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
             messenger._opening.open(messenger, 0, time.monotonic() + DEADLINE)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
-                link = messenger._matcher._link(0)
+                link = messenger._matcher.link(0)
                 link.push(header)
                 link._next_id += 1
                 messenger._lanes.flush_ready()

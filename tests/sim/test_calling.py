@@ -21,10 +21,9 @@ from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
-from covey.proto.calling.fair_queue import FairQueue
-from covey.proto.calling.handler_shares import HandlerShares
 from covey.proto.calling.incoming import IncomingCalls
 from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.proto.calling.turns import FairQueue, HandlerShares
 from covey.wire import calls as wire
 
 NODES = 4
@@ -340,14 +339,18 @@ def test_functions_that_do_not_return(story: Any) -> None:
     story()
 
 
-def without_share(handlers: HandlerShares, peer: int) -> bool:
-    return handlers.taken < handlers.limit
+def without_share(shares: HandlerShares, peer: int) -> bool:
+    if shares.taken >= shares.limit:
+        return False
+    shares.taken += 1
+    shares._of[peer] = shares.of(peer) + 1
+    return True
 
 
 def without_closing(queue: FairQueue[Any], peer: int, item: Any) -> None:
     """Drop a stream that waits for its closing."""
     if item.state.name != "UNCLOSED":
-        queue._items.setdefault(peer, deque()).append(item)
+        queue.lines.setdefault(peer, deque()).append(item)
 
 
 def answer_twice(incoming: IncomingCalls, served: Any, kind: int, text: str) -> None:
@@ -360,7 +363,7 @@ def keep_handler(incoming: IncomingCalls, served: Any) -> None:
 
 
 MUTANTS: dict[str, tuple[type, str, Any]] = {
-    "gives one node all handlers": (HandlerShares, "may_take", without_share),
+    "gives one node all handlers": (HandlerShares, "take", without_share),
     "does not close streams": (FairQueue, "push", without_closing),
     "answers twice if a call fails": (IncomingCalls, "_fail", answer_twice),
     "keeps the handlers of functions past their deadlines": (IncomingCalls, "_free_handler", keep_handler),

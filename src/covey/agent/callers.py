@@ -142,7 +142,8 @@ class AgentCaller:
     def begin(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> CallWork[Any]:
         """Start a call; `errors` around its `wait` gives the errors of `call`."""
         calls = self._terminal.calls
-        return calls.call(self._connected(), function, args, {}, rank=0, timeout=timeout, decoder=_result(function))
+        seat, decoder = self._connected(), _result(function)
+        return calls.call_async(seat, function, args, {}, rank=0, timeout=timeout, decoder=decoder)
 
     def stream(self, function: str, *args: Any) -> Iterator[Any]:
         """Yield the items of a stream of the agent; the errors are those of `call`."""

@@ -99,12 +99,9 @@ class LinkTransport(BackgroundTransport):
 
     # What the calls need (`runtime.calls.transport.CallTransport`)
 
-    def send(self, peer: Seat, data: bytes) -> None:
-        """Queue a message, which `flush` sends."""
-        self._outbox.append((peer, data))
-
-    def flush(self) -> None:
-        """Send the messages that were queued."""
+    def send(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Send messages, on the control loop."""
+        self._outbox.extend(messages)
         control.soon(self._send_all)
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
@@ -129,8 +126,7 @@ class LinkTransport(BackgroundTransport):
             control.soon(session.link.abort)
 
     def shut(self) -> None:
-        """Send what was queued. The links belong to the mesh."""
-        self.flush()
+        """Do nothing: the links belong to the mesh, and what was sent is on its way."""
 
     def _send_all(self) -> None:
         with contextlib.suppress(IndexError):

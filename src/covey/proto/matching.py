@@ -5,10 +5,11 @@ at once, as copies, while the peer holds less than `credit_bytes` of this rank's
 then sends wait until the peer gives credit back. Of a large message only the header is sent; the payload moves when a
 receive asks for it, straight into the receiver's memory.
 
-The driver writes `outgoing(peer)` to the connection with that peer and calls `sent`; it reads from the connection into
-`incoming(peer)` and calls `received`. Finished operations collect in `completed`; peers with bytes to send are in
-`ready`. A connection that breaks is replaced (`lane_ended`, `lane_opened`): what did not arrive is sent again, and no
-operation is affected. A large send is over when the receiver has acknowledged all of it.
+The driver moves the bytes of `link(peer)` over the connection with that peer: it sends `outlet.buffers()` and calls
+`outlet.advance`, and receives into `inlet.buffers()` and calls `inlet.advance`. Finished operations collect in
+`completed`; peers with bytes to send are in `ready`. A connection that breaks is replaced (`lane_ended`,
+`lane_opened`): what did not arrive is sent again, and no operation is affected. A large send is over when the receiver
+has acknowledged all of it.
 """
 
 from __future__ import annotations
@@ -83,12 +84,13 @@ class Matcher:
         elif (failure := self._failures.errors.get(peer)) is not None:
             self.end(send, failure)
         else:
-            self._link(peer).send(send)
+            self.link(peer).send(send)
         return send
 
     def tell(self, data: bytes, peer: int, tag: int) -> None:
         """Send a message for which the driver needs no operation. Raises what `send` does."""
-        if not 0 <= peer < self.size or peer == self.rank or not self._link(peer).tell(data, tag):
+        link = self._links.get(peer)
+        if link is None or not link.tell(data, tag):
             self.send(memoryview(data), peer, tag, dtype_code=0, shape=(), is_object=True)
 
     def receive(
@@ -159,7 +161,7 @@ class Matcher:
         goes to the next receive that fits.
         """
         if isinstance(operation, Send):
-            return self._link(operation.peer).withdraw(operation)
+            return self.link(operation.peer).withdraw(operation)
         if isinstance(operation, Probe):
             self._probes.remove(operation)
             return True
@@ -195,49 +197,29 @@ class Matcher:
 
     # Bytes
 
-    def outgoing(self, peer: int, *, has_short_pieces: bool = False) -> list[bytes | memoryview]:
-        """Return the bytes to send to `peer` next; those of a payload in short pieces if the driver wants that."""
-        outlet = self._link(peer).outlet
-        outlet.has_short_pieces = has_short_pieces
-        return outlet.buffers()
-
-    def sent(self, peer: int, count: int) -> None:
-        """Take note that the first `count` bytes of `outgoing(peer)` are sent."""
-        link = self._link(peer)
-        link.outlet.advance(count)
-        if not link.outlet:
-            self.ready.discard(peer)
-
-    def incoming(self, peer: int) -> list[memoryview]:
-        """Return where to write the bytes that come from `peer` next."""
-        return self._link(peer).inlet.buffers()
-
-    def received(self, peer: int, count: int) -> None:
-        """Take note that `count` more bytes from `peer` were written to `incoming(peer)`.
-
-        Raises:
-            RemoteProtocolError: they break the protocol; call `fail(peer, ...)`.
-        """
-        try:
-            self._link(peer).inlet.advance(count)
-        except RemoteProtocolError as error:
-            raise RemoteProtocolError(f"rank {peer} broke the protocol of messages: {error}") from None
+    def link(self, peer: int) -> MessageLink:
+        """Return the streams with `peer`: the same object for as long as this matcher is used."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = MessageLink(peer, self)
+            link.is_failed = peer in self._failures.errors
+        return link
 
     def lane_opened(self, peer: int) -> None:
         """Use a new connection with `peer`: continue where the last one broke."""
-        self._link(peer).lane_opened()
+        self.link(peer).lane_opened()
 
     def lane_ended(self, peer: int) -> None:
         """Note that the connection with `peer` ended; what was under way is kept for the next one."""
-        self._link(peer).lane_ended()
+        self.link(peer).lane_ended()
 
     def fell_quiet(self, peer: int) -> None:
         """Note that nothing moves on the connection with `peer` for a moment: see `MessageLink.fell_quiet`."""
-        self._link(peer).fell_quiet()
+        self.link(peer).fell_quiet()
 
     def is_unheard(self, peer: int) -> bool:
         """Tell whether `peer` does not say that it has what was sent, though it says so when nothing moves."""
-        return self._link(peer).is_unheard
+        return self.link(peer).is_unheard
 
     def lend(self, peer: int) -> LentStreams | None:
         """Return the state of the streams with `peer` if nothing waits for a message, and no message of `peer` waits.
@@ -247,7 +229,7 @@ class Matcher:
         is_quiet = not (self._posted or self._probes or self.ready or self.resuming or self.completed)
         if not is_quiet or any(source == peer for source, _ in self._unmatched):
             return None
-        return self._link(peer).lend()
+        return self.link(peer).lend()
 
     def take_back(
         self, peer: int, streams: LentStreams, kept: bytes, unfinished: UnfinishedMessage | None = None
@@ -256,7 +238,7 @@ class Matcher:
 
         See `MessageLink.take_back`.
         """
-        return self._link(peer).take_back(streams, kept, unfinished)
+        return self.link(peer).take_back(streams, kept, unfinished)
 
     def has_parted(self, peer: int) -> bool:
         """Tell whether `peer` has said that nothing follows."""
@@ -264,7 +246,7 @@ class Matcher:
 
     def progress(self, peer: int) -> int:
         """Return a number that grows with all bytes that arrive from or at `peer`."""
-        return self._link(peer).inlet.received + self._link(peer).outlet.arrived
+        return self.link(peer).inlet.received + self.link(peer).outlet.arrived
 
     def undelivered(self) -> bool:
         """Tell whether some accepted bytes were not sent yet, or may have to be sent again."""
@@ -306,10 +288,8 @@ class Matcher:
 
     def finish_lines(self) -> None:
         """Start no further piece of a payload, so that every stream can end after a whole frame."""
-        for peer, link in self._links.items():
+        for link in self._links.values():
             link.outlet.finish_line()
-            if not link.outlet:
-                self.ready.discard(peer)
 
     def say_end(self) -> None:
         """Tell all peers that nothing follows."""
@@ -369,7 +349,7 @@ class Matcher:
         else:
             receive.arrival, arrival.receive = arrival, receive
         if arrival.source != self.rank:
-            self._link(arrival.source).matched(arrival, is_wanted=error is None)
+            self.link(arrival.source).matched(arrival, is_wanted=error is None)
         arrival.is_matched = True
         if error is None and arrival.is_landed:
             self.deliver(arrival)
@@ -395,13 +375,6 @@ class Matcher:
         if isinstance(operation, Receive) and operation.arrival is not None:
             operation.arrival.receive = None  # or else both, and the payload, would wait for the cyclic collector
         self.completed.append(operation)
-
-    def _link(self, peer: int) -> MessageLink:
-        link = self._links.get(peer)
-        if link is None:
-            link = self._links[peer] = MessageLink(peer, self)
-            link.is_failed = peer in self._failures.errors
-        return link
 
 
 def _check(rank: int, tag: int, size: int, *, may_be_any: bool) -> None:

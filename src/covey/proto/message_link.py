@@ -107,7 +107,8 @@ class MessageLink:
     def __init__(self, peer: int, host: MessageHost) -> None:
         self._peer, self._host = peer, host
         self._sizes = host.sizes
-        self.outlet = Outlet(self._payload_arrived)
+        self._credit_batch = host.sizes.credit_batch
+        self.outlet = Outlet(self._payload_arrived, peer, host.ready)
         self.inlet = Inlet(
             self._begin, self._landed, self._resumed, self._heard, host.sizes.eager_bytes, listened=host.listened
         )
@@ -151,12 +152,10 @@ class MessageLink:
         self.outlet.lane_opened(self.inlet.received)
         if self.outlet.is_in_doubt:
             self._host.resuming.add(self._peer)
-        self._host.ready.add(self._peer)
 
     def lane_ended(self) -> None:
         """Note that the connection ended; what was under way is kept for the next one."""
         self.outlet.lane_ended()
-        self._host.ready.discard(self._peer)
         self._host.resuming.discard(self._peer)
 
     def fell_quiet(self) -> None:
@@ -223,7 +222,6 @@ class MessageLink:
         self.outlet.passed(streams.sent - message.moved, streams.arrived, kept)
         if send.is_cleared:
             self.outlet.go_on(send, message.moved)
-            self._note_ready()
         return send
 
     def _go_on_receiving(self, message: UnfinishedMessage) -> Receive:
@@ -266,7 +264,7 @@ class MessageLink:
         if self.is_failed or self._used >= self._sizes.credit_bytes or size > self._sizes.eager_bytes:
             return False  # while sends wait, there is no credit, so it overtakes none of them
         self._used += HEADER_COST + size
-        self._push(wire.encode(Header(wire.EAGER, self._next_id, size, tag, True)) + data)
+        self.outlet.push(wire.pack_small(tag, self._next_id, size) + data)
         self._next_id += 1
         return True
 
@@ -279,7 +277,7 @@ class MessageLink:
 
     def push(self, header: Header) -> None:
         """Send a frame without a payload."""
-        self._push(wire.encode(header))
+        self.outlet.push(wire.encode(header))
 
     def _announce(self) -> None:
         while self._waiting and self._used < self._sizes.credit_bytes:
@@ -288,19 +286,11 @@ class MessageLink:
             self._used += HEADER_COST
             if len(send.view) <= self._sizes.eager_bytes:
                 self._used += len(send.view)
-                self._push(send.header(wire.EAGER) + send.view)
+                self.outlet.push(send.header(wire.EAGER) + send.view)
                 self._host.end(send)
             else:
                 self._announced[send.message_id] = send
-                self._push(send.header(wire.RTS))
-
-    def _push(self, frame: bytes) -> None:
-        self.outlet.push(frame)
-        self._note_ready()
-
-    def _note_ready(self) -> None:
-        if self.outlet:
-            self._host.ready.add(self._peer)
+                self.outlet.push(send.header(wire.RTS))
 
     def _payload_arrived(self, payload: Payload) -> None:
         assert isinstance(payload, Send)
@@ -311,7 +301,6 @@ class MessageLink:
         if wanted:
             send.is_cleared = True
             self.outlet.move(send)
-            self._note_ready()
         else:  # the receiver consumed the message without its payload
             del self._announced[send.message_id]
             self._host.end(send)
@@ -333,7 +322,6 @@ class MessageLink:
     def _resumed(self, position: int) -> None:
         self.outlet.resume(position)
         self._host.resuming.discard(self._peer)
-        self._note_ready()
 
     def _acknowledge(self) -> None:
         self._unacknowledged = 0
@@ -342,22 +330,30 @@ class MessageLink:
         self._last_acks = start if end == begins_at else begins_at, self.outlet.end
 
     def _note_frame(self, header: Header) -> None:
+        """Count a frame, and check one that announces a message: it is the next one, and there is credit for it."""
         if self.is_over:
             raise RemoteProtocolError(f"a frame after END: {header}")
         self._acks_in += wire.FIXED_BYTES if header.kind == wire.ACK else 0
         self._unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
         if self._unacknowledged >= ACK_BATCH:
             self._acknowledge()
+        if header.kind <= wire.RTS:
+            is_small = header.payload_bytes <= self._sizes.eager_bytes
+            if header.message_id != self._expected_id or is_small != (header.kind == wire.EAGER):
+                raise RemoteProtocolError(f"a message out of turn (expected {self._expected_id}): {header}")
+            if self._held >= self._sizes.credit_bytes:
+                raise RemoteProtocolError(f"a message without credit: {header}")
+            self._expected_id += 1
 
     def _heard(self, header: Header, data: bytes) -> None:
         """Take a whole message that needs no receive."""
         self._note_frame(header)
-        self._check_announcement(header)
         cost = HEADER_COST + len(data)
         self._held += cost
         self._owed += cost
         self._host.heard.append((self._peer, data))
-        self._give_credit()
+        if self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes:
+            self._give_credit()
 
     def _begin(self, header: Header) -> Landing | None:
         self._note_frame(header)
@@ -388,16 +384,7 @@ class MessageLink:
                 self._announce()
         return None
 
-    def _check_announcement(self, header: Header) -> None:
-        is_eager = header.kind == wire.EAGER
-        if header.message_id != self._expected_id or is_eager != (header.payload_bytes <= self._sizes.eager_bytes):
-            raise RemoteProtocolError(f"a message out of turn (expected {self._expected_id}): {header}")
-        if self._held >= self._sizes.credit_bytes:
-            raise RemoteProtocolError(f"a message without credit: {header}")
-        self._expected_id += 1
-
     def _received_announcement(self, header: Header) -> Arrival | None:
-        self._check_announcement(header)
         is_eager = header.kind == wire.EAGER
         arrival = Arrival(self._peer, header, next(self._host.order))
         self._held += arrival.cost
@@ -409,7 +396,7 @@ class MessageLink:
     def _give_credit(self) -> None:
         # The sender is out of credit when `held`, with what is still under way, reaches `credit_bytes`. Once all of it
         # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
-        is_due = self._owed >= self._sizes.credit_batch or self._held >= self._sizes.credit_bytes
+        is_due = self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes
         if not self.is_failed and self._owed and is_due:
             self.push(Header(wire.CREDIT, payload_bytes=self._owed))
             self._held -= self._owed

@@ -8,6 +8,7 @@ again. So every byte of a stream arrives exactly once, in order, however often t
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -177,12 +178,18 @@ class _Item(NamedTuple):
     is_last: bool = False
 
 
+_data_of: Callable[[_Item], bytes | memoryview] = operator.itemgetter(0)
+
+
 class Outlet:
     """Queues small frames and pieces of large payloads in order of arrival; payloads take turns piece by piece."""
 
-    def __init__(self, arrived: Callable[[Payload], None]) -> None:
-        """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload."""
-        self._arrived = arrived
+    def __init__(self, arrived: Callable[[Payload], None], peer: int, ready: set[int]) -> None:
+        """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload.
+
+        The peer is in `ready` while there are bytes that may be sent now: what `buffers` returns.
+        """
+        self._arrived, self._peer, self._ready = arrived, peer, ready
         self.has_short_pieces = False
         """Whether payloads are cut into pieces of SHORT_PIECE_BYTES from now on."""
         self._line: deque[_Item] = deque()
@@ -207,10 +214,6 @@ class Outlet:
         """The unsent rest of the connection's first frame."""
         self._flows = False
         """Whether there is a connection and it is known where the stream continues."""
-
-    def __bool__(self) -> bool:
-        """Tell whether there are bytes that may be sent now."""
-        return bool(self._resume_frame) or (self._flows and self.has_unsent)
 
     @property
     def has_unsent(self) -> bool:
@@ -270,10 +273,12 @@ class Outlet:
         """Continue the stream on another connection; `received` are the bytes received of the other stream."""
         self._resume_frame = wire.encode(Header(wire.RESUME, payload_bytes=received))
         self._flows = self._offered == self._start  # nothing is in doubt: the peer's RESUME can only say the same
+        self._ready.add(self._peer)
 
     def lane_ended(self) -> None:
         """Send nothing until there is another connection."""
         self._resume_frame, self._flows = b"", False
+        self._ready.discard(self._peer)
 
     def resume(self, position: int) -> None:
         """Send the stream again from `position`: the peer has the bytes before it.
@@ -291,6 +296,8 @@ class Outlet:
             self._at = position - self._start
             self._pieces = sum(item.payload is not None for item in self._line)
             self._flows = True
+        if self.has_unsent:
+            self._ready.add(self._peer)
 
     def acknowledged(self, position: int) -> None:
         """Drop what the peer has: the stream up to `position`, which may be less than known already.
@@ -314,14 +321,20 @@ class Outlet:
     def push(self, frame: bytes) -> None:
         """Append a whole frame."""
         self._line.append(_Item(frame))
+        if self._flows:
+            self._ready.add(self._peer)
 
     def move(self, payload: Payload) -> None:
         """Send a payload in pieces, in turn with other payloads."""
         self._moving.append(payload)
+        if self._flows and self._takes_pieces:
+            self._ready.add(self._peer)
 
     def finish_line(self) -> None:
         """Start no further piece, so that the stream can end after a whole frame."""
         self._takes_pieces = False
+        if not self._resume_frame and not self._line:
+            self._ready.discard(self._peer)
 
     def clear(self) -> None:
         """Drop everything: nothing is sent any more."""
@@ -338,7 +351,7 @@ class Outlet:
             return []
         if self._moving and not self._pieces and self._takes_pieces:
             self._cut_piece()
-        buffers = [item.data for item in itertools.islice(self._line, _GATHER)]
+        buffers = list(map(_data_of, itertools.islice(self._line, _GATHER)))
         if self._at:
             buffers[0] = memoryview(buffers[0])[self._at :]
         self._offered = max(self._offered, self._sent + sum(map(len, buffers)))
@@ -360,6 +373,8 @@ class Outlet:
         """Take note that the first `count` bytes of `buffers()` were sent."""
         if self._resume_frame:
             self._resume_frame = self._resume_frame[count:]
+            if not self._resume_frame and not (self._flows and self.has_unsent):
+                self._ready.discard(self._peer)
             return
         self._sent += count
         self._at += count
@@ -372,3 +387,5 @@ class Outlet:
                 self._pieces -= 1
         if self._has > self._start:  # acknowledged before the socket reported it as sent
             self._drop_arrived(self._unacknowledged)
+        if not line and not (self._moving and self._takes_pieces):
+            self._ready.discard(self._peer)

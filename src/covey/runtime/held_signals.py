@@ -24,18 +24,14 @@ class HeldSignals:
     On other threads it does nothing: no handler ever runs there.
     """
 
-    __slots__ = ("_handlers", "_noted", "_wake")
+    __slots__ = ("_handlers", "_wake", "noted")
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         """`wake` is called when a signal was noted, to end a wait."""
         self._wake = wake
         self._handlers: list[tuple[int, Any]] = []
-        self._noted: list[tuple[int, FrameType | None]] = []
-
-    @property
-    def has_come(self) -> bool:
-        """Whether a signal was noted."""
-        return bool(self._noted)
+        self.noted: list[tuple[int, FrameType | None]] = []
+        """The signals that have come, and the frames that they would have interrupted."""
 
     def __enter__(self) -> Self:
         if threading.get_ident() == threading.main_thread().ident:
@@ -51,7 +47,7 @@ class HeldSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.append((number, frame))
+        self.noted.append((number, frame))
         if self._wake is not None:
             self._wake()
 
@@ -60,5 +56,5 @@ class HeldSignals:
             handlers = dict(self._handlers)
             for number, handler in self._handlers:
                 _signal.signal(number, handler)
-            for number, frame in self._noted:
+            for number, frame in self.noted:
                 handlers[number](number, frame)

@@ -56,6 +56,8 @@ class Work(Generic[T]):
         self._awaits = 0
         self._is_taken = False
         """Whether a caller has the result of a work that could give it back."""
+        self.has_ended = False
+        """What `done` returns."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work[T]], None]] = []
@@ -66,7 +68,7 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Tell whether the operation has ended, with or without an error."""
-        return self._done.is_set()
+        return self.has_ended
 
     def wait_until_done(self, timeout: float | None) -> bool:
         """Wait for another thread to end the operation; return whether it has within `timeout` seconds."""
@@ -79,7 +81,7 @@ class Work(Generic[T]):
             DeadlineError: it did not end within `timeout` seconds; it continues. Or its own timeout ended.
             Exception: the error of the operation.
         """
-        if not self._done.is_set():
+        if not self.has_ended:
             if self._drive is not None:
                 self._drive(self, None if timeout is None else time.monotonic() + timeout)
             if not self._done.wait(timeout if self._drive is None else 0):
@@ -105,7 +107,7 @@ class Work(Generic[T]):
         try:
             return self.wait()
         finally:
-            self.forget_error()
+            self._error = None  # as `forget_error`
 
     def forget_error(self) -> None:
         """Drop the error, which was raised: for a work that only its caller has.
@@ -135,7 +137,7 @@ class Work(Generic[T]):
         messages; once it was announced to the receiver, it cannot. A collective cannot be cancelled: the other ranks
         count on it. The work then raises CancelledError; otherwise it goes on as if this was not called.
         """
-        return self._cancel is not None and not self._done.is_set() and self._cancel(self)
+        return self._cancel is not None and not self.has_ended and self._cancel(self)
 
     def release(self, *, is_taken: bool = False) -> None:
         """Withdraw a receive, or give back what it took, because no caller will use the result; other works ignore it.
@@ -167,7 +169,7 @@ class Work(Generic[T]):
         Its exceptions are logged. It may start operations with `async_op=True`, but must not wait for collectives.
         """
         with self._lock:
-            if not self._done.is_set():
+            if not self.has_ended:
                 self._callbacks.append(callback)
                 return
         self._call(callback)
@@ -180,7 +182,7 @@ class Work(Generic[T]):
     def add_waker(self, waker: Callable[[Work[T]], None]) -> None:
         """Call `waker(self)` when the operation ends, before the callbacks of the program; at once if it has ended."""
         with self._lock:
-            if not self._done.is_set():
+            if not self.has_ended:
                 self._wakers.append(waker)
                 return
         waker(self)
@@ -193,16 +195,18 @@ class Work(Generic[T]):
     def finish(self, result: T) -> None:
         """End the operation with a result. Called by the thread that runs it."""
         self.conclude(result, None)
-        self.notify()
+        if self._wakers or self._callbacks:  # none is added to an operation that has ended
+            self.notify()
 
     def fail(self, error: BaseException) -> None:
         """End the operation with `error`."""
         self.conclude(None, error)
-        self.notify()
+        if self._wakers or self._callbacks:
+            self.notify()
 
     def forked(self, error: BaseException) -> None:
         """End the operation in a forked process; other threads of the parent may have held the locks."""
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._lock, self._done, self.has_ended = threading.Lock(), threading.Event(), False
         self.fail(error)
 
     def conclude(self, result: Any, error: BaseException | None) -> None:
@@ -214,6 +218,7 @@ class Work(Generic[T]):
                 error = failure
         with self._lock:
             self._result, self._error = result, error
+            self.has_ended = True
             self._done.set()
 
     def notify(self) -> None:

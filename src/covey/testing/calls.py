@@ -28,13 +28,11 @@ class _MemoryTransport(BackgroundTransport):
         self._network, self.seat = network, seat
         network.listeners[seat] = listener
 
-    def send(self, peer: Seat, data: bytes) -> None:
-        """Deliver a message."""
-        if peer in self._network.listeners and self.seat in self._network.listeners:
-            self._network.listeners[peer].heard([(self.seat, data)])
-
-    def flush(self) -> None:
-        """Do nothing: messages are delivered at once."""
+    def send(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Deliver messages."""
+        for peer, data in messages:
+            if peer in self._network.listeners and self.seat in self._network.listeners:
+                self._network.listeners[peer].heard([(self.seat, data)])
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Keep copies of parts for the receiver."""

@@ -11,6 +11,7 @@ Extensions of msgpack: an array (1), an array in a part of its own (2), a refere
 from __future__ import annotations
 
 import contextvars
+import functools
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, get_args, get_origin
 
@@ -69,39 +70,34 @@ class Converter(Protocol):
         """Return a value as a type that msgspec does not know; NotImplementedError if it cannot be."""
 
 
-class _Packing:
-    """The parts of one value that is being encoded."""
+def _to_extension(parts: list[Any], converter: Converter, value: Any) -> Ext:
+    """Return what stands in the body for a value that msgspec does not know; add the memory of a large array."""
+    if isinstance(value, np.ndarray):
+        return _pack_array(parts, value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN)
+    if isinstance(value, np.generic):
+        return _pack_array(parts, np.asarray(value), _SCALAR)
+    found = converter.to_wire(value)
+    if isinstance(found, Reference):
+        name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
+        return Ext(_REFERENCE, struct.pack("<BQ", found.is_senders, found.number) + name)
+    if found is None:
+        raise TypeError(
+            f"cannot send a {type(value).__module__}.{type(value).__qualname__}: calls take what msgspec encodes "
+            "(numbers, text, bytes, containers, dataclasses, dates), arrays and tensors, and node.export(obj)"
+        )
+    return _pack_array(parts, found[0], _TENSOR)
 
-    def __init__(self, converter: Converter) -> None:
-        self.parts: list[Any] = [b""]
-        self._converter = converter
 
-    def hook(self, value: Any) -> Ext:
-        if isinstance(value, np.ndarray):
-            return self._array(value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN)
-        if isinstance(value, np.generic):
-            return self._array(np.asarray(value), _SCALAR)
-        found = self._converter.to_wire(value)
-        if isinstance(found, Reference):
-            name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
-            return Ext(_REFERENCE, struct.pack("<BQ", found.is_senders, found.number) + name)
-        if found is None:
-            raise TypeError(
-                f"cannot send a {type(value).__module__}.{type(value).__qualname__}: calls take what msgspec encodes "
-                "(numbers, text, bytes, containers, dataclasses, dates), arrays and tensors, and node.export(obj)"
-            )
-        return self._array(found[0], _TENSOR)
-
-    def _array(self, array: Array, form: int) -> Ext:
-        code = dtype_code(array.dtype.newbyteorder("="))
-        if array.ndim > MAX_NDIM:
-            raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_NDIM})")
-        array = np.ascontiguousarray(array.astype(DTYPES[code], copy=False)).reshape(array.shape)
-        prefix = struct.pack(f"<BBB{array.ndim}Q", form, code, array.ndim, *array.shape)
-        if array.nbytes < PART_BYTES or len(self.parts) >= PARTS_LIMIT:
-            return Ext(_ARRAY, prefix + array.tobytes())
-        self.parts.append(memoryview(array.reshape(-1).view(np.uint8)))
-        return Ext(_PART, prefix + struct.pack("<I", len(self.parts) - 1))
+def _pack_array(parts: list[Any], array: Array, form: int) -> Ext:
+    code = dtype_code(array.dtype.newbyteorder("="))
+    if array.ndim > MAX_NDIM:
+        raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_NDIM})")
+    array = np.ascontiguousarray(array.astype(DTYPES[code], copy=False)).reshape(array.shape)
+    prefix = struct.pack(f"<BBB{array.ndim}Q", form, code, array.ndim, *array.shape)
+    if array.nbytes < PART_BYTES or len(parts) >= PARTS_LIMIT:
+        return Ext(_ARRAY, prefix + array.tobytes())
+    parts.append(memoryview(array.reshape(-1).view(np.uint8)))
+    return Ext(_PART, prefix + struct.pack("<I", len(parts) - 1))
 
 
 def pack(value: Any, converter: Converter) -> list[Any]:
@@ -110,71 +106,64 @@ def pack(value: Any, converter: Converter) -> list[Any]:
     Raises:
         TypeError: there is something in it that cannot be sent.
     """
-    packing = _Packing(converter)
+    parts: list[Any] = [b""]
     try:
-        packing.parts[0] = msgspec.msgpack.encode(value, enc_hook=packing.hook)
+        parts[0] = msgspec.msgpack.encode(value, enc_hook=functools.partial(_to_extension, parts, converter))
     except (OverflowError, ValueError) as error:
         raise TypeError(f"cannot send the value: {error}") from error
     except RecursionError:
         raise TypeError("cannot send a value that contains itself, or is nested too deeply") from None
-    return packing.parts
+    return parts
 
 
-class _Unpacking:
-    """The parts of one value that is being decoded."""
-
-    def __init__(self, parts: Sequence[Bytes], converter: Converter) -> None:
-        self._parts = dict(enumerate(parts))
-        self.converter = converter
-
-    def extension(self, code: int, data: memoryview) -> Any:
-        if code == _REFERENCE and 9 <= len(data) <= 9 + 4 * _TYPE_NAME_LIMIT:
-            whose, number = struct.unpack_from("<BQ", data)
-            name = printable(bytes(data[9:]).decode("utf-8", "replace"), _TYPE_NAME_LIMIT)
-            if whose not in (0, 1) or not 0 < number < 1 << 60:
-                raise NotAValueError("not a reference")
-            return self.converter.reference(Reference(bool(whose), number, name))
-        if code not in (_ARRAY, _PART) or len(data) < 3:
-            raise NotAValueError(f"not a value of a call: extension {code} of {len(data)} bytes")
-        form, dtype, ndim = data[0], data[1], data[2]
-        start = 3 + 8 * ndim
-        if form > _TENSOR or dtype >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (form == _SCALAR and ndim):
-            raise NotAValueError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
-        shape = struct.unpack_from(f"<{ndim}Q", data, 3)
-        elements: Any = np.frombuffer(data[start:], np.uint8)
-        if code == _PART:
-            elements = self._part(bytes(data[start:]))
-        if array_bytes(dtype, shape) != len(elements):
-            raise NotAValueError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
-        if dtype == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
-            elements = elements.astype(bool)
-        elif code == _ARRAY:
-            elements = elements.copy()  # writable, and aligned
-        array = elements.view(DTYPES[dtype]).reshape(shape)
-        if form == _SCALAR:
-            return DTYPES[dtype].type(array[()])
-        return self.converter.tensor(array) if form == _TENSOR else array
-
-    def _part(self, index: bytes) -> Any:
-        number = int.from_bytes(index, "little")
-        part = self._parts.pop(number, None) if len(index) == 4 and number else None
-        if part is None:
-            raise NotAValueError(f"part {number} is missing, or used twice")
-        array = np.frombuffer(part, np.uint8)
-        return array if array.flags.writeable else array.copy()
-
-
-_unpacking: contextvars.ContextVar[_Unpacking] = contextvars.ContextVar("covey_unpacking")
+_unpacking: contextvars.ContextVar[tuple[dict[int, Bytes], Converter]] = contextvars.ContextVar("covey_unpacking")
+"""The parts of the value that is being decoded, by number, as far as they were not used, and its converter."""
 
 
 def _extension(code: int, data: memoryview) -> Any:
-    return _unpacking.get().extension(code, data)
+    """Return the value that an extension stands for."""
+    parts, converter = _unpacking.get()
+    if code == _REFERENCE and 9 <= len(data) <= 9 + 4 * _TYPE_NAME_LIMIT:
+        whose, number = struct.unpack_from("<BQ", data)
+        name = printable(bytes(data[9:]).decode("utf-8", "replace"), _TYPE_NAME_LIMIT)
+        if whose not in (0, 1) or not 0 < number < 1 << 60:
+            raise NotAValueError("not a reference")
+        return converter.reference(Reference(bool(whose), number, name))
+    if code not in (_ARRAY, _PART) or len(data) < 3:
+        raise NotAValueError(f"not a value of a call: extension {code} of {len(data)} bytes")
+    form, dtype, ndim = data[0], data[1], data[2]
+    start = 3 + 8 * ndim
+    if form > _TENSOR or dtype >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (form == _SCALAR and ndim):
+        raise NotAValueError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
+    shape = struct.unpack_from(f"<{ndim}Q", data, 3)
+    elements: Any = np.frombuffer(data[start:], np.uint8)
+    if code == _PART:
+        elements = _take_part(parts, bytes(data[start:]))
+    if array_bytes(dtype, shape) != len(elements):
+        raise NotAValueError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
+    if dtype == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
+        elements = elements.astype(bool)
+    elif code == _ARRAY:
+        elements = elements.copy()  # writable, and aligned
+    array = elements.view(DTYPES[dtype]).reshape(shape)
+    if form == _SCALAR:
+        return DTYPES[dtype].type(array[()])
+    return converter.tensor(array) if form == _TENSOR else array
+
+
+def _take_part(parts: dict[int, Bytes], index: bytes) -> Any:
+    number = int.from_bytes(index, "little")
+    part = parts.pop(number, None) if len(index) == 4 and number else None
+    if part is None:
+        raise NotAValueError(f"part {number} is missing, or used twice")
+    array = np.frombuffer(part, np.uint8)
+    return array if array.flags.writeable else array.copy()
 
 
 def _custom(wanted: Any, value: Any) -> Any:
     plain = get_origin(wanted) or wanted
     if plain is np.ndarray:
-        converted = value if isinstance(value, np.ndarray) else _unpacking.get().converter.as_type(np.ndarray, value)
+        converted = value if isinstance(value, np.ndarray) else _unpacking.get()[1].as_type(np.ndarray, value)
         dtypes = [each for arg in get_args(wanted) if get_origin(arg) is np.dtype for each in get_args(arg)]
         if dtypes and isinstance(dtypes[0], type) and not issubclass(converted.dtype.type, dtypes[0]):
             raise ValueError(f"expected an array of {dtypes[0].__name__}, got {converted.dtype}")
@@ -184,7 +173,7 @@ def _custom(wanted: Any, value: Any) -> Any:
     if isinstance(plain, type) and issubclass(plain, np.generic) and isinstance(value, bool | int | float):
         with np.errstate(over="ignore"):
             return plain(value)
-    return _unpacking.get().converter.as_type(wanted, value)
+    return _unpacking.get()[1].as_type(wanted, value)
 
 
 class ValueDecoder:
@@ -192,15 +181,12 @@ class ValueDecoder:
 
     def __init__(self, wanted: Any) -> None:
         """Raise TypeError if msgspec cannot decode the type."""
-        self._decoder = msgspec.msgpack.Decoder(wanted, ext_hook=_extension, dec_hook=_custom)
-
-    def decode_raw(self, body: Any) -> Any:
-        """Return a value inside one that is being decoded."""
-        return self._decoder.decode(body)
+        self.decode_raw = msgspec.msgpack.Decoder(wanted, ext_hook=_extension, dec_hook=_custom).decode
+        """Returns a value inside one that is being decoded (`decoded`)."""
 
     def decode(self, body: Bytes, parts: Sequence[Bytes], converter: Converter) -> Any:
         """Return the value; see `decoded` for the errors."""
-        return decoded(self._decoder.decode, body, parts, converter)
+        return decoded(self.decode_raw, body, parts, converter)
 
 
 def decoded(decode: Callable[[Any], Any], body: Bytes, parts: Sequence[Bytes], converter: Converter) -> Any:
@@ -212,7 +198,7 @@ def decoded(decode: Callable[[Any], Any], body: Bytes, parts: Sequence[Bytes], c
         RemoteProtocolError: `pack` never made these bytes.
         CoveyError: a reference is to an object that the sender does not hold.
     """
-    token = _unpacking.set(_Unpacking(parts, converter))
+    token = _unpacking.set((dict(enumerate(parts)), converter))
     try:
         return decode(body)
     except (msgspec.ValidationError, NotImplementedError) as error:

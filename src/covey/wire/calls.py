@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.wire.decoding import read_from_peer
+from covey.base.errors import RemoteProtocolError
 from covey.wire.messages import Story, Text, Worded
 
 INLINE_BYTES: Final = 48 * 1024
@@ -138,7 +138,10 @@ encode_call_message = msgspec.msgpack.Encoder().encode
 
 def decode_call_message(data: bytes) -> CallMessage:
     """Decode a message about a call; RemoteProtocolError for anything else."""
-    return read_from_peer(_call_messages, data, "a message about a call")
+    try:
+        return _call_messages.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message about a call: {error}") from error
 
 
 def payload_of(parts: list[bytes]) -> CallPayload:

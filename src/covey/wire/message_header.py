@@ -17,6 +17,7 @@ needed are zero. What `bytes` counts:
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from typing import Final, NamedTuple
@@ -43,6 +44,10 @@ _FIXED: Final = struct.Struct("<HBBBBBxqQQ")
 FIXED_BYTES: Final = _FIXED.size
 """The length of a header without a shape."""
 _DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
+
+
+pack_small: Final = functools.partial(_FIXED.pack, _MAGIC, _VERSION, EAGER, True, 0, 0)
+"""`pack_small(tag, message_id, payload_bytes)` is what `encode` returns for a small message that is an object."""
 
 
 class Header(NamedTuple):

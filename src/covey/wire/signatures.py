@@ -11,12 +11,12 @@ import msgspec
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.text import spell_error
-from covey.wire.call_values import ANYTHING, NotAValueError, ValueDecoder, decoded
+from covey.wire.call_values import ANYTHING, NotAValueError, ValueDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from covey.wire.call_values import Bytes, Converter
+    from covey.wire.call_values import Bytes
 
 
 class Signature:
@@ -67,10 +67,8 @@ class Signature:
             text = f"{self.name!r} annotates {parameter!r} with {hint}, which calls do not take: {error}"
             raise ConfigError(text) from error
 
-    def arguments(
-        self, body: Bytes, parts: Sequence[Bytes], converter: Converter
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of a call.
+    def arguments(self, body: Bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of a call; `call_values.decoded` calls it, and has their parts.
 
         Types of the program may run code here, such as `__post_init__`, and raise anything: that is a TypeError.
 
@@ -79,9 +77,6 @@ class Signature:
             RemoteProtocolError: they are not the arguments of a call.
             CallRefusedError: one is a handle of an object that the caller does not hold.
         """
-        return decoded(self._arguments, body, parts, converter)  # type: ignore[no-any-return]
-
-    def _arguments(self, body: Bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
             raw, raw_named = self._lists.decode(body)
         except msgspec.ValidationError as error:
@@ -91,19 +86,19 @@ class Signature:
                 self._signature.bind(*raw, **raw_named)
             except TypeError as error:
                 raise msgspec.ValidationError(f"{self.name}{self._signature}: {error}") from None
-        names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order))]
-        values = tuple(self._value(name, value) for name, value in zip(names, raw, strict=True))
-        return values, {name: self._value(name, value) for name, value in raw_named.items()}
-
-    def _value(self, name: str, raw: msgspec.Raw) -> Any:
-        try:
-            return self._decoders.get(name, self._keywords).decode_raw(raw)
-        except (NotAValueError, CallRefusedError):
-            raise
-        except (msgspec.ValidationError, NotImplementedError) as error:
-            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
-        except BaseException as error:  # SystemExit, too: it is an argument that a type of the program refuses
-            raise msgspec.ValidationError(f"{self.name}(): {name!r}: {spell_error(error)}") from None
+        names = [*self._in_order[: len(raw)], *[self._rest] * max(0, len(raw) - len(self._in_order)), *raw_named]
+        values: list[Any] = []
+        for name, value in zip(names, (*raw, *raw_named.values()), strict=True):
+            try:
+                values.append(self._decoders.get(name, self._keywords).decode_raw(value))
+            except (NotAValueError, CallRefusedError):
+                raise
+            except (msgspec.ValidationError, NotImplementedError) as error:
+                raise msgspec.ValidationError(f"{self.name}(): {name!r}: {error}") from None
+            except BaseException as error:  # SystemExit, too: it is an argument that a type of the program refuses
+                raise msgspec.ValidationError(f"{self.name}(): {name!r}: {spell_error(error)}") from None
+        count = len(raw)
+        return tuple(values[:count]), dict(zip(raw_named, values[count:], strict=True))
 
 
 def _annotated(function: Callable[..., Any]) -> Any:

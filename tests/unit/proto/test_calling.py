@@ -10,10 +10,9 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
-from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import Ending
-from covey.proto.calling.fair_queue import FairQueue
 from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.proto.calling.turns import Deadlines, FairQueue
 from covey.wire import calls as wire
 
 NOTHING = wire.CallPayload()

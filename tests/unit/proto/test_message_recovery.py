@@ -179,7 +179,7 @@ class Story:
         if at is None:
             assert 1 - rank not in self.matchers[rank].ready
             return 0
-        buffers = self.matchers[rank].outgoing(1 - rank)
+        buffers = self.matchers[rank].link(1 - rank).outlet.buffers()
         total = sum(map(len, buffers))
         count, self.claimed[rank] = self.claimed[rank], 0
         if not count:
@@ -191,8 +191,8 @@ class Story:
             if not everything and self.rng.random() < 0.3:
                 self.claimed[rank] = count
                 return count
-        self.matchers[rank].sent(1 - rank, count)
-        assert (1 - rank in self.matchers[rank].ready) == bool(self.matchers[rank].outgoing(1 - rank))
+        self.matchers[rank].link(1 - rank).outlet.advance(count)
+        assert (1 - rank in self.matchers[rank].ready) == bool(self.matchers[rank].link(1 - rank).outlet.buffers())
         return count
 
     def pull(self, rank: int, *, everything: bool = False) -> int:
@@ -200,14 +200,14 @@ class Story:
         if at is None:
             return 0
         pipe = self.connections[at].pipes[1 - rank]
-        for buffer in self.matchers[rank].incoming(1 - rank):
+        for buffer in self.matchers[rank].link(1 - rank).inlet.buffers():
             step = min(len(pipe), len(buffer) if everything else self.rng.randint(0, len(buffer)))
             buffer[:step] = pipe[:step]
             del pipe[:step]
             count += step
             if step < len(buffer):
                 break
-        self.matchers[rank].received(1 - rank, count)
+        self.matchers[rank].link(1 - rank).inlet.advance(count)
         return count
 
     def settle(self) -> None:
@@ -275,7 +275,7 @@ class Story:
 
 
 def outlet(matcher: Matcher, peer: int) -> Outlet:
-    return matcher._link(peer).outlet
+    return matcher.link(peer).outlet
 
 
 def test_every_message_arrives_once_and_in_order_however_often_the_connection_breaks() -> None:
@@ -532,15 +532,15 @@ def move(matchers: list[Matcher]) -> None:
         moved = 0
         for matcher in matchers:
             peer = 1 - matcher.rank
-            data = b"".join(matcher.outgoing(peer))
-            matcher.sent(peer, len(data))
+            data = b"".join(matcher.link(peer).outlet.buffers())
+            matcher.link(peer).outlet.advance(len(data))
             moved += len(data)
             while data:
-                buffer = matchers[peer].incoming(matcher.rank)[0]
+                buffer = matchers[peer].link(matcher.rank).inlet.buffers()[0]
                 step = min(len(buffer), len(data))
                 buffer[:step] = data[:step]
                 data = data[step:]
-                matchers[peer].received(matcher.rank, step)
+                matchers[peer].link(matcher.rank).inlet.advance(step)
 
 
 def start_send(matcher: Matcher, data: bytes, tag: int = 0) -> Send:
@@ -552,8 +552,8 @@ def test_the_first_message_does_not_wait_for_the_other_end() -> None:
     matcher = Matcher(0, 2, MessageSizes(EAGER, CREDIT))
     matcher.lane_opened(1)
     start_send(matcher, b"first")
-    matcher.sent(1, wire.FIXED_BYTES)  # RESUME
-    assert b"first" in b"".join(matcher.outgoing(1))
+    matcher.link(1).outlet.advance(wire.FIXED_BYTES)  # RESUME
+    assert b"first" in b"".join(matcher.link(1).outlet.buffers())
 
 
 @pytest.mark.parametrize("position", [0, 10**6], ids=["less than it acknowledged", "more than was sent"])
@@ -565,13 +565,13 @@ def test_a_peer_that_claims_to_have_what_it_cannot_have_breaks_the_protocol(posi
     move(pair)
     assert large in pair[0].completed
     start_send(pair[0], b"x")
-    pair[0].sent(1, sum(map(len, pair[0].outgoing(1))))
+    pair[0].link(1).outlet.advance(sum(map(len, pair[0].link(1).outlet.buffers())))
     pair[0].lane_ended(1)
     pair[0].lane_opened(1)
     resume = wire.encode(Header(wire.RESUME, payload_bytes=position))
-    pair[0].incoming(1)[0][:] = resume
-    with pytest.raises(RemoteProtocolError, match="rank 1"):
-        pair[0].received(1, len(resume))
+    pair[0].link(1).inlet.buffers()[0][:] = resume
+    with pytest.raises(RemoteProtocolError, match="bytes have arrived there"):
+        pair[0].link(1).inlet.advance(len(resume))
 
 
 def test_a_peer_that_said_its_end_is_known_to_have_parted() -> None:
@@ -609,8 +609,8 @@ def test_nothing_of_a_lost_peer_is_kept() -> None:
     matcher.lane_opened(1)
     for _ in range(3):
         start_send(matcher, b"unread")
-    matcher.sent(1, wire.FIXED_BYTES)
-    matcher.sent(1, sum(map(len, matcher.outgoing(1))))
+    matcher.link(1).outlet.advance(wire.FIXED_BYTES)
+    matcher.link(1).outlet.advance(sum(map(len, matcher.link(1).outlet.buffers())))
     matcher.fail(1, PeerLostError("lost", rank=1))
     assert not outlet(matcher, 1)._unacknowledged
     assert not matcher.undelivered()

@@ -34,19 +34,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def give(data: bytes, to: Matcher) -> None:
     while data:
         count = 0
-        for buffer in to.incoming(1 - to.rank):
+        for buffer in to.link(1 - to.rank).inlet.buffers():
             step = min(len(buffer), len(data) - count)
             buffer[:step] = data[count : count + step]
             count += step
-        to.received(1 - to.rank, count)
+        to.link(1 - to.rank).inlet.advance(count)
         data = data[count:]
 
 
 def taken(matcher: Matcher) -> bytes:
     peer, data = 1 - matcher.rank, b""
     while peer in matcher.ready:
-        part = b"".join(matcher.outgoing(peer))
-        matcher.sent(peer, len(part))
+        part = b"".join(matcher.link(peer).outlet.buffers())
+        matcher.link(peer).outlet.advance(len(part))
         data += part
     return data
 

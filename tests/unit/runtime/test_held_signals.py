@@ -17,10 +17,10 @@ def test_ctrl_c_is_raised_after_the_section_and_wakes_it() -> None:
 
     def section() -> None:
         with HeldSignals(lambda: woken.append(1)) as held:
-            assert not held.has_come
+            assert not held.noted
             signal.raise_signal(signal.SIGINT)
             done.append("after the signal")
-            assert held.has_come
+            assert held.noted
 
     with pytest.raises(KeyboardInterrupt):
         section()
@@ -47,7 +47,7 @@ def test_a_signal_that_the_program_ignores_stays_ignored() -> None:
     try:
         with HeldSignals() as held:
             signal.raise_signal(signal.SIGINT)
-            assert not held.has_come
+            assert not held.noted
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -22,7 +22,7 @@ from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.lab.fuzz.call_targets import HandleDouble, PlainConverter
 from covey.wire import calls as wire
-from covey.wire.call_values import ANYTHING, PART_BYTES, ValueDecoder, pack
+from covey.wire.call_values import ANYTHING, PART_BYTES, ValueDecoder, decoded, pack
 from covey.wire.signatures import Signature
 
 CONVERTER = PlainConverter()
@@ -48,7 +48,7 @@ def there(value: Any, wanted: Any = Any) -> Any:
 def called(function: Any, *args: Any, **named: Any) -> Any:
     """Call a function with what arrives."""
     parts = [bytearray(part) for part in pack((args, named), CONVERTER)]
-    got, got_named = Signature(function, "function").arguments(parts[0], parts, CONVERTER)
+    got, got_named = decoded(Signature(function, "function").arguments, parts[0], parts, CONVERTER)
     return function(*got, **got_named)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec.msgpack import Ext
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.call_values import ANYTHING, Reference, pack
+from covey.wire.call_values import ANYTHING, Reference, decoded, pack
 from covey.wire.signatures import Signature
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ _CONVERTER: Final = PlainConverter()
 def read_arguments(data: bytes) -> None:
     """Decode the arguments of a call."""
     try:
-        _SIGNATURE.arguments(data, [data, bytearray(PART)], _CONVERTER)
+        decoded(_SIGNATURE.arguments, data, [data, bytearray(PART)], _CONVERTER)
     except RemoteProtocolError as error:  # a node cuts the caller off
         if "of the program's own" in str(error):
             raise AssertionError("what a type of the program raises is taken for a breach of the protocol") from error

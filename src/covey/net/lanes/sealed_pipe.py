@@ -114,6 +114,24 @@ class SealedPipe:
             raise ConnectionResetError("the stream ended in the middle of a record")
         return bool(taken)
 
+    def receive_one(self, into: memoryview) -> int | None:
+        """Read what has arrived, and open it into the start of `into`, if it is one whole record that fits.
+
+        Return its length, 0 at the end of the stream; None if it is anything else, or something was buffered before.
+        The errors are those of `fill` and `open`.
+        """
+        if self._head != self._tail:
+            return None
+        self._head, self._tail = 0, self.sock.recv_into(self._cipher_in)
+        if self._tail < OVERHEAD_BYTES:
+            return None if self._tail else 0
+        length = record_length(self._cipher_in, 0, self._limit)
+        if length > len(into) or length + OVERHEAD_BYTES != self._tail:
+            return None
+        self._opener.open(self._cipher_in[: self._tail], into[:length])
+        self._head = self._tail
+        return length
+
     def ready(self) -> int:
         """Return the plaintext length of the next record if all of it is here, else 0; ForgedError if it is invalid."""
         available = self._tail - self._head

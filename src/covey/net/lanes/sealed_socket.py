@@ -56,8 +56,18 @@ class SealedSocket(MessageSocket):
             BlockingIOError: the kernel has no room. Part of the bytes may have been sent: pass the same bytes again
                 when the descriptor is writable. More bytes may follow them.
         """
-        if not self._claimed:
+        if not self._claimed and len(buffers) > 1:
             self._claimed = self._seal(buffers)
+        return self.send(buffers[0])  # which seals nothing while there is something sealed
+
+    def send(self, data: Bytes) -> int:
+        """As `sendmsg([data])`."""
+        if not self._claimed:
+            piece = memoryview(data)[:RECORD_LIMIT]
+            if not piece:
+                return 0
+            self._pipe.seal(piece)
+            self._claimed = len(piece)
         if self._pipe.unsent:
             self._pipe.flush()
             if self._pipe.unsent:
@@ -102,6 +112,17 @@ class SealedSocket(MessageSocket):
             if not count:
                 raise ConnectionAbortedError(str(error)) from error
         return count, [], 0, None
+
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
+        """Receive as `recvmsg_into` does; return the number of bytes."""
+        if self._start == self._stop:
+            try:
+                count = self._pipe.receive_one(memoryview(buffer))
+            except ForgedError as error:
+                raise ConnectionAbortedError(str(error)) from error
+            if count is not None:
+                return count
+        return self.recvmsg_into([buffer])[0]
 
     def _take(self, buffer: memoryview) -> int:
         """Fill `buffer` from the records that have arrived whole; return how many bytes were written."""

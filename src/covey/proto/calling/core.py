@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from covey.proto.calling.effects import CallEffect, ReleaseObject
@@ -17,9 +18,10 @@ class Calling:
     """The calls that this node makes (`outgoing`) and serves (`incoming`). Peers are seats; one may be this node."""
 
     def __init__(self, *, handlers: int = HANDLERS, message_bytes: int = MESSAGE_BYTES) -> None:
-        self._effects: list[CallEffect] = []
-        self.outgoing = OutgoingCalls(self._effects)
-        self.incoming = IncomingCalls(self._effects, handlers=handlers, message_bytes=message_bytes)
+        self.waiting: deque[CallEffect] = deque()
+        """The effects that `effects` returns. A driver with several threads may take them from its left end instead."""
+        self.outgoing = OutgoingCalls(self.waiting)
+        self.incoming = IncomingCalls(self.waiting, handlers=handlers, message_bytes=message_bytes)
 
     def received(self, peer: int, message: wire.CallMessage, now: float) -> None:
         """Take a message of another node.
@@ -39,7 +41,7 @@ class Calling:
             case wire.StreamItem():
                 self.outgoing.item(peer, message)
             case wire.ReferenceRelease(target, references):
-                self._effects.append(ReleaseObject(peer, target, references))
+                self.waiting.append(ReleaseObject(peer, target, references))
 
     def fetched(self, peer: int, number: int, parts: Any, now: float, *, is_answer: bool) -> None:
         """Take the parts of a payload; None if they do not come."""
@@ -60,8 +62,8 @@ class Calling:
 
     def effects(self) -> Sequence[CallEffect]:
         """Return the effects to perform, in order, and clear them."""
-        effects = self._effects[:]
-        self._effects.clear()
+        effects = list(self.waiting)
+        self.waiting.clear()
         return effects
 
     def next_deadline(self) -> float:

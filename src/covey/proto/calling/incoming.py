@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import (
     CallEffect,
     CloseStream,
@@ -29,10 +28,12 @@ from covey.proto.calling.effects import (
     StepStream,
     StopHandler,
 )
-from covey.proto.calling.fair_queue import FairQueue
-from covey.proto.calling.handler_shares import HandlerShares
 from covey.proto.calling.outgoing import CALLS_LIMIT
+from covey.proto.calling.turns import Deadlines, FairQueue, HandlerShares
 from covey.wire import calls as wire
+
+if TYPE_CHECKING:
+    from collections import deque
 
 HANDLERS: Final = 64
 """Functions that run at the same time on one node."""
@@ -87,7 +88,7 @@ class IncomingCalls:
 
     def __init__(
         self,
-        effects: list[CallEffect],
+        effects: deque[CallEffect],
         *,
         handlers: int = HANDLERS,
         message_bytes: int = MESSAGE_BYTES,
@@ -151,7 +152,7 @@ class IncomingCalls:
         self._calls[peer, request.number] = served
         self._open_from[peer] = self._open_from.get(peer, 0) + 1
         self.deadlines.add((peer, request.number), deadline)
-        total = request.payload.total_bytes
+        total = sum(request.payload.sizes or map(len, request.payload.inline))
         if self._is_closing:
             self._fail(served, wire.CLOSING, "the node that was called is leaving")
         elif total > self._message_bytes:
@@ -160,9 +161,12 @@ class IncomingCalls:
         elif request.payload.sizes:
             served.state = _CallState.WAITS_FOR_MEMORY
             self._for_memory.push(peer, served)
-        else:
+            self._proceed()
+        elif self._for_handler.lines or not self._handlers.take(peer):
             self._queue(served)
-        self._proceed()
+            self._proceed()
+        else:
+            self._begin(served)
 
     def cancelled(self, peer: int, number: int, now: float) -> None:
         """Cancel a call for its caller; if it was answered meanwhile, nothing happens."""
@@ -231,13 +235,14 @@ class IncomingCalls:
         served = self._stop_running(peer, number)
         if served is None:
             return
-        if served.is_answered:
-            self._forget(served)
-        else:
+        if not served.is_answered:
             if answer is None:
                 answer = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
-            self._answer(served, answer, parts)
-        self._proceed()
+            self._effects.append(SendMessage(peer, answer, parts))
+            self._note_answer(served)
+        self._forget(served)
+        if self._for_memory.lines or self._for_handler.lines or self._answered.lines:
+            self._proceed()
 
     def tick(self, now: float) -> None:
         """Fail the calls whose deadline has passed, and note functions that do not return."""
@@ -284,24 +289,26 @@ class IncomingCalls:
             served.held_bytes = served.request.payload.total_bytes
             self._held_bytes += served.held_bytes
             self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
-        while (served := self._answered.pop(lambda peer, _: self._left_over.may_take(peer))) is not None:
-            self._left_over.take(served.peer)
+        while (served := self._answered.pop(lambda peer, _: self._left_over.take(peer))) is not None:
             if served.state is _CallState.RUNNING:
                 self._free_handler(served)
             else:
                 self._effects.append(CloseStream(served.peer, served.number))
             served.state = _CallState.LEFT_OVER
-        while (served := self._for_handler.pop(lambda peer, _: self._handlers.may_take(peer))) is not None:
-            served.state = _CallState.RUNNING
-            self._handlers.take(served.peer)
-            if served.has_begun:
-                self._effects.append(StepStream(served.peer, served.number))
-            else:
-                served.has_begun = True
-                parts, served.parts = served.parts, None
-                self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
+        while (served := self._for_handler.pop(lambda peer, _: self._handlers.take(peer))) is not None:
+            self._begin(served)
         if self._stuck and self._refuse_hopeless():
             self._proceed()
+
+    def _begin(self, served: _Served) -> None:
+        """Let a call use the handler that its peer has taken: to begin, or, as a stream, to go on."""
+        served.state = _CallState.RUNNING
+        if served.has_begun:
+            self._effects.append(StepStream(served.peer, served.number))
+        else:
+            served.has_begun = True
+            parts, served.parts = served.parts, None
+            self._effects.append(RunHandler(served.peer, served.number, served.request, served.deadline, parts))
 
     def _refuse_hopeless(self) -> bool:
         """Refuse the calls that can get a handler only when a stuck function returns; tell whether there were any."""
@@ -339,14 +346,16 @@ class IncomingCalls:
             return None
         if served.state is _CallState.LEFT_OVER:
             self._left_over.give_back(peer)
-        else:
-            if served.is_answered:
-                self._answered.remove(peer, served)
+        elif served.is_answered:
+            self._answered.remove(peer, served)
             self._free_handler(served)
+        else:
+            self._handlers.give_back(peer)
         served.state = _CallState.DONE
         return served
 
     def _free_handler(self, served: _Served) -> None:
+        """Take the handler of a call that was answered; it has had GRACE_SECONDS at most since then, or is stuck."""
         self._handlers.give_back(served.peer)
         self.deadlines.discard((served.peer, served.number))
         if served.is_stuck:
@@ -365,11 +374,7 @@ class IncomingCalls:
     def _end(self, served: _Served) -> None:
         """Note that a call needs no answer any more, and stop what is under way for it."""
         peer, number, sizes = served.peer, served.number, served.request.payload.sizes
-        served.is_answered = True
-        self.deadlines.discard((peer, number))
-        self._open_from[peer] -= 1
-        if not self._open_from[peer]:
-            del self._open_from[peer]
+        self._note_answer(served)
         match served.state:
             case _CallState.FETCHING:
                 return  # until the parts are here
@@ -388,6 +393,13 @@ class IncomingCalls:
         if sizes and served.state in (_CallState.NEW, _CallState.WAITS_FOR_MEMORY):
             self._effects.append(RefuseParts(peer, number, sizes, is_answer=False))
         self._forget(served)
+
+    def _note_answer(self, served: _Served) -> None:
+        served.is_answered = True
+        self.deadlines.discard((served.peer, served.number))
+        self._open_from[served.peer] -= 1
+        if not self._open_from[served.peer]:
+            del self._open_from[served.peer]
 
     def _forget(self, served: _Served) -> None:
         del self._calls[served.peer, served.number]

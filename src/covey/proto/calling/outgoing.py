@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.calling.deadlines import Deadlines
 from covey.proto.calling.effects import CallEffect, Conclude, DeliverItem, Ending, FetchParts, RefuseParts, SendMessage
+from covey.proto.calling.turns import Deadlines
 from covey.wire import calls as wire
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Iterator
 
 CALLS_LIMIT: Final = 256
@@ -44,7 +45,7 @@ class _Made:
 class OutgoingCalls:
     """The calls of this node to all others."""
 
-    def __init__(self, effects: list[CallEffect]) -> None:
+    def __init__(self, effects: deque[CallEffect]) -> None:
         self._effects = effects
         self._numbers: dict[int, int] = {}
         """By peer: the number of the last request."""
@@ -198,4 +199,5 @@ class OutgoingCalls:
         self._open_to[made.peer] -= 1
         if not self._open_to[made.peer]:
             del self._open_to[made.peer]
-        self._send_waiting(made.peer, now)
+        if made.peer in self._waiting:
+            self._send_waiting(made.peer, now)

@@ -1,14 +1,16 @@
-"""The functions that other nodes may call: registered by name, or methods of exported objects."""
+"""The functions that other nodes may call, by name or as methods of exported objects, and how their failures travel."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
-from covey.base.text import printable
+from covey.base.text import printable, spell_error
+from covey.wire import calls as wire
 from covey.wire.calls import NAME_LIMIT
 from covey.wire.signatures import Signature
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 SHORT_SECONDS: Final = 0.0002
 """A function that takes less time on average is short. Waking a thread takes about half as long."""
+_TEXT_LIMIT: Final = 4000
+_LINE_LIMIT: Final = 300
+"""Characters of the text of an exception, and of a line of its traceback."""
 _FIRST_RUNS: Final = 8
 """How often a function runs before it may count as short."""
 
@@ -25,20 +30,18 @@ _FIRST_RUNS: Final = 8
 class CallPace:
     """How long a function takes, by its last runs. Threads may lose a run of another one; that does no harm."""
 
-    __slots__ = ("_average", "_runs")
+    __slots__ = ("_average", "_runs", "is_short")
 
     def __init__(self) -> None:
         self._average, self._runs = 0.0, 0
+        self.is_short = False
+        """Whether the function usually ends before another thread could have been woken to run it."""
 
     def took(self, seconds: float) -> None:
         """Note a run."""
         self._average += (seconds - self._average) / 8  # so one run of a second takes 50 short ones to be forgotten
         self._runs += 1
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the function usually ends before another thread could have been woken to run it."""
-        return self._runs >= _FIRST_RUNS and self._average < SHORT_SECONDS
+        self.is_short = self._runs >= _FIRST_RUNS and self._average < SHORT_SECONDS
 
 
 class CallableFunction(NamedTuple):
@@ -69,7 +72,8 @@ class FunctionRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._functions: dict[str, CallableFunction] = {}
+        self.by_name: dict[str, CallableFunction] = {}
+        """Read it on any thread; only the methods change it."""
 
     def register(self, name: str, function: Any) -> None:
         """Let other nodes call a function.
@@ -83,30 +87,79 @@ class FunctionRegistry:
             )
         described = callable_function(name, function)
         with self._lock:
-            if name in self._functions:
+            if name in self.by_name:
                 raise ConfigError(f"{name!r} is registered already; unregister it first")
-            self._functions[name] = described
+            self.by_name[name] = described
 
     def unregister(self, name: str) -> None:
         """Let other nodes no longer call a function; calls that have begun go on."""
         with self._lock:
-            if self._functions.pop(name, None) is None:
+            if self.by_name.pop(name, None) is None:
                 raise ConfigError(self.unknown(name))
-
-    def get(self, name: str) -> CallableFunction | None:
-        """Return the function of a name, if there is one."""
-        return self._functions.get(name)
 
     def name_of(self, function: Any) -> str:
         """Return the name under which a function is registered here; ConfigError if it is not."""
-        for name, described in list(self._functions.items()):
+        for name, described in list(self.by_name.items()):
             if described.function == function:
                 return name
         raise ConfigError(f"{printable(repr(function), 100)} is not registered here; pass the name of a function")
 
     def unknown(self, name: str) -> str:
         """Return what to tell a caller about a name without a function."""
-        names = list(self._functions)
+        names = list(self.by_name)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "" if names else "; no function is registered there"
         return f"no function {printable(name, 100)!r} is registered{hint}"
+
+
+# How the failures of functions travel
+
+
+class UnservedError(Exception):
+    """A call has no result, for this reason: `kind` is one of those of `wire.calls`."""
+
+    def __init__(self, kind: int, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def failure_of(number: int, error: BaseException) -> wire.CallFailure:
+    """Return the failure that tells a caller what was raised instead of a result, whatever it is."""
+    if isinstance(error, UnservedError):
+        return wire.CallFailure(number, error.kind, "", str(error))
+    try:
+        return _raised(number, error)
+    except BaseException:  # the exception's own code raises: `__str__`, a metaclass, a line of the source that is gone
+        return wire.CallFailure(number, wire.RAISED, type(error).__name__, spell_error(error))
+
+
+def _raised(number: int, error: BaseException) -> wire.CallFailure:
+    """Return the failure for an exception of a function, without the frames of covey."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename) and trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = [
+        printable(line, _LINE_LIMIT)
+        for text in traceback.format_exception(type(error), error, trace)
+        for line in text.splitlines()
+    ]
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return wire.CallFailure(
+        number, wire.RAISED, name[:200], printable(str(error), _TEXT_LIMIT), tuple(lines[-wire.LINES_LIMIT :])
+    )
+
+
+_OURS: Final = __file__.rpartition("calls")[0] + "calls"
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(_OURS)
+
+
+def too_large(number: int, what: str, size: int, limit: int) -> wire.CallFailure:
+    """Return the failure that tells a caller that what its function made is too large."""
+    text = f"{what} has {size} bytes, and a call may carry {limit}; send it in pieces, or set COVEY_CALL_BYTES"
+    return wire.CallFailure(number, wire.TOO_LARGE, "", text)

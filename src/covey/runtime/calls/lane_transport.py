@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.calling.tags import ANSWER_PARTS, CALL_TAG
+from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime import loop as control
 from covey.runtime.calls.lanes import CallLanes
 
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
+    from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.fault import Fault
-    from covey.runtime.members.node import Node
+    from covey.runtime.held_signals import HeldSignals
     from covey.runtime.work import Work
 
 WAY_SECONDS: Final = 0.01
@@ -40,7 +42,7 @@ PART_SECONDS: Final = 3.0
 class LaneTransport:
     """Carries the calls of one node over lanes for messages: sealed, and resumed when a connection breaks."""
 
-    def __init__(self, node: Node, listener: CallListener) -> None:
+    def __init__(self, node: CallingNode, listener: CallListener) -> None:
         """Report to `listener` from now on. Another node that opens a lane is answered, whatever the program does."""
         self._node, self.listener = node, listener
         self._small = CallLanes(node, "calls", self, spins=True)
@@ -59,12 +61,14 @@ class LaneTransport:
         """This node."""
         return self._node.seat
 
-    def send(self, peer: Seat, data: bytes) -> None:
-        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
-        try:
-            self._small.messenger(peer).tell(data, peer, CALL_TAG)
-        except ClosedError:
-            return
+    def send(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""
+        messenger = self._small.used_messenger
+        if messenger is None:
+            with contextlib.suppress(ClosedError):
+                self._small.messenger().flush(messages)
+        else:
+            messenger.flush(messages)
 
     def note_small_call(self) -> None:
         """Let parts of payloads give way for a moment."""
@@ -76,7 +80,7 @@ class LaneTransport:
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
         with contextlib.suppress(ClosedError):
-            messenger = self._large.messenger(peer)
+            messenger = self._large.messenger()
             for part in parts:
                 work = messenger.push(memoryview(part), peer, tag)
                 if tag & ANSWER_PARTS:
@@ -96,16 +100,11 @@ class LaneTransport:
                 if now >= min(until, quiet_until):
                     return
 
-    def flush(self) -> None:
-        """Give the kernel the messages that were queued."""
-        if (messenger := self._small.used_messenger) is not None:
-            messenger.flush()
-
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Receive the parts of a payload; see `CallTransport.fetch_parts`."""
         try:
             parts = [np.empty(size, np.uint8) for size in sizes]
-            messenger = self._large.messenger(peer)
+            messenger = self._large.messenger()
         except MemoryError:
             self.refuse_parts(peer, tag, len(sizes))
             then(None)
@@ -128,33 +127,44 @@ class LaneTransport:
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
         """Let the peer know that the parts of a payload are not wanted."""
         with contextlib.suppress(ClosedError):
-            messenger = self._large.messenger(peer)
+            messenger = self._large.messenger()
             for _ in range(count):
                 messenger.pull(peer, tag, memoryview(bytearray()))
 
     def drive(self, work: Work[Any], deadline: float | None) -> None:
         """Wait for a call, and receive messages meanwhile."""
         try:
-            messenger = self._small.messenger(self.seat)
+            messenger = self._small.messenger()
         except ClosedError:
             work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
         else:
             messenger.drive(work, deadline)
 
+    def drive_once(self, work: Work[Any], held: HeldSignals) -> None:
+        """Receive messages until a call has ended, unless another thread does so, or a signal comes."""
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.driving.drive_once(messenger, work, None, held)
+
+    def wake_poll(self) -> None:
+        """End a wait of the calling thread in `drive_once`."""
+        if (messenger := self._small.used_messenger) is not None:
+            messenger.driving.wake_poll()
+
     def work_ended(self) -> None:
         """Wake the thread that waits for a call, if it receives messages meanwhile."""
-        if (messenger := self._small.used_messenger) is not None:
-            messenger.work_ended()
+        messenger = self._small.used_messenger
+        if messenger is not None and messenger.driving.driver != threading.get_ident():
+            messenger.driving.works_ended()
 
     def attend(self) -> None:
         """Expect messages that no thread waits for."""
         if (messenger := self._small.used_messenger) is not None:
-            messenger.attend()
+            messenger.driving.attend()
 
     def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
-        """Run a short job on this thread; see `ListeningMessenger.run_soon`."""
+        """Run a short job on this thread; see `SharedDriving.take_job`."""
         messenger = self._small.used_messenger
-        return messenger is not None and messenger.run_soon(job, elsewhere)
+        return messenger is not None and messenger.driving.take_job(messenger, job, elsewhere)
 
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
         """Return the error of a call to a lost peer."""
@@ -168,7 +178,7 @@ class LaneTransport:
         """Have nothing more to do with a peer that broke the protocol."""
         with contextlib.suppress(ClosedError):
             for lanes in (self._small, self._large):
-                lanes.messenger(peer).part_with(peer, error)
+                lanes.messenger().part_with(peer, error)
 
     def shut(self) -> None:
         """Deliver what was sent, within a few seconds, and free everything."""
@@ -178,9 +188,9 @@ class LaneTransport:
 
     # What the lanes report
 
-    def received(self, messages: list[tuple[int, bytes]]) -> None:
+    def received(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Pass on messages."""
-        self.listener.heard(cast("list[tuple[Seat, bytes]]", messages))
+        self.listener.heard(messages)
 
     def parted(self, name: str, peer: Seat) -> None:
         """Pass on that a peer is gone, once all that has arrived from it is delivered, on both kinds of lanes."""

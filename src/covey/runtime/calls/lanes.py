@@ -18,17 +18,19 @@ from covey.net.cores import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.members.urgency import Urgency
-from covey.runtime.messages.routing import MessageRouting
+from covey.runtime.messages.routing import MessageNode, MessageRouting
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
-    from covey.runtime.members.group_registry import GroupMessage
-    from covey.runtime.members.node import Node
+    from covey.runtime.members.generation_table import GenerationTable
+    from covey.runtime.members.group_registry import GroupMessage, GroupRegistry
+    from covey.runtime.members.peers import Peer
     from covey.runtime.messages.listening import ListeningMessenger
     from covey.runtime.messages.messenger import Messenger
 
@@ -36,10 +38,38 @@ FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
 
 
+class CallingNode(MessageNode, Protocol):
+    """What calls need of the node that makes and serves them (`members.node`)."""
+
+    @property
+    def seat(self) -> Seat: ...
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def config(self) -> GroupConfig: ...
+
+    @property
+    def peers(self) -> Mapping[Seat, Peer]: ...
+
+    @property
+    def groups(self) -> GroupRegistry: ...
+
+    @property
+    def generation(self) -> Generation | None: ...
+
+    @property
+    def generation_table(self) -> GenerationTable: ...
+
+
 class _Seats:
     """The seats of a run as the ranks of a group: each seat is its own rank, and new ones may come."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: CallingNode) -> None:
         self._node = node
 
     def __contains__(self, seat: object) -> bool:
@@ -65,7 +95,7 @@ class _Seats:
 class LaneListener(Protocol):
     """What the lanes of calls report; on any thread."""
 
-    def received(self, messages: list[tuple[int, bytes]]) -> None: ...
+    def received(self, messages: list[tuple[Seat, bytes]]) -> None: ...
 
     def parted(self, name: str, peer: Seat) -> None: ...
 
@@ -87,7 +117,7 @@ class _CallRouting(MessageRouting):
         from covey.runtime.messages.listening import ListeningMessenger  # most programs make no calls
 
         return functools.partial(
-            ListeningMessenger, tags=(CALL_TAG,), listener=self._listener.received, gives_way=self._gives_way
+            ListeningMessenger, tag=CALL_TAG, listener=self._listener.received, gives_way=self._gives_way
         )
 
     def _give_up(self, rank: int) -> None:
@@ -105,7 +135,7 @@ class CallLanes:
 
     def __init__(
         self,
-        node: Node,
+        node: CallingNode,
         name: str,
         listener: LaneListener,
         *,
@@ -120,28 +150,21 @@ class CallLanes:
         self.urgency = Urgency.CALLS if gives_way is None else Urgency.PARTS
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
-        self.node: Node | None = node
+        self.node: CallingNode | None = node
         self.config, self.rank = node.config, Rank(node.seat)
         self.members = self.roster = _Seats(node)
         self._descriptors: list[int] = []
         self._bell = Bell(self._descriptors)
         self.routing = _CallRouting(self, self._bell)
-        self._messenger: ListeningMessenger | None = None
+        self.used_messenger: ListeningMessenger | None = None
+        """The messenger, if it is used already."""
         node.groups.register(self.id, cast("Any", self))
 
-    def messenger(self, peer: Seat) -> ListeningMessenger:
-        """Return the messenger, which takes messages with `peer`; ClosedError once it is closed."""
-        messenger = self._messenger
-        if messenger is None or self.is_closed:
-            messenger = self._messenger = cast("ListeningMessenger", self.routing.messenger())
-        if peer >= messenger.size:
-            messenger.grow(peer + 1)
-        return messenger
-
-    @property
-    def used_messenger(self) -> ListeningMessenger | None:
-        """The messenger, if it is used already."""
-        return self._messenger
+    def messenger(self) -> ListeningMessenger:
+        """Return the messenger; ClosedError once it is closed."""
+        if self.used_messenger is None or self.is_closed:
+            self.used_messenger = cast("ListeningMessenger", self.routing.messenger())
+        return self.used_messenger
 
     def shut(self) -> None:
         """Deliver what was sent, and close all connections."""
@@ -214,7 +237,7 @@ class CallLanes:
 
     def peer_gone(self, peer: Seat, *, left: bool) -> None:
         """Report a lost node, once all that has arrived from it is read."""
-        if self._messenger is not None:
+        if self.used_messenger is not None:
             self.routing.peer_lost(Rank(peer))
         else:
             self.listener.parted(self.name, peer)
@@ -223,7 +246,7 @@ class CallLanes:
         """Use a lane that has opened."""
         if purpose != "messages" or self.is_closed:
             return False
-        self.messenger(peer)
+        self.messenger()
         return self.routing.lane_arrived(Rank(peer), lane)
 
     def end(self, fault: Fault) -> None:

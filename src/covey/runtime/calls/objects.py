@@ -1,4 +1,4 @@
-"""Exported objects, whose methods other nodes may call through handles.
+"""Exported objects, whose methods other nodes may call through handles, and the values that calls convert.
 
 An object is exported until its owner has dropped its own handle, and every node that got one has dropped it or left.
 """
@@ -6,19 +6,26 @@ An object is exported until its owner has dropped its own handle, and every node
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import types
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy as np
+
+from covey.base.dtypes import BFLOAT16
 from covey.base.errors import CallRefusedError, RemoteProtocolError
 from covey.runtime import loop as control
+from covey.runtime.buffers import as_array
 from covey.runtime.calls.functions import CallableFunction, callable_function
+from covey.wire.call_values import Reference
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.calls.work import CallWork
+    from covey.wire.call_values import Array
 
 
 class HandleOwner(Protocol):
@@ -188,3 +195,64 @@ class ExportedObjects:
     def _free(self, targets: list[int]) -> list[Any]:
         free = [target for target in targets if not +self._objects[target].holders]
         return [self._objects.pop(target) for target in free]
+
+
+class ValueConverter:
+    """Converts what msgspec does not know, for calls with one peer: tensors and handles."""
+
+    def __init__(self, node: HandleOwner, seat: Seat, peer: Seat, exported: ExportedObjects) -> None:
+        self._node, self._seat, self._peer, self._exported = node, seat, peer, exported
+
+    def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:
+        """Return an array over a tensor's memory and True, or a reference; None if the value is neither."""
+        if isinstance(value, Handle):
+            if value._owner == self._seat:
+                self._exported.hand_out(value._target, self._peer)
+                return Reference(True, value._target, value._type_name)
+            if value._owner == self._peer:
+                return Reference(False, value._target, value._type_name)
+            raise TypeError("a handle can be sent only by the node that exported the object, or back to that node")
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return as_array(value.detach()), True
+        return None
+
+    def tensor(self, array: Array) -> Any:
+        """Return a tensor over the memory of an array; the array itself where torch is not loaded."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return array
+        if array.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    def reference(self, reference: Reference) -> Any:
+        """Return a handle of the peer's object, or the object of this node."""
+        if reference.is_senders and self._peer != self._seat:
+            return Handle(self._node, self._peer, reference.number, reference.type_name)
+        value = self._exported.held(reference.number, self._peer)
+        if reference.is_senders:  # this node called itself, and has counted a handle that does not come to be
+            self._exported.drop(reference.number, self._seat)
+        return value
+
+    def as_type(self, wanted: Any, value: Any) -> Any:
+        """Return a value as a type that msgspec does not know."""
+        torch = sys.modules.get("torch")
+        if wanted is np.ndarray and torch is not None and isinstance(value, torch.Tensor):
+            return as_array(value)
+        if torch is not None and wanted is torch.Tensor and isinstance(value, np.ndarray):
+            return self.tensor(value)
+        if isinstance(value, wanted if isinstance(wanted, type) else ()):
+            return value
+        raise NotImplementedError(f"expected {wanted}, got {type(value).__name__}")
+
+
+class Converters(dict[Seat, ValueConverter]):
+    """By peer: what converts values of calls with it, made on first use."""
+
+    def __init__(self, owner: HandleOwner, seat: Seat, exported: ExportedObjects) -> None:
+        self._owner, self._seat, self._exported = owner, seat, exported
+
+    def __missing__(self, peer: Seat) -> ValueConverter:
+        converter = self[peer] = ValueConverter(self._owner, self._seat, peer, self._exported)
+        return converter

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.calls.functions import FunctionRegistry
+    from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.service import CallService
     from covey.runtime.fault import Fault
     from covey.runtime.members.node import Node
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class AwaitedCalls:
     """The calls of one node before the first one is made or comes: makes the service then. Any thread may call it."""
 
-    def __init__(self, node: Node, functions: FunctionRegistry | None = None) -> None:
+    def __init__(self, node: CallingNode, functions: FunctionRegistry | None = None) -> None:
         self._node, self._functions = node, functions
         self._making = threading.Lock()
         self._service: CallService | None = None

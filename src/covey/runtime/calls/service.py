@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import check_timeout
@@ -29,15 +28,11 @@ from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import Ending
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
-from covey.runtime.calls.functions import FunctionRegistry
-from covey.runtime.calls.made import MadeCall, MadeCalls
-from covey.runtime.calls.objects import ExportedObjects, Handle
-from covey.runtime.calls.outcomes import too_large
+from covey.runtime.calls.functions import FunctionRegistry, too_large
+from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
-from covey.runtime.calls.values import ValueConverter
-from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, StreamState
-from covey.runtime.counters import process
+from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
 from covey.runtime.held_signals import HeldSignals
 from covey.wire import calls as wire
 from covey.wire.call_values import ANYTHING, ValueDecoder, pack
@@ -53,6 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
+_ANSWERS: Final = (wire.CallResult, wire.CallFailure)
+
+ATTEND_EVERY: Final = 0.1
+"""While calls of other nodes come, the transport hears of it every so many seconds."""
 PERFORM_SECONDS: Final = 5.0
 """How long a node that leaves waits for a thread that sends an answer."""
 
@@ -79,28 +78,50 @@ class CallService:
         self._config, self._name = config, name
         self._core = Calling(handlers=config.call_handlers, message_bytes=config.call_bytes)
         self._lock = threading.Lock()
-        self._queue: deque[done.CallEffect] = deque()
         self._performing = threading.Lock()
+        """Held by the thread that performs effects, which the core keeps until then."""
+        self._outbox: list[tuple[Seat, bytes]] = []
+        """What that thread sends with its next system call."""
+        self._attend_at = 0.0
+        """When the transport is to hear again that calls of other nodes come."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._is_closed = False
         self._fault: Fault | None = None
         """Why the other nodes have nothing to do with this one any more, if they do not."""
         self.functions = FunctionRegistry() if functions is None else functions
-        self._converters: dict[Seat, ValueConverter] = {}
-        self._transport = Loopback(self, connect(self))
-        self.seat = self._transport.seat
+        others = connect(self)
+        self._loopback = Loopback(self, Seat(0) if others is None else others.seat)
+        self._transport: CallTransport = self._loopback if others is None else others
+        self.seat = self._loopback.seat
         self.exported = ExportedObjects(self.seat)
-        self.made = MadeCalls(self, self._transport, self._converter)
+        self._converters = Converters(self, self.seat, self.exported)
+        self.made = MadeCalls(self, self._transport_to, self._transport.work_ended)
         self._serving = Serving(
             self,
             self.functions,
             self.exported,
-            self._converter,
-            run_soon=self._transport.run_soon,
+            self._converters,
+            transport=self._transport,
             name=f"{name} calls",
             message_bytes=config.call_bytes,
         )
+        self._performers: dict[type[Any], Callable[[Any], None]] = {
+            done.SendMessage: self._send,
+            done.Conclude: self.made.conclude,
+            done.DeliverItem: self.made.deliver,
+            done.RunHandler: self._serving.run,
+            done.StepStream: self._serving.step,
+            done.StopHandler: self._serving.stop,
+            done.CloseStream: self._serving.close_stream,
+            done.FetchParts: self._fetch,
+            done.RefuseParts: self._refuse,
+            done.ReleaseObject: self._release,
+        }
+        """By effect of the core: what performs it."""
+
+    def _transport_to(self, peer: Seat) -> CallTransport:
+        return self._loopback if peer == self.seat else self._transport
 
     # Calls of this node
 
@@ -115,19 +136,38 @@ class CallService:
         timeout: float | None = None,
         target: int = 0,
         decoder: ValueDecoder = ANYTHING,
-        is_awaited: bool = False,
-    ) -> CallWork[Any]:
-        """Start a call; see `Node.call_async`. `rank` is what errors call the peer.
+    ) -> Any:
+        """Call a function and return its result; see `Node.call`. `rank` is what errors call the peer."""
+        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
+        work: CallWork[Any] = CallWork(made, self)
+        try:
+            with HeldSignals(self._transport.wake_poll) as held:  # Ctrl-C must not leave a message half sent
+                self._start(peer, name, parts, work, target=target, credit=0)
+                self._transport.drive_once(work, held)
+            return work.wait()
+        except BaseException:  # the call has failed, or the wait was interrupted
+            work.cancel()
+            work.forget_error()
+            raise
 
-        `is_awaited` says that the calling thread waits for it at once.
-        """
-        what = _description("call", name, rank)
-        work: CallWork[Any] = CallWork(what, self)
-        made = MadeCall(what, rank, self._seconds(timeout), decoder)
-        made.work = work
-        self._start(peer, name, args, named, made, target=target, credit=0)
-        if not is_awaited:
-            self._transport.attend()
+    def call_async(
+        self,
+        peer: Seat,
+        name: str,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        *,
+        rank: int,
+        timeout: float | None = None,
+        target: int = 0,
+        decoder: ValueDecoder = ANYTHING,
+    ) -> CallWork[Any]:
+        """Start a call; see `Node.call_async`."""
+        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
+        work: CallWork[Any] = CallWork(made, self)
+        with HeldSignals():
+            self._start(peer, name, parts, work, target=target, credit=0)
+        self._transport.attend()
         return work
 
     def stream(
@@ -142,54 +182,66 @@ class CallService:
         decoder: ValueDecoder = ANYTHING,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
-        made = MadeCall(_description("stream", name, rank), rank, self._seconds(timeout), decoder)
-        state = made.state = StreamState()
-        number = self._start(peer, name, args, named, made, target=0, credit=STREAM_CREDIT)
+        made, parts = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
+        state = StreamState(made)
+        with HeldSignals():
+            number = self._start(peer, name, parts, state, target=0, credit=STREAM_CREDIT)
         self._transport.attend()
         return CallStream(self, peer, number, state)
 
-    def _seconds(self, timeout: float | None) -> float:
-        return self._config.timeout if timeout is None else check_timeout(timeout)
+    def _prepared(
+        self,
+        kind: str,
+        peer: Seat,
+        name: str,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        rank: int,
+        timeout: float | None,
+        decoder: ValueDecoder,
+    ) -> tuple[MadeCall, list[Any]]:
+        """Return how a call is made, and the parts of its arguments; CallRefusedError if it cannot be made."""
+        converter = self._converters[peer]
+        seconds = self._config.timeout if timeout is None else check_timeout(timeout)
+        made = MadeCall(_description(kind, name, rank), rank, seconds, decoder, converter)
+        parts = pack((args, named), converter)
+        size = sum(map(len, parts))
+        if size > self._config.call_bytes:
+            text = too_large(1, "the list of arguments", size, self._config.call_bytes).text
+            raise CallRefusedError(f"{made.description}: {text}")
+        if not 0 < len(name) <= wire.NAME_LIMIT or not name.isprintable():
+            raise CallRefusedError(
+                f"{made.description}: a name has 1 to {wire.NAME_LIMIT} printable characters, and no lone surrogates"
+            )
+        return made, parts
 
     def _start(
         self,
         peer: Seat,
         name: str,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        made: MadeCall,
+        parts: list[Any],
+        call: CallWork[Any] | StreamState,
         *,
         target: int,
         credit: int,
     ) -> int:
-        parts = pack((args, named), self._converter(peer))
-        size = sum(map(len, parts))
-        if size > self._config.call_bytes:
-            raise CallRefusedError(
-                f"{made.description}: {too_large(1, 'the list of arguments', size, self._config.call_bytes).text}"
-            )
-        if not 0 < len(name) <= wire.NAME_LIMIT or not name.isprintable():
-            raise CallRefusedError(
-                f"{made.description}: a name has 1 to {wire.NAME_LIMIT} printable characters, and no lone surrogates"
-            )
-        payload, now = wire.payload_of(parts), time.monotonic()
+        """Make a call; return its number. Signals are held."""
+        made, payload, now = call.made, wire.payload_of(parts), time.monotonic()
         apart = parts if payload.sizes else None
         if apart is None:
             self._transport.note_small_call()
-        with HeldSignals():  # Ctrl-C must not leave a message half sent
-            with self._lock:
-                if self._is_closed:
-                    raise ClosedError(f"{made.description}: this node has left its run; join again")
-                if self._fault is not None and peer != self.seat:
-                    raise self.ending_error(made.description)
-                number = self._core.outgoing.call(
-                    peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
-                )
-                self.made.add(peer, number, made)
-                if made.work is not None:
-                    made.work.began(peer, number)
-                at = self._take_effects()
-            self._go_on(at)
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"{made.description}: this node has left its run; join again")
+            if self._fault is not None and peer != self.seat:
+                raise self.ending_error(made.description)
+            number = self._core.outgoing.call(
+                peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
+            )
+            self.made.calls[peer, number] = call
+            if isinstance(call, CallWork):
+                call.key = peer, number
+        self._perform()
         return number
 
     def cancel(self, peer: Seat, number: int) -> bool:
@@ -197,8 +249,7 @@ class CallService:
         with HeldSignals():
             with self._lock:
                 is_cancelled = self._core.outgoing.cancel(peer, number, Ending.CANCELLED)
-                at = self._take_effects()
-            self._go_on(at)
+            self._perform()
         return is_cancelled
 
     def taken(self, peer: Seat, number: int, items: int) -> None:
@@ -209,10 +260,6 @@ class CallService:
     def drive(self, work: Work[Any], deadline: float | None) -> None:
         """Wait for a call, and receive messages meanwhile."""
         self._transport.drive(work, deadline)
-
-    def work_ended(self) -> None:
-        """Wake the thread that waits for a call which has ended."""
-        self._transport.work_ended()
 
     def aside(self, job: Callable[[], None]) -> None:
         """Run a callback of the program where it holds nothing up."""
@@ -227,8 +274,8 @@ class CallService:
     def call_object(
         self, owner: Seat, target: int, method: str, args: tuple[Any, ...], named: dict[str, Any], timeout: float | None
     ) -> CallWork[Any]:
-        """Call a method of an exported object."""
-        return self.call(owner, method, args, named, rank=owner, timeout=timeout, target=target)
+        """Start to call a method of an exported object."""
+        return self.call_async(owner, method, args, named, rank=owner, timeout=timeout, target=target)
 
     def drop_handle(self, owner: Seat, target: int) -> None:
         """Note that a handle is gone. On the control loop."""
@@ -237,8 +284,7 @@ class CallService:
         if owner == self.seat:
             self._serving.let_go(self.exported.drop(target, owner))
         else:
-            self._transport.send(owner, wire.encode_call_message(wire.ReferenceRelease(target, 1)))
-            self._transport.flush()
+            self._transport.send([(owner, wire.encode_call_message(wire.ReferenceRelease(target, 1)))])
 
     # What the transport reports
 
@@ -251,13 +297,13 @@ class CallService:
                 try:
                     if peer not in broken:
                         message = wire.decode_call_message(data)
-                        are_answers = are_answers and isinstance(message, wire.CallResult | wire.CallFailure)
+                        are_answers = are_answers and isinstance(message, _ANSWERS)
                         self._core.received(peer, message, now)
                 except CoveyError as error:
                     broken[peer] = error
-            at = self._take_effects()
-        self._go_on(at)
-        if not are_answers:
+        self._perform()
+        if not are_answers and now >= self._attend_at:
+            self._attend_at = now + ATTEND_EVERY
             self._transport.attend()
         for peer, reason in broken.items():
             self.broke_protocol(peer, reason)
@@ -272,8 +318,7 @@ class CallService:
         with self._lock:
             self._fault = self._fault or fault
             self._core.outgoing.close(but=self.seat)
-            at = self._take_effects()
-        self._go_on(at)
+        self._perform()
 
     def ending_error(self, what: str) -> CoveyError:
         """Return the error of a call that ended because this node is not in the run any more."""
@@ -292,10 +337,8 @@ class CallService:
         """Wait until the answers of functions that have ended are delivered; see `CallTransport.deliver_answers`."""
         # What another thread performs may be such an answer; if it is this thread, it is in a callback of the program.
         if self._performing.acquire(timeout=PERFORM_SECONDS):
-            try:
-                self._perform_all()
-            finally:
-                self._performing.release()
+            self._performing.release()
+            self._perform()
         self._transport.deliver_answers()
 
     def drain(self) -> None:
@@ -313,9 +356,8 @@ class CallService:
             is_first, self._is_closed = not self._is_closed, True
             if is_first:
                 self._core.close()
-                at = self._take_effects()
         if is_first:
-            self._go_on(at)
+            self._perform()
             control.soon(self._set_timer)  # it refers to the node, which is to be freed before the last deadline
             self._transport.shut()
             self._serving.let_go(self.exported.clear())
@@ -325,14 +367,16 @@ class CallService:
         """Make the calls unusable: this process is a fork of the one that joined. Threads of it may have held locks."""
         self._lock, self._performing = threading.Lock(), threading.Lock()
         self._is_closed = True
-        self._queue.clear()
+        self._core.waiting.clear()
         self.made.forked()
 
     # What serving reports
 
     def finished(self, peer: Seat, number: int, answer: wire.CallResult | wire.CallFailure | None, parts: Any) -> None:
         """Answer a call whose function has ended."""
-        self._tell(self._core.incoming.finished, peer, number, answer, parts)
+        with self._lock:
+            self._core.incoming.finished(peer, number, answer, parts)
+        self._perform()
 
     def yielded(self, peer: Seat, number: int, payload: wire.CallPayload, parts: Any) -> None:
         """Send an item of a stream."""
@@ -342,32 +386,35 @@ class CallService:
 
     def _tell(self, report: Callable[..., None], *args: Any) -> None:
         """Pass something to the core, and perform what follows."""
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 report(*args)
-            finally:
-                at = self._take_effects()
-        self._go_on(at)
+        finally:
+            self._perform()
 
-    def _take_effects(self) -> float:
-        """Queue the effects of the core, with the lock; return its next deadline."""
-        self._queue.extend(self._core.effects())
-        return self._core.next_deadline()
+    def _perform(self) -> None:
+        """Perform the effects of the core in order, unless another thread does; set the timer if it has to be earlier.
 
-    def _go_on(self, next_deadline: float) -> None:
-        if next_deadline < self._timer_at:
-            self._timer_at = next_deadline  # so that one thread sets the timer
+        None of them blocks. What they send travels together, after the last one.
+        """
+        core = self._core
+        at = min(core.outgoing.deadlines.not_before, core.incoming.deadlines.not_before)
+        if at < self._timer_at:
+            self._timer_at = at  # so that one thread sets the timer
             control.soon(self._set_timer)
-        while self._queue and self._performing.acquire(blocking=False):
+        while core.waiting and self._performing.acquire(blocking=False):
             try:
-                self._perform_all()
+                while core.waiting:
+                    effect = core.waiting.popleft()
+                    try:
+                        self._performers[type(effect)](effect)
+                    except BaseException:  # a fault of covey must not end the thread that performs those of all calls
+                        logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
+                if self._outbox:
+                    outbox, self._outbox = self._outbox, []
+                    self._transport.send(outbox)
             finally:
                 self._performing.release()
-
-    def _perform_all(self) -> None:
-        while self._queue:
-            self._perform_safely(self._queue.popleft())
-        self._transport.flush()
 
     def _set_timer(self) -> None:
         """Call the core at its next deadline, until the calls are closed. On the control loop."""
@@ -384,47 +431,26 @@ class CallService:
         self._timer = None
         self._tell(self._core.tick, time.monotonic())
 
-    def _perform_safely(self, effect: done.CallEffect) -> None:
-        try:
-            self._perform(effect)
-        except BaseException:  # a fault of covey must not end the thread that performs the effects of all calls
-            logger.exception("%s: an effect of a call failed: %s", self._name, type(effect).__name__)
-
-    def _perform(self, effect: done.CallEffect) -> None:
-        match effect:
-            case done.SendMessage(peer, message, parts):
-                self._send(Seat(peer), message, parts)
-            case done.Conclude():
-                self.made.conclude(effect)
-            case done.DeliverItem():
-                self.made.deliver(effect)
-            case done.RunHandler():
-                process.calls_served += 1
-                if effect.parts is None:
-                    self._transport.note_small_call()
-                self._serving.run(effect)
-            case done.StepStream(peer, number):
-                self._serving.step(Seat(peer), number)
-            case done.StopHandler(peer, number):
-                self._serving.stop(Seat(peer), number)
-            case done.CloseStream(peer, number):
-                self._serving.close_stream(Seat(peer), number)
-            case done.FetchParts(peer, number, sizes, is_answer):
-                tag = parts_tag(number, is_answer=is_answer)
-                report = functools.partial(self._fetched, peer, number, is_answer)
-                self._transport.fetch_parts(Seat(peer), tag, sizes, report)
-            case done.RefuseParts(peer, number, sizes, is_answer):
-                tag = parts_tag(number, is_answer=is_answer)
-                self._transport.refuse_parts(Seat(peer), tag, len(sizes))
-            case done.ReleaseObject(peer, target, references):
-                self._release(Seat(peer), target, references)
-
-    def _send(self, peer: Seat, message: wire.CallMessage, parts: list[Any] | None) -> None:
-        if parts is not None:
+    def _send(self, effect: done.SendMessage) -> None:
+        peer, message = Seat(effect.peer), effect.message
+        if effect.parts is not None:
             assert isinstance(message, wire.CallRequest | wire.CallResult | wire.StreamItem)
             tag = parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
-            self._transport.send_parts(peer, tag, parts)
-        self._transport.send(peer, wire.encode_call_message(message))
+            self._transport_to(peer).send_parts(peer, tag, effect.parts)
+        if peer == self.seat:
+            self._loopback.send([(peer, wire.encode_call_message(message))])
+        else:
+            self._outbox.append((peer, wire.encode_call_message(message)))
+
+    def _fetch(self, effect: done.FetchParts) -> None:
+        peer, number, sizes, is_answer = effect
+        then = functools.partial(self._fetched, peer, number, is_answer)
+        tag = parts_tag(number, is_answer=is_answer)
+        self._transport_to(Seat(peer)).fetch_parts(Seat(peer), tag, sizes, then)
+
+    def _refuse(self, effect: done.RefuseParts) -> None:
+        peer, tag = Seat(effect.peer), parts_tag(effect.number, is_answer=effect.is_answer)
+        self._transport_to(peer).refuse_parts(peer, tag, len(effect.sizes))
 
     def _fetched(self, peer: int, number: int, is_answer: bool, parts: list[Any] | BaseException | None) -> None:
         if isinstance(parts, BaseException):
@@ -434,14 +460,8 @@ class CallService:
         report = functools.partial(self._core.fetched, is_answer=is_answer)
         self._tell(report, peer, number, parts, time.monotonic())
 
-    def _release(self, peer: Seat, target: int, references: int) -> None:
+    def _release(self, effect: done.ReleaseObject) -> None:
         try:
-            self._serving.let_go(self.exported.drop(target, peer, references))
+            self._serving.let_go(self.exported.drop(effect.target, Seat(effect.peer), effect.references))
         except RemoteProtocolError as error:
-            self.broke_protocol(peer, error)
-
-    def _converter(self, peer: Seat) -> ValueConverter:
-        converter = self._converters.get(peer)
-        if converter is None:
-            converter = self._converters[peer] = ValueConverter(self, self.seat, peer, self.exported)
-        return converter
+            self.broke_protocol(Seat(effect.peer), error)

@@ -16,25 +16,26 @@ import contextvars
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import spell_error
 from covey.runtime.calls.caller import Caller, current_caller
+from covey.runtime.calls.functions import UnservedError, failure_of, too_large
 from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
-from covey.runtime.calls.outcomes import UnservedError, failure_of, too_large
+from covey.runtime.counters import process
 from covey.wire import calls as wire
-from covey.wire.call_values import pack
+from covey.wire.call_values import decoded, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from covey.base.errors import CoveyError
-    from covey.proto.calling.effects import RunHandler
+    from covey.proto.calling.effects import CloseStream, RunHandler, StepStream, StopHandler
     from covey.runtime.calls.functions import CallableFunction, FunctionRegistry
-    from covey.runtime.calls.objects import ExportedObjects
-    from covey.runtime.calls.values import ValueConverter
+    from covey.runtime.calls.objects import ExportedObjects, ValueConverter
+    from covey.runtime.calls.transport import CallTransport
 
 logger = logging.getLogger("covey")
 
@@ -55,23 +56,12 @@ class ServedCalls(Protocol):
         """Have nothing more to do with a peer."""
 
 
-class _CallEnd(NamedTuple):
-    """The call is over; without an answer, because it was stopped, or its stream is closed."""
-
-    answer: wire.CallResult | wire.CallFailure | None
-    parts: Any = None
-
-
-class _StreamItem(NamedTuple):
-    """The stream has made an item."""
-
-    payload: wire.CallPayload
-    parts: Any
-
-
-_Outcome: TypeAlias = _CallEnd | _StreamItem | None
-"""What a piece has come to; None: another piece goes on, and reports."""
-_STOPPED: Final = _CallEnd(None)
+_Outcome: TypeAlias = "tuple[wire.CallResult | wire.CallFailure | wire.StreamItem | None, Any] | None"
+"""What a piece has come to: an answer or an item, and its parts if they travel apart; no answer, because the call was
+stopped, or its stream is closed. None: another piece goes on, and reports."""
+_STOPPED: Final = (None, None)
+_UNENDED: Final = (None, "unended")
+"""What a piece has come to if there is not even memory for a failure."""
 
 
 class _Serving:
@@ -79,6 +69,7 @@ class _Serving:
 
     def __init__(self, peer: Seat, request: wire.CallRequest, deadline: float, converter: ValueConverter) -> None:
         self.peer, self.number, self.converter = peer, request.number, converter
+        self.key = peer, request.number
         self.caller = Caller(peer, request.name, deadline)
         self.wants_stream, self.is_large = bool(request.credit), bool(request.payload.sizes)
         self.function: CallableFunction | None = None
@@ -88,12 +79,10 @@ class _Serving:
         self.context.run(current_caller.set, self.caller)
         self.breach: RemoteProtocolError | None = None
         """What no correct node sends, if the arguments were that."""
-        self.unended = wire.CallFailure(self.number, wire.NO_RESULT, "", "the function ended, and its end was lost")
-        """The answer if there is no memory to make another one."""
 
-    @property
-    def key(self) -> tuple[Seat, int]:
-        return self.peer, self.number
+    def unended(self) -> wire.CallFailure:
+        """Return the answer if no other one could be made."""
+        return wire.CallFailure(self.number, wire.NO_RESULT, "", "the function ended, and its end was lost")
 
 
 class Serving:
@@ -104,16 +93,17 @@ class Serving:
         calls: ServedCalls,
         functions: FunctionRegistry,
         exported: ExportedObjects,
-        converter_for: Callable[[Seat], ValueConverter],
+        converters: Mapping[Seat, ValueConverter],
         *,
-        run_soon: Callable[[Callable[[], None], Callable[[], None]], bool],
+        transport: CallTransport,
         name: str,
         message_bytes: int,
     ) -> None:
-        """For `run_soon`, see `CallTransport`."""
-        self._run_soon = run_soon
+        """`converters` has one for each peer that is asked for; `transport` runs short functions."""
+        self._run_soon, self._note_small_call = transport.run_soon, transport.note_small_call
+        self._converters = converters
         self._calls, self._functions, self._exported = calls, functions, exported
-        self._converter_for, self._message_bytes = converter_for, message_bytes
+        self._message_bytes = message_bytes
         self._threads, self._loop = HandlerThreads(f"{name} handler"), HandlerLoop(name)
         self._aside = HandlerThreads(f"{name} callbacks", ASIDE_THREADS)
         self._under_way: dict[tuple[Seat, int], _Serving] = {}
@@ -123,37 +113,55 @@ class Serving:
     def run(self, effect: RunHandler) -> None:
         """Run the function of a call."""
         peer, request = Seat(effect.peer), effect.request
-        serving = _Serving(peer, request, effect.deadline, self._converter_for(peer))
+        process.calls_served += 1
+        if effect.parts is None:
+            self._note_small_call()
+        serving = _Serving(peer, request, effect.deadline, self._converters[peer])
         self._under_way[serving.key] = serving
         parts = list(effect.parts or request.payload.inline)
-        self._guard(serving, functools.partial(self._find, serving, request, parts))
+        try:
+            if serving.is_large and not parts:
+                size = request.payload.total_bytes
+                raise UnservedError(wire.TOO_LARGE, f"there is no memory for arguments of {size} bytes")
+            if request.target:
+                self._begin_method(serving, request, parts)
+                return
+            function = self._functions.by_name.get(request.name)
+            if function is None:
+                raise UnservedError(wire.UNKNOWN, self._functions.unknown(request.name))
+            self._begin(serving, function, parts)
+        except BaseException as error:  # nothing runs, and the call is over
+            self._report(serving, (failure_of(serving.number, error), None))
 
-    def step(self, peer: Seat, number: int) -> None:
+    def step(self, effect: StepStream) -> None:
         """Make the next item of a stream."""
-        self._advance(peer, number, self._next, self._next_async)
+        self._advance(self._under_way[Seat(effect.peer), effect.number], self._next, self._next_async)
 
-    def close_stream(self, peer: Seat, number: int) -> None:
+    def close_stream(self, effect: CloseStream) -> None:
         """Close the generator of a stream that is between two items."""
-        self._under_way[peer, number].caller.cancelled()
-        self._advance(peer, number, _close, _close_async)
+        serving = self._under_way[Seat(effect.peer), effect.number]
+        serving.caller.cancelled()
+        self._advance(serving, _close, _close_async)
 
     def _advance(
         self,
-        peer: Seat,
-        number: int,
+        serving: _Serving,
         piece: Callable[[_Serving], _Outcome],
         async_piece: Callable[[_Serving], Awaitable[_Outcome]],
     ) -> None:
-        serving = self._under_way[peer, number]  # from the first item to the end of the stream
+        """Go on with a stream that has made its first item."""
         assert serving.function is not None
-        if serving.function.is_async:
-            self._guard(serving, lambda: self._on_loop(serving, lambda: async_piece(serving)))
-        else:
-            self._guard(serving, lambda: self._on_thread(self._job(serving, lambda: piece(serving))))
+        try:
+            if serving.function.is_async:
+                self._on_loop(serving, lambda: async_piece(serving))
+            else:
+                self._on_thread(functools.partial(self._do, serving, piece))
+        except BaseException as error:
+            self._report(serving, (failure_of(serving.number, error), None))
 
-    def stop(self, peer: Seat, number: int) -> None:
+    def stop(self, effect: StopHandler) -> None:
         """Cancel a function that runs."""
-        serving = self._under_way.get((peer, number))
+        serving = self._under_way.get((Seat(effect.peer), effect.number))
         if serving is not None:
             serving.caller.cancelled()
             if serving.function is not None and serving.function.is_async:
@@ -177,24 +185,8 @@ class Serving:
 
     # From the core to a thread
 
-    def _guard(self, serving: _Serving, start: Callable[[], None]) -> None:
-        """Start something for a call. If that fails, nothing runs, and the call is over."""
-        try:
-            start()
-        except BaseException as error:
-            self._report(serving, _CallEnd(failure_of(serving.number, error)))
-
-    def _find(self, serving: _Serving, request: wire.CallRequest, parts: list[Any]) -> None:
-        """Find the function by its name alone; a method that was not called yet is looked up on a handler thread."""
-        if serving.is_large and not parts:
-            size = request.payload.total_bytes
-            raise UnservedError(wire.TOO_LARGE, f"there is no memory for arguments of {size} bytes")
-        if not request.target:
-            function = self._functions.get(request.name)
-            if function is None:
-                raise UnservedError(wire.UNKNOWN, self._functions.unknown(request.name))
-            self._begin(serving, function, parts)
-            return
+    def _begin_method(self, serving: _Serving, request: wire.CallRequest, parts: list[Any]) -> None:
+        """Have a method run; one that was not called yet is looked up on a handler thread."""
         try:
             known = self._exported.known_method(request.target, request.name, serving.peer)
         except CallRefusedError as error:
@@ -202,7 +194,7 @@ class Serving:
         if known is not None:
             self._begin(serving, known, parts)
         else:
-            self._on_thread(self._job(serving, lambda: self._look_up(serving, request, parts)))
+            self._on_thread(functools.partial(self._do, serving, self._look_up, request, parts))
 
     def _begin(self, serving: _Serving, function: CallableFunction, parts: list[Any]) -> None:
         """Have the function run."""
@@ -213,10 +205,17 @@ class Serving:
         if function.is_async:
             self._on_loop(serving, lambda: self._call_async(serving, parts))
             return
-        job = self._job(serving, lambda: self._call(serving, parts))
+        job = functools.partial(self._do, serving, self._call, parts)
         is_short = function.pace.is_short and not serving.is_large and not function.is_stream
-        if not is_short or not self._run_soon(job, lambda: self._guard(serving, lambda: self._on_thread(job))):
+        if not is_short or not self._run_soon(job, functools.partial(self._run_elsewhere, serving, job)):
             self._on_thread(job)
+
+    def _run_elsewhere(self, serving: _Serving, job: Callable[[], None]) -> None:
+        """Run a job that was to run soon on the thread that has received the call, and cannot."""
+        try:
+            self._on_thread(job)
+        except BaseException as error:
+            self._report(serving, (failure_of(serving.number, error), None))
 
     def _on_thread(self, job: Callable[[], None]) -> None:
         try:
@@ -242,38 +241,37 @@ class Serving:
 
     # Where every piece ends
 
-    def _job(self, serving: _Serving, piece: Callable[[], _Outcome]) -> Callable[[], None]:
-        return functools.partial(self._do, serving, piece)
-
-    def _do(self, serving: _Serving, piece: Callable[[], _Outcome]) -> None:
+    def _do(self, serving: _Serving, piece: Callable[..., _Outcome], *args: Any) -> None:
         """Run a piece, and report what it has come to, whatever it raises."""
-        outcome: _Outcome = _CallEnd(serving.unended)
+        outcome: _Outcome = _UNENDED
         try:
-            outcome = piece()
+            outcome = piece(serving, *args)
         except BaseException as error:  # SystemExit, too: it must not end the thread
-            outcome = _CallEnd(failure_of(serving.number, error))
+            outcome = failure_of(serving.number, error), None
         finally:
             self._report(serving, outcome)
 
     async def _do_async(self, serving: _Serving, piece: Callable[[], Awaitable[_Outcome]]) -> None:
         """Do the same on the loop of asynchronous functions."""
         current_caller.set(serving.caller)
-        outcome: _Outcome = _CallEnd(serving.unended)
+        outcome: _Outcome = _UNENDED
         try:
             outcome = await piece()
         except asyncio.CancelledError:
             outcome = _STOPPED
         except BaseException as error:
-            outcome = _CallEnd(failure_of(serving.number, error))
+            outcome = failure_of(serving.number, error), None
         finally:
             self._report(serving, outcome)
 
     def _report(self, serving: _Serving, outcome: _Outcome) -> None:
-        if isinstance(outcome, _StreamItem):
-            self._calls.yielded(serving.peer, serving.number, outcome.payload, outcome.parts)
-        elif outcome is not None:
-            self._under_way.pop(serving.key, None)
-            self._calls.finished(serving.peer, serving.number, outcome.answer, outcome.parts)
+        if outcome is not None:
+            message, parts = (serving.unended(), None) if outcome is _UNENDED else outcome
+            if isinstance(message, wire.StreamItem):
+                self._calls.yielded(serving.peer, serving.number, message.payload, parts)
+            else:
+                self._under_way.pop(serving.key, None)
+                self._calls.finished(serving.peer, serving.number, message, parts)
         if serving.breach is not None:
             self._calls.broke_protocol(serving.peer, serving.breach)
 
@@ -292,7 +290,8 @@ class Serving:
     def _arguments(self, serving: _Serving, parts: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert serving.function is not None
         try:
-            return serving.function.signature.arguments(parts[0] if parts else b"", parts, serving.converter)
+            read = serving.function.signature.arguments
+            return decoded(read, parts[0] if parts else b"", parts, serving.converter)  # type: ignore[no-any-return]
         except RemoteProtocolError as error:
             serving.breach = error
             raise UnservedError(wire.ARGUMENTS, str(error)) from None
@@ -311,7 +310,8 @@ class Serving:
         finally:
             function.pace.took(time.monotonic() - began)
         if not function.is_stream:
-            return self._result(serving, result)
+            payload, apart = self._packed(serving, result, "the result")
+            return wire.CallResult(serving.number, payload), apart
         serving.generator = result
         return self._next(serving)
 
@@ -321,7 +321,8 @@ class Serving:
         except StopIteration:
             return self._result(serving, None)
         try:
-            return _StreamItem(*self._packed(serving, item, "an item"))
+            payload, apart = self._packed(serving, item, "an item")
+            return wire.StreamItem(serving.number, payload), apart
         except UnservedError:
             _close(serving)
             raise
@@ -342,14 +343,15 @@ class Serving:
         except StopAsyncIteration:
             return self._result(serving, None)
         try:
-            return _StreamItem(*self._packed(serving, item, "an item"))
+            payload, apart = self._packed(serving, item, "an item")
+            return wire.StreamItem(serving.number, payload), apart
         except UnservedError:
             await _close_async(serving)
             raise
 
     def _result(self, serving: _Serving, result: Any) -> _Outcome:
-        payload, parts = self._packed(serving, result, "the result")
-        return _CallEnd(wire.CallResult(serving.number, payload), parts)
+        payload, apart = self._packed(serving, result, "the result")
+        return wire.CallResult(serving.number, payload), apart
 
     def _packed(self, serving: _Serving, value: Any, what: str) -> tuple[wire.CallPayload, Any]:
         """Return the payload of a value, and its parts if they travel apart; UnservedError if it cannot be sent."""

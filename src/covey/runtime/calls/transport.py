@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from covey.base.errors import PeerLostError
-from covey.base.numbers import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
+    from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
+    from covey.runtime.held_signals import HeldSignals
     from covey.runtime.work import Work
 
 
@@ -51,11 +52,8 @@ class CallTransport(Protocol):
     def seat(self) -> Seat:
         """This node."""
 
-    def send(self, peer: Seat, data: bytes) -> None:
-        """Queue a message of at most 64 KiB, which `flush` sends. Messages to one peer arrive in order."""
-
-    def flush(self) -> None:
-        """Send the messages that were queued."""
+    def send(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""
 
     def note_small_call(self) -> None:
         """Let parts of payloads give way for a moment, because a call without parts begins."""
@@ -74,6 +72,12 @@ class CallTransport(Protocol):
 
     def drive(self, work: Work[Any], deadline: float | None) -> None:
         """Wait until a call has ended or the deadline has passed, and receive messages meanwhile."""
+
+    def drive_once(self, work: Work[Any], held: HeldSignals) -> None:
+        """Receive messages until a call has ended, unless another thread does so, or a signal comes; may do nothing."""
+
+    def wake_poll(self) -> None:
+        """End a wait of the calling thread in `drive_once`. Called by a signal handler."""
 
     def work_ended(self) -> None:
         """Wake the thread that waits for a call which has ended, if it receives messages meanwhile."""
@@ -110,6 +114,12 @@ class BackgroundTransport:
         """Wait for a call, whose answer another thread receives."""
         work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def drive_once(self, work: Work[Any], held: HeldSignals) -> None:
+        """Do nothing: another thread receives."""
+
+    def wake_poll(self) -> None:
+        """Do nothing: no signal is held back for long."""
+
     def work_ended(self) -> None:
         """Do nothing: a call wakes the thread that waits for it."""
 
@@ -124,57 +134,29 @@ class BackgroundTransport:
         """Do nothing: no parts are on their way."""
 
 
-class Loopback:
-    """The transport of a node that may call itself: its own messages stay here, all others go to another transport."""
+class Loopback(BackgroundTransport):
+    """The transport from a node to itself; of a node that is alone, the only one."""
 
-    def __init__(self, listener: CallListener, others: CallTransport | None) -> None:
-        """Without `others` the node is alone."""
-        self._listener, self._others = listener, others
-        self.seat = Seat(0) if others is None else others.seat
-        """This node."""
-        self._has_queued = False
+    def __init__(self, listener: CallListener, seat: Seat) -> None:
+        self._listener, self.seat = listener, seat
         self._parts: dict[int, deque[list[Any]]] = {}
         """By tag: parts that this node sent to itself, as copies: the function must not change its caller's arrays."""
 
-    def send(self, peer: Seat, data: bytes) -> None:
-        """Queue a message for another node, or deliver it here."""
-        if peer == self.seat:
-            self._listener.heard([(peer, data)])
-        elif self._others is not None:
-            self._has_queued = True
-            self._others.send(peer, data)
-
-    def flush(self) -> None:
-        """Send the messages that were queued."""
-        if self._has_queued and self._others is not None:
-            self._has_queued = False
-            self._others.flush()
-
-    def note_small_call(self) -> None:
-        """Let parts of payloads give way for a moment."""
-        if self._others is not None:
-            self._others.note_small_call()
+    def send(self, messages: list[tuple[Seat, bytes]]) -> None:
+        """Deliver messages here; those to other nodes, of a node that is alone, are dropped."""
+        self._listener.heard([(peer, data) for peer, data in messages if peer == self.seat])
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
-        """Send the parts of a payload; before the message that they belong to."""
-        if peer == self.seat:
-            self._parts.setdefault(tag, deque()).append([np.frombuffer(part, np.uint8).copy() for part in parts])
-        elif self._others is not None:
-            self._others.send_parts(peer, tag, parts)
+        """Keep copies of the parts of a payload; before the message that they belong to."""
+        self._parts.setdefault(tag, deque()).append([np.frombuffer(part, np.uint8).copy() for part in parts])
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
-        """Receive the parts of a payload."""
-        if peer == self.seat:
-            then(self._take(tag))
-        elif self._others is not None:
-            self._others.fetch_parts(peer, tag, sizes, then)
+        """Take the parts of a payload."""
+        then(self._take(tag))
 
     def refuse_parts(self, peer: Seat, tag: int, count: int) -> None:
-        """Let the peer know that the parts of a payload are not wanted."""
-        if peer == self.seat:
-            self._take(tag)
-        elif self._others is not None:
-            self._others.refuse_parts(peer, tag, count)
+        """Drop the parts of a payload."""
+        self._take(tag)
 
     def _take(self, tag: int) -> list[Any]:
         waiting = self._parts[tag]
@@ -183,44 +165,12 @@ class Loopback:
             del self._parts[tag]
         return parts
 
-    def drive(self, work: Work[Any], deadline: float | None) -> None:
-        """Wait for a call, and receive messages meanwhile."""
-        if self._others is not None:
-            self._others.drive(work, deadline)
-        else:
-            work.wait_until_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def work_ended(self) -> None:
-        """Wake the thread that waits for a call."""
-        if self._others is not None:
-            self._others.work_ended()
-
-    def attend(self) -> None:
-        """Expect messages that no thread waits for."""
-        if self._others is not None:
-            self._others.attend()
-
-    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
-        """Run a short job on this thread; False if there are no other nodes."""
-        return self._others is not None and self._others.run_soon(job, elsewhere)
-
     def lost_error(self, peer: Seat, rank: int, operation: str) -> CoveyError:
-        """Return the error of a call to a lost peer."""
-        if self._others is not None:
-            return self._others.lost_error(peer, rank, operation)
+        """Return the error of a call to a node that is not there."""
         return PeerLostError(f"{operation}: this node is alone", rank=rank, operation=operation)
 
     def cut_off(self, peer: Seat, error: CoveyError) -> None:
-        """Have nothing more to do with a peer that broke the protocol."""
-        if self._others is not None and peer != self.seat:
-            self._others.cut_off(peer, error)
-
-    def deliver_answers(self) -> None:
-        """Wait until all parts of answers are delivered."""
-        if self._others is not None:
-            self._others.deliver_answers()
+        """Do nothing: a node does not part with itself."""
 
     def shut(self) -> None:
-        """Deliver what was sent, and free everything."""
-        if self._others is not None:
-            self._others.shut()
+        """Do nothing: there is nothing to free."""

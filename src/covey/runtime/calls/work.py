@@ -1,20 +1,38 @@
-"""What a caller holds of its call: a work, or a stream of items."""
+"""The calls that this node has made: what each caller holds of its call, a work or a stream of items, and what becomes
+of it.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from covey.base.errors import (
+    CallCancelledError,
+    CallRefusedError,
+    ClosedError,
+    DeadlineError,
+    RemoteCallError,
+    RemoteProtocolError,
+)
+from covey.base.numbers import Seat
+from covey.proto.calling.effects import Conclude, DeliverItem, Ending
+from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
+from covey.runtime.counters import process
 from covey.runtime.work import Work
+from covey.wire import calls as wire
+from covey.wire.call_values import decoded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.base.numbers import Seat
+    from covey.runtime.calls.objects import ValueConverter
+    from covey.runtime.calls.transport import CallTransport
+    from covey.wire.call_values import ValueDecoder
 
 T = TypeVar("T")
 
@@ -34,14 +52,30 @@ class CallMaker(Protocol):
     def drive(self, work: Work[Any], deadline: float | None) -> None:
         """Wait for a call, and receive messages meanwhile."""
 
-    def work_ended(self) -> None:
-        """Wake the thread that waits for a call which has ended. On any thread."""
-
     def aside(self, job: Callable[[], None]) -> None:
         """Run a callback of the program where it holds nothing up. On any thread."""
 
     def ending_error(self, what: str) -> CoveyError:
         """Return the error of a call that ended because this node is not in the run any more."""
+
+
+class MadeCall(NamedTuple):
+    """How a call was made: what decodes its result or its items, and what errors say of it."""
+
+    description: str
+    rank: int
+    """What errors call the node that was called."""
+    seconds: float
+    """Its timeout."""
+    decoder: ValueDecoder
+    converter: ValueConverter
+
+    def decode(self, parts: Sequence[Any]) -> Any:
+        """Return the result, or an item; CallRefusedError if it is not of the type that the caller wants."""
+        try:
+            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, self.converter)
+        except (TypeError, RemoteProtocolError) as error:
+            raise CallRefusedError(f"{self.description}: the result cannot be used: {error}") from error
 
 
 class CallWork(Work[T]):
@@ -50,36 +84,30 @@ class CallWork(Work[T]):
     A cancelled `await` cancels the call. Its own `timeout=` ends it, whether or not a thread waits for it.
     """
 
-    def __init__(self, description: str, maker: CallMaker) -> None:
-        super().__init__(description, drive=maker.drive)
-        self._maker = maker
-        self._key: tuple[Seat, int] | None = None
-        self._decode: Callable[[], T] | None = None
+    def __init__(self, made: MadeCall, maker: CallMaker) -> None:
+        super().__init__(made.description, drive=maker.drive)
+        self.made, self._maker = made, maker
+        self.key: tuple[Seat, int] | None = None
+        """Which call this is, once it was started."""
+        self._parts: Sequence[Any] | None = None
+        """The result as it came, until a thread asks for it."""
         self._decoding = threading.Lock()
-
-    def began(self, peer: Seat, number: int) -> None:
-        """Note which call this is."""
-        self._key = peer, number
 
     def cancel(self) -> bool:
         """Cancel the call, and its function on the other node; return whether it had not ended yet."""
-        return self._key is not None and self._maker.cancel(*self._key)
-
-    def conclude(self, result: Any, error: BaseException | None) -> None:
-        """End the call, and wake the thread that waits for it."""
-        super().conclude(result, error)
-        if self._drive is not None:  # else this process is a fork, and threads of the parent may have held locks
-            self._maker.work_ended()
+        return self.key is not None and self._maker.cancel(*self.key)
 
     def call_back(self, callbacks: list[Callable[[Work[T]], None]]) -> None:
         """Have callbacks of the program called on a thread that meanwhile receives nothing for other calls."""
         if self._drive is not None:
             self._maker.aside(lambda: super(CallWork, self).call_back(callbacks))
 
-    def answered(self, decode: Callable[[], T]) -> None:
-        """End with a result, which `decode` computes on the thread that first asks for it."""
-        self._decode = decode
-        self.finish(None)  # type: ignore[arg-type]
+    def answered(self, parts: Sequence[Any]) -> None:
+        """End with a result, which is decoded on the thread that first asks for it."""
+        self._parts = parts
+        self.conclude(None, None)
+        if self._wakers or self._callbacks:
+            self.notify()
 
     def forked(self, error: BaseException) -> None:
         """End the call in a forked process; other threads of the parent may have held the locks."""
@@ -88,12 +116,12 @@ class CallWork(Work[T]):
 
     def _complete(self) -> None:
         with self._decoding:
-            if self._decode is not None:
+            if self._parts is not None:
                 try:
-                    self._result = self._decode()
+                    self._result = self.made.decode(self._parts)
                 except Exception as error:
                     self._error = error
-                self._decode = None
+                self._parts = None
 
     def wait_or_cancel(self) -> T:
         """Wait for the end of a call that only its caller has; cancel it if the wait is interrupted (Ctrl-C)."""
@@ -116,16 +144,17 @@ class CallWork(Work[T]):
 class _Slot:
     """An item in the order of the stream; its parts may still be on the way."""
 
-    __slots__ = ("decode",)
+    __slots__ = ("parts",)
 
     def __init__(self) -> None:
-        self.decode: Callable[[], Any] | None = None
+        self.parts: Sequence[Any] | None = None
 
 
 class StreamState:
     """The items of one stream that have come and are not taken. Any thread may call any method."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: MadeCall) -> None:
+        self.made = made
         self._changed = threading.Condition()
         self._slots: deque[_Slot] = deque()
         self._error: BaseException | None = None
@@ -139,10 +168,10 @@ class StreamState:
             self._slots.append(slot := _Slot())
             return slot
 
-    def arrived(self, slot: _Slot, decode: Callable[[], Any]) -> None:
+    def arrived(self, slot: _Slot, parts: Sequence[Any]) -> None:
         """Fill a place."""
         with self._changed:
-            slot.decode = decode
+            slot.parts = parts
             self._changed.notify_all()
         self._tell()
 
@@ -162,22 +191,22 @@ class StreamState:
         for listener in list(self.listeners):
             listener()
 
-    def take(self) -> Callable[[], Any] | None:
-        """Return what decodes the next item; None if it has not come; raise StopIteration or the error at the end."""
+    def take(self) -> Sequence[Any] | None:
+        """Return the parts of the next item; None if it has not come; raise StopIteration or the error at the end."""
         with self._changed:
             return self._take()
 
-    def _take(self) -> Callable[[], Any] | None:
-        if self._slots and self._slots[0].decode is not None:
-            return self._slots.popleft().decode
+    def _take(self) -> Sequence[Any] | None:
+        if self._slots and self._slots[0].parts is not None:
+            return self._slots.popleft().parts
         if self._is_over and (self._error is not None or not self._slots):
             if self._error is not None:
                 raise self._error
             raise StopIteration
         return None
 
-    def wait(self) -> Callable[[], Any]:
-        """Return what decodes the next item, once it has come; the stream's own timeout ends the wait."""
+    def wait(self) -> Sequence[Any]:
+        """Return the parts of the next item, once it has come; the stream's own timeout ends the wait."""
         with self._changed:
             while (found := self._take()) is None:
                 self._changed.wait()
@@ -219,22 +248,22 @@ class CallStream(Generic[T]):
         try:
             while True:
                 try:
-                    decode = self._state.take()
+                    parts = self._state.take()
                 except StopIteration:
                     raise StopAsyncIteration from None
-                if decode is not None:
-                    return self._decoded(decode)
+                if parts is not None:
+                    return self._decoded(parts)
                 await changed.wait()
                 changed.clear()
         finally:
             self._state.listeners.remove(tell)
 
-    def _decoded(self, decode: Callable[[], T]) -> T:
+    def _decoded(self, parts: Sequence[Any]) -> T:
         self._taken += 1
         if self._taken >= STREAM_CREDIT // 2:
             self._maker.taken(self._peer, self._number, self._taken)
             self._taken = 0
-        return decode()
+        return self._state.made.decode(parts)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the stream, and its generator on the other node. Closing twice is fine."""
@@ -246,3 +275,103 @@ class CallStream(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def failure_error(failure: wire.CallFailure, what: str, rank: int) -> CoveyError:
+    """Return the error that a failure of the other node becomes; `what` describes the call."""
+    match failure.kind:
+        case wire.RAISED:
+            text = (
+                f"{what} raised {failure.error}: {failure.text}" if failure.text else f"{what} raised {failure.error}"
+            )
+            trace = "\n".join(failure.traceback)
+            error = RemoteCallError(text, type=failure.error, text=failure.text, traceback=trace, peer=rank)
+            if trace:
+                error.add_note(f"The traceback on rank {rank}:\n{trace}")
+            return error
+        case wire.LATE:
+            return DeadlineError(f"{what} reached its timeout there: {failure.text}", late=(rank,))
+        case wire.CANCELLED:
+            return CallCancelledError(f"{what}: {failure.text}")
+        case wire.CLOSING:
+            return ClosedError(f"{what}: {failure.text}")
+    return CallRefusedError(f"{what}: {failure.text}")
+
+
+class MadeCalls:
+    """The calls of this node that have not ended, by peer and number. One thread at a time performs effects on them."""
+
+    def __init__(
+        self, maker: CallMaker, transport_to: Callable[[Seat], CallTransport], work_ended: Callable[[], None]
+    ) -> None:
+        """`transport_to` returns what carries calls to a node; `work_ended` is that of `CallTransport`."""
+        self._maker, self._transport_to, self._work_ended = maker, transport_to, work_ended
+        self.calls: dict[tuple[int, int], CallWork[Any] | StreamState] = {}
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def conclude(self, effect: Conclude) -> None:
+        """Give a caller its outcome."""
+        call, outcome, error = self.calls.pop((effect.peer, effect.number)), effect.outcome, None
+        made = call.made
+        if isinstance(outcome, Ending):
+            error = self._ending_error(Seat(effect.peer), made, outcome)
+        elif isinstance(outcome, wire.CallFailure):
+            error = failure_error(outcome, made.description, made.rank)
+        elif outcome.payload.sizes and effect.parts is None:
+            size = outcome.payload.total_bytes
+            error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
+        process.calls_made += 1
+        process.calls_failed += error is not None
+        if isinstance(call, StreamState):
+            call.end(error)
+        elif error is not None:
+            call.fail(error)
+        elif isinstance(outcome, wire.CallResult):
+            call.answered(effect.parts or outcome.payload.inline)
+        self._work_ended()
+
+    def deliver(self, effect: DeliverItem) -> None:
+        """Give the reader of a stream its next item; fetch the parts of a large one."""
+        peer, number, payload = Seat(effect.peer), effect.number, effect.payload
+        state = self.calls[peer, number]
+        assert isinstance(state, StreamState), "the core has checked that it is a stream"
+        slot = state.reserve()
+        if not payload.sizes:
+            state.arrived(slot, payload.inline)
+            return
+
+        def then(parts: list[Any] | BaseException | None) -> None:
+            made = state.made
+            if isinstance(parts, list):
+                state.arrived(slot, parts)
+                return
+            if parts is None:
+                size = payload.total_bytes
+                state.end(CallRefusedError(f"{made.description}: there is no memory for an item of {size} bytes"))
+            else:
+                state.end(self._transport_to(peer).lost_error(peer, made.rank, made.description))
+            self._maker.cancel(peer, number)  # unless the last message of the stream has come
+
+        self._transport_to(peer).fetch_parts(peer, parts_tag(number, is_answer=True), payload.sizes, then)
+
+    def forked(self) -> None:
+        """End all calls in a process that is a fork of the one that made them."""
+        calls, self.calls = self.calls, {}
+        for call in calls.values():
+            text = f"{call.made.description} belongs to the process that joined, of which this one is a fork"
+            if isinstance(call, StreamState) or not call.done():
+                call.forked(ClosedError(text))
+
+    def _ending_error(self, peer: Seat, made: MadeCall, why: Ending) -> CoveyError:
+        match why:
+            case Ending.LATE:
+                text = f"{made.description}: no answer within the timeout of {made.seconds:g} s"
+                return DeadlineError(text, late=(made.rank,))
+            case Ending.CANCELLED:
+                return CallCancelledError(f"{made.description} was cancelled")
+            case Ending.LOST:
+                return self._transport_to(peer).lost_error(peer, made.rank, made.description)
+            case Ending.CLOSED:
+                return self._maker.ending_error(made.description)

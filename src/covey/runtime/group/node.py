@@ -212,29 +212,17 @@ class Node:
         `function` is a name, or a function that is registered here under the same name as there. The result is decoded
         by the annotation of the function that is registered here under this name, if there is one.
         """
-        return self._call(peer, function, args, named, timeout, is_awaited=True).wait_or_cancel()
+        rank, name, decoder = self._target(peer, function)
+        seat = self._engine.members[rank]
+        return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
     def call_async(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
-        return self._call(peer, function, args, named, timeout, is_awaited=False)
-
-    def _call(
-        self,
-        peer: Peer,
-        function: str | Callable[..., Any],
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        timeout: float | None,
-        *,
-        is_awaited: bool,
-    ) -> CallWork[Any]:
-        rank, name, decoder = self._rank(peer), *self._name(function)
+        rank, name, decoder = self._target(peer, function)
         seat = self._engine.members[rank]
-        return self._service.call(
-            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, is_awaited=is_awaited
-        )
+        return self._service.call_async(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
     def stream(
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
@@ -243,7 +231,7 @@ class Node:
 
         The generator runs a few items ahead of the reader. `timeout` is for the whole stream.
         """
-        rank, name, decoder = self._rank(peer), *self._name(function)
+        rank, name, decoder = self._target(peer, function)
         seat = self._engine.members[rank]
         return self._service.stream(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
@@ -284,11 +272,14 @@ class Node:
 
     # Helpers
 
-    def _name(self, function: str | Callable[..., Any]) -> tuple[str, ValueDecoder]:
+    def _target(self, peer: Peer, function: str | Callable[..., Any]) -> tuple[Rank, str, ValueDecoder]:
+        """Return the rank of a node, the name of a function there, and what decodes its results."""
         functions = self._service.functions
         name = function if isinstance(function, str) else functions.name_of(function)
-        here = functions.get(name)
-        return name, ANYTHING if here is None else here.signature.result
+        here = functions.by_name.get(name)
+        ranks = self._engine.ranks
+        rank = ranks[peer] if type(peer) is int and peer in ranks else self._rank(peer)
+        return rank, name, ANYTHING if here is None else here.signature.result
 
     def _rank(self, peer: Peer) -> Rank:
         """Return the rank of a node; ConfigError if there is none, or several."""

@@ -57,7 +57,7 @@ class DrivingThread:
         """Notified for waiting threads: a work ended, or no thread drives."""
         self._needed = threading.Condition(cast("Any", lock))
         """Notified for the background thread: it may have to drive."""
-        self._driver: int | None = None
+        self.driver: int | None = None
         """The thread that drives, if one does."""
         self._waiters = 0
         """The number of threads that wait to drive, or for their work to end."""
@@ -74,63 +74,63 @@ class DrivingThread:
     @property
     def is_idle(self) -> bool:
         """Whether no thread drives or waits to, and one may. With the lock."""
-        return self._driver is None and not self._waiters and not self.is_stopping
+        return self.driver is None and not self._waiters and not self.is_stopping
 
     @property
     def is_here(self) -> bool:
         """Whether the calling thread drives."""
-        return self._driver == threading.get_ident()
+        return self.driver == threading.get_ident()
 
     def drive(self, messages: DrivenMessages, work: Work[Any], deadline: float | None) -> None:
         """Make progress on this thread until `work` is done or the deadline has passed."""
         this_thread = threading.get_ident()
-        while not work.done():
+        while not work.has_ended:
             with self._lock:
                 self._waiters += 1
                 try:
-                    while not self._may_drive(this_thread) and not work.done():
+                    while not self._may_drive(this_thread) and not work.has_ended:
                         self.ring()  # so that the background thread steps aside
                         if not self._freed.wait(left(deadline)):
                             break
                 finally:
                     self._waiters -= 1
                 may_drive = self._may_drive(this_thread)
-                was_driving = self._driver == this_thread  # this is a callback that waits for another work
+                was_driving = self.driver == this_thread  # this is a callback that waits for another work
                 if may_drive:
-                    self._driver = this_thread
+                    self.driver = this_thread
             try:
-                while may_drive and not work.done() and not self.is_stopping:
+                while may_drive and not work.has_ended and not self.is_stopping:
                     messages.turn(deadline, spins=self._may_spin)
                     if left(deadline) == 0:
                         break
             finally:
                 with self._lock:
                     if may_drive and not was_driving:
-                        self._driver = None
+                        self.driver = None
                     self.hand_over(messages)
             if left(deadline) == 0:
                 return
 
     def _may_drive(self, thread: int) -> bool:
-        return self._driver in (None, thread) and not self.is_stopping
+        return self.driver in (None, thread) and not self.is_stopping
 
     def turn_once(self, messages: DrivenMessages) -> bool:
         """Handle what has arrived, on this thread and without waiting; False if another thread drives."""
         with self._lock:
-            if self._driver is not None or self.is_stopping:
+            if self.driver is not None or self.is_stopping:
                 return False
-            self._driver = threading.get_ident()
+            self.driver = threading.get_ident()
         try:
             messages.turn(time.monotonic())
         finally:
             with self._lock:
-                self._driver = None
+                self.driver = None
                 self.hand_over(messages)
         return True
 
     def hand_over(self, messages: DrivenMessages) -> None:
         """If no thread drives, let a waiting one drive, or the background thread if there is something to do."""
-        if self._driver is None:
+        if self.driver is None:
             if self._waiters or self.is_stopping:
                 self._freed.notify_all()
             elif messages.has_more():
@@ -148,13 +148,13 @@ class DrivingThread:
     def _run_background(self, messages: DrivenMessages) -> None:
         while True:
             with self._lock:
-                while not self.is_stopping and (self._driver is not None or self._waiters or not messages.has_more()):
+                while not self.is_stopping and (self.driver is not None or self._waiters or not messages.has_more()):
                     if not self._needed.wait(IDLE_SECONDS) and not messages.has_more():
                         self._thread = None  # `call_background` starts another
                         return
                 if self.is_stopping:
                     return
-                self._driver = threading.get_ident()
+                self.driver = threading.get_ident()
             try:
                 while messages.has_more() and not self._waiters and not self.is_stopping:
                     messages.turn(None)
@@ -162,12 +162,12 @@ class DrivingThread:
                 messages.fail_all(error)
             finally:
                 with self._lock:
-                    self._driver = None
+                    self.driver = None
                     self._freed.notify_all()
 
     def ring(self) -> None:
         """Wake the driving thread from its poll, unless it is the caller."""
-        if self._driver not in (None, threading.get_ident()):
+        if self.driver not in (None, threading.get_ident()):
             with contextlib.suppress(BlockingIOError):  # it has been woken already
                 self._bell_rope.send(b"!")
 
@@ -182,7 +182,7 @@ class DrivingThread:
 
     def works_ended(self) -> None:
         """Wake the threads that wait for a work, because some works have ended. Without the lock."""
-        if self._waiters or self._driver not in (None, threading.get_ident()):
+        if self._waiters or self.driver not in (None, threading.get_ident()):
             with self._lock:
                 self._freed.notify_all()
                 self.ring()  # the driving thread's own work may be among them
@@ -192,12 +192,12 @@ class DrivingThread:
         self.is_stopping = True
         self._needed.notify_all()
         self.ring()
-        while self._driver not in (None, threading.get_ident()):
+        while self.driver not in (None, threading.get_ident()):
             # The driving thread was woken and checks `is_stopping` after each poll. If it takes longer, it is in a
             # callback that does not return; when it does, it finds everything closed.
             if not self._freed.wait(STEP_ASIDE_SECONDS):
                 break
-        self._driver = threading.get_ident()
+        self.driver = threading.get_ident()
 
     def join_background(self) -> None:
         """Wait until the background thread has ended. Without the lock."""
@@ -208,7 +208,7 @@ class DrivingThread:
     def close(self) -> None:
         """Close the bell, and let the waiting threads go."""
         self._close_bell()
-        self._driver = None
+        self.driver = None
         self._freed.notify_all()
 
 

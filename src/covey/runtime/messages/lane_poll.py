@@ -150,7 +150,10 @@ class LanePoll:
         elif spins:
             until = time.perf_counter() + min(seconds, SPIN_SECONDS)
             while True:
-                if events := self._with_rings(self._poll.poll(0)):
+                events = self._poll.poll(0)
+                if self._rings:
+                    events = self._with_rings(events)
+                if events:
                     self._vain_spins = 0
                     return events
                 if time.perf_counter() >= until:
@@ -159,6 +162,8 @@ class LanePoll:
             self._vain_spins = min(self._vain_spins + 1, VAIN_SPINS_LIMIT)
             self._sleeps = 2**self._vain_spins - 1
         milliseconds = math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS))
+        if not self._rings:
+            return self._poll.poll(milliseconds)
         for lane, ring in list(self._rings.items()):  # another thread may add one, or end one
             if not ring.park(sending=lane.is_blocked):
                 milliseconds = 0
@@ -167,8 +172,6 @@ class LanePoll:
     def _with_rings(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return events with those of lanes through shared memory in place of the events of their doorbells."""
         rings = list(self._rings.items())
-        if not rings:
-            return events
         rung = {descriptor for descriptor, _ in events}
         for lane, ring in rings:
             ring.unpark(is_rung=lane.descriptor in rung)
@@ -190,14 +193,21 @@ class LanePoll:
         for descriptor, event in events:
             if lane := self._by_fd.get(descriptor):
                 if event & ~select.POLLOUT:
-                    self._read(lane)
+                    try:
+                        if not lane.read():
+                            self._broke(lane, "end of stream")
+                    except OSError as error:
+                        self._broke(lane, str(error))
+                    except RemoteProtocolError as error:
+                        self.end(lane, error)
                 if event & select.POLLOUT and not lane.is_ended:
                     self._flush(lane)
             elif descriptor == self._wake_fd:
                 has_fault = True
             else:
                 self._driving.hush(descriptor)  # or a lane that another thread ended meanwhile
-        self.flush_ready()
+        if self._matcher.ready:
+            self.flush_ready()
         return has_fault
 
     def flush_ready(self) -> None:
@@ -212,27 +222,21 @@ class LanePoll:
         try:
             lane.flush()
         except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self._read(lane, to_the_end=True)
-            self.end(lane, None)
+            try:
+                lane.read_rest()
+            except RemoteProtocolError as breach:
+                self.end(lane, breach)
+            self._broke(lane, str(error))
             return
         if lane.is_blocked != was_blocked:
             if lane not in self._rings:
                 self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
             self._driving.ring()
 
-    def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:
-        try:
-            if to_the_end:
-                lane.read_rest()
-            elif not lane.read():
-                self._trouble[lane.peer] = "end of stream"
-                self.end(lane, None)
-        except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self.end(lane, None)
-        except RemoteProtocolError as error:
-            self.end(lane, error)
+    def _broke(self, lane: MessageLane, trouble: str) -> None:
+        """End a lane that broke; another one replaces it."""
+        self._trouble[lane.peer] = trouble
+        self.end(lane, None)
 
     def _look_at_quiet_lanes(self, now: float) -> None:
         """Acknowledge what arrived on lanes that are quiet, and end those on which what was sent is lost.

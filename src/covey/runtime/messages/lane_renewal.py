@@ -34,7 +34,7 @@ class LaneRenewal:
         """See `Messenger` for the functions."""
         self._lock, self._matcher, self._lanes, self._name = lock, matcher, lanes, name
         self._renew_lane, self._give_up, self._fault, self._lost = renew_lane, give_up, fault, lost
-        self._departed: list[int] = []
+        self.departed: list[int] = []
         """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
         """Ranks whose lanes are no longer replaced."""
@@ -42,7 +42,7 @@ class LaneRenewal:
     @property
     def is_needed(self) -> bool:
         """Whether `settle` has something to do."""
-        return bool(self._lanes.ended or self._departed)
+        return bool(self._lanes.ended or self.departed)
 
     def ask(self, peer: int) -> None:
         """Ask for a first lane to a rank. Without the lock."""
@@ -57,7 +57,7 @@ class LaneRenewal:
 
     def depart(self, peer: int) -> None:
         """Note that a rank without a lane is lost; the next `settle` fails its messages. With the lock."""
-        self._departed.append(peer)
+        self.departed.append(peer)
 
     def peer_lost(self, peer: int) -> bool:
         """Note that a rank is lost; return whether `settle` has to be called. With the lock."""
@@ -81,9 +81,9 @@ class LaneRenewal:
                     self.part_with(peer, cause)
                 elif self._lanes.by_rank[peer] is lane and self._fault() is None:  # else it was replaced already
                     self._renew_lane(peer, lane.sock, self._lanes.pause_after(lane))
-        while self._departed:
+        while self.departed:
             with self._lock:
-                departed, self._departed = self._departed, []
+                departed, self.departed = self.departed, []
             for peer in departed:
                 self.part_with(peer, None)
 

@@ -8,7 +8,7 @@ under way becomes a work like others, and the call that began it waits for that.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -41,29 +41,17 @@ def unfinished_message(state: tuple[Any, ...]) -> UnfinishedMessage:
     return UnfinishedMessage(view, tag, code, shape, message_id, is_send, moved, is_cleared, left)
 
 
-class MessengerLock:
+class LendingLock:
     """A lock whose holder has all streams. It has the methods that a `threading.Condition` needs."""
 
-    def __init__(self, matcher: Matcher, pending: PendingWorks, name: str) -> None:
-        """`name` is that of the group, for error messages."""
-        self._lock = threading.Lock()
-        self._matcher, self._pending, self._name = matcher, pending, name
-        self.traffic = MessageTraffic()
-        self._lent: dict[int, RingSocket] = {}
-        self._before: set[int] = set()
-        """Ranks whose streams were lent, and were taken back for something else."""
-        self.short: dict[int, Any] = {}
-        """By rank: what moves messages with it, while its streams are lent. Any thread may read it."""
-        self._unfinished: dict[tuple[Any, int], Work[Any]] = {}
-        """By what has moved them, and its turn: the works of long messages whose calls have not asked for them yet."""
-        self.wake: Callable[[], None] = lambda: None
-        """Wakes the threads that wait for a message that passes without Python."""
+    def __init__(self, lending: StreamLending) -> None:
+        self._lock, self._lending = threading.Lock(), lending
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire as `threading.Lock` does, and take back what was lent."""
         is_acquired = self._lock.acquire(blocking, timeout)
-        if is_acquired and self._lent:
-            self._take_back()
+        if is_acquired and self._lending.lent:
+            self._lending.take_back()
         return is_acquired
 
     def release(self) -> None:
@@ -77,6 +65,28 @@ class MessengerLock:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+
+MessengerLock: TypeAlias = "LendingLock | threading.Lock"
+"""The lock of a messenger: a plain one if its streams are never lent."""
+
+
+class StreamLending:
+    """The streams of a messenger that are lent. Callers hold the messenger's lock."""
+
+    def __init__(self, matcher: Matcher, pending: PendingWorks, name: str) -> None:
+        """`name` is that of the group, for error messages."""
+        self._matcher, self._pending, self._name = matcher, pending, name
+        self.traffic = MessageTraffic()
+        self.lent: dict[int, RingSocket] = {}
+        self._before: set[int] = set()
+        """Ranks whose streams were lent, and were taken back for something else."""
+        self.short: dict[int, Any] = {}
+        """By rank: what moves messages with it, while its streams are lent. Any thread may read it."""
+        self._unfinished: dict[tuple[Any, int], Work[Any]] = {}
+        """By what has moved them, and its turn: the works of long messages whose calls have not asked for them yet."""
+        self.wake: Callable[[], None] = lambda: None
+        """Wakes the threads that wait for a message that passes without Python."""
+
     def lend(self, peer: int, ring_of: Callable[[int], RingSocket | None]) -> None:
         """Lend the streams with a rank, and those that were lent before, where nothing is under way.
 
@@ -86,15 +96,16 @@ class MessengerLock:
         for rank in (peer, *(before - {peer})):
             if (ring := ring_of(rank)) is not None and (streams := self._matcher.lend(rank)) is not None:
                 ring.lend(streams)
-                self._lent[rank] = ring
+                self.lent[rank] = ring
                 self.traffic.lent(ring.short)
                 self.short[rank] = ring.short
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Take all streams back."""
         self.short.clear()
         has_waiting = False
-        while self._lent:
-            peer, ring = self._lent.popitem()
+        while self.lent:
+            peer, ring = self.lent.popitem()
             self._before.add(peer)
             streams, kept, unfinished, is_waited_for = ring.take_back()
             self.traffic.taken_back(ring.short)

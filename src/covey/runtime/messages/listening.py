@@ -7,6 +7,7 @@ to be sent waits in the matcher until they open.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from covey.runtime.messages.messenger import Messenger
 from covey.runtime.messages.shared_driving import SharedDriving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Iterable
 
     from covey.runtime.work import Work
 
@@ -24,83 +25,101 @@ class ListeningMessenger(Messenger):
 
     _driving_kind = SharedDriving
     _driving: SharedDriving
+    _lends = False
 
     def __init__(
         self,
         *args: Any,
-        tags: Collection[int],
-        listener: Callable[[list[tuple[int, bytes]]], None],
+        tag: int,
+        listener: Callable[[list[tuple[Any, bytes]]], None],
         gives_way: Callable[[], bool] | None = None,
         **named: Any,
     ) -> None:
-        """Pass messages with one of `tags`, which have up to 64 KiB, to `listener`. For the rest, see `Messenger`.
+        """Pass messages with `tag`, which have up to 64 KiB, to `listener`. For the rest, see `Messenger`.
 
         One thread at a time calls the listener, which must not block, with the sources and payloads of all messages
         that have arrived. Messages of a rank come in the order in which they were sent. `gives_way` tells whether
         something more urgent moves elsewhere.
         """
         super().__init__(*args, **named)
+        self.driving = self._driving
+        """The threads that drive: those of callers, and background threads."""
         self._lanes.gives_way, self._lanes.doubts = gives_way, True
-        self._listener = listener
-        self._matcher.listened.update(tags)
-        self._queued: deque[tuple[int, int, bytes]] = deque()
-        """Ranks, tags and payloads that `flush` sends."""
+        self._listener, self._tag = listener, tag
+        self._matcher.listened.add(tag)
+        self._queued: deque[tuple[int, bytes]] = deque()
+        """Ranks and payloads that `flush` sends."""
         self._telling = threading.Lock()
         """Held by the thread that calls the listener."""
         self._asked: set[int] = set()
         """Ranks to which a lane was asked for."""
 
-    @property
-    def size(self) -> int:
-        """Ranks below this are taken."""
-        return self._size
+    # Messages
 
-    def grow(self, size: int) -> None:
-        """Take ranks below `size`, too."""
+    def flush(self, messages: Iterable[tuple[int, bytes]] = ()) -> None:
+        """Send messages of up to 64 KiB to ranks, in this order. Those to a lost rank are dropped.
+
+        Give the kernel what it takes of them, and of what was sent before; the rest follows in the background. On a
+        thread that runs jobs, all of it waits for a moment for what the next ones send.
+        """
+        self._queued.extend(messages)
+        driving, unreached = self._driving, None
+        if driving.job_thread is threading.current_thread() and time.monotonic() < driving.hold_until:
+            return
         with self._lock:
-            self._size = self._matcher.size = max(self._size, size)
-
-    def tell(self, data: bytes, dst: int, tag: int) -> None:
-        """Queue a message of up to 64 KiB for `flush`. If the rank is lost, it is dropped."""
-        self._queued.append((dst, tag, data))
-        self._ask_for_lane(dst)
+            if driving.is_stopping:
+                return
+            while self._queued:
+                rank, data = self._queued.popleft()
+                if rank not in self._lanes.by_rank:
+                    unreached = self._expect(rank, unreached)
+                self._matcher.tell(data, rank, self._tag)
+            if self._matcher.ready:
+                self._lanes.flush_ready()
+        if unreached or self._lanes.ended or self._matcher.completed:
+            self._reach(unreached)
+            self._settle()
 
     def push(self, view: memoryview, dst: int, tag: int) -> Work[None]:
         """Start to send bytes; `view` is read until the work is done. If the rank is or gets lost, the work fails."""
         with self._lock:
+            unreached = self._expect(dst, None)
             operation = self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
-        self._ask_for_lane(dst)
+        self._reach(unreached)
         return self._started(work)
+
+    def pull(self, src: int, tag: int, out: memoryview) -> Work[Any]:
+        """Start to receive into `out`. A message of another size is dropped, and the work fails with MismatchError."""
+        with self._lock:
+            unreached = self._expect(src, None)
+            work = self._start(self._matcher.receive(src, tag, out), f"receive from rank {src} with tag {tag}")
+        self._reach(unreached)
+        return self._started(work)
+
+    def _expect(self, rank: int, unreached: list[int] | None) -> list[int] | None:
+        """Take a rank, with the lock, and add it to those that `_reach` asks for a lane if that was not done yet."""
+        if rank >= self._size:
+            self._size = self._matcher.size = rank + 1
+        if rank in self._lanes.by_rank or rank in self._asked:
+            return unreached
+        self._asked.add(rank)
+        return [*(unreached or ()), rank]
+
+    def _reach(self, ranks: list[int] | None) -> None:
+        for rank in ranks or ():
+            self._renewal.ask(rank)
+
+    def adopt(self, peer: int, sock: Any) -> None:
+        """Use a socket as the lane to `peer`, which may be a new rank; see `Messenger.adopt`."""
+        with self._lock:
+            self._size = self._matcher.size = max(self._size, peer + 1)
+        super().adopt(peer, sock)
 
     def delivered_bytes(self) -> int:
         """Return a number that changes while bytes are delivered."""
         with self._lock:
             return self._lanes.delivered_bytes()
-
-    def flush(self) -> None:
-        """Give the kernel what was queued, as far as it takes it; the rest follows in the background."""
-        if not self._driving.holds_flush:
-            super().flush()
-
-    def _flush_with_lock(self) -> None:
-        queued = self._queued
-        while queued:
-            dst, tag, data = queued.popleft()
-            self._matcher.tell(data, dst, tag)
-        super()._flush_with_lock()
-
-    def pull(self, src: int, tag: int, out: memoryview) -> Work[Any]:
-        """Start to receive into `out`. A message of another size is dropped, and the work fails with MismatchError."""
-        with self._lock:
-            work = self._start(self._matcher.receive(src, tag, out), f"receive from rank {src} with tag {tag}")
-        self._ask_for_lane(src)
-        return self._started(work)
-
-    def _ask_for_lane(self, peer: int) -> None:
-        if peer not in self._lanes.by_rank and peer not in self._asked:
-            self._asked.add(peer)
-            self._renewal.ask(peer)
 
     def has_more(self) -> bool:
         """Tell whether a thread has to drive even if none waits: while there are lanes."""
@@ -110,35 +129,15 @@ class ListeningMessenger(Messenger):
         """Deliver what was queued and sent, until `flush_deadline` at the latest; then end all works and lanes."""
         with self._lock:
             if not self._driving.is_stopping:
-                self._flush_with_lock()
+                for rank, data in self._queued:
+                    self._matcher.tell(data, rank, self._tag)
+                self._queued.clear()
+                self._lanes.flush_ready()
         super().close(flush_deadline)
 
-    # Threads
-
-    def drive(self, work: Work[Any], deadline: float | None) -> None:
-        """Drive until a work of the listener is done, or wait for it, until the deadline at the latest."""
-        self._driving.drive(self, work, deadline)
-
-    def work_ended(self) -> None:
-        """Wake the thread that drives, if it is another one: the work that it waits for may have ended."""
-        self._driving.works_ended()
-
-    def attend(self) -> None:
-        """Expect messages that no caller waits for."""
-        self._driving.attend()
-
-    def run_soon(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
-        """Run a short job on this thread, once what has arrived is handled and another thread may receive.
-
-        If another job takes long before it, `elsewhere` is called instead. Return False if this thread cannot run jobs.
-        """
-        if not self._driving.may_run_jobs(self):
-            return False
-        self._driving.add_job(job, elsewhere)
-        return True
-
     def _settle(self) -> None:
-        super()._settle()
+        if self._lanes.ended or self._renewal.departed or self._matcher.completed:
+            super()._settle()
         while self._matcher.heard and self._telling.acquire(blocking=False):
             try:
                 while self._matcher.heard:
@@ -147,3 +146,9 @@ class ListeningMessenger(Messenger):
                     self._listener(heard)
             finally:
                 self._telling.release()
+
+    # Threads
+
+    def drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Drive until a work of the listener is done, or wait for it, until the deadline at the latest."""
+        self._driving.drive(self, work, deadline)

@@ -42,7 +42,9 @@ class MessageLane:
         self._gives_way = gives_way
         self.peer, self.sock = peer, sock
         self.descriptor = sock.fileno()
-        self._matcher = matcher
+        self._matcher, self._ready = matcher, matcher.ready
+        link = matcher.link(peer)
+        self._outlet, self._inlet = link.outlet, link.inlet
         self._began_at = matcher.progress(peer)
         self.sent_bytes = 0
         self.moved_at = time.monotonic()
@@ -65,19 +67,21 @@ class MessageLane:
 
     def flush(self) -> None:
         """Write what the matcher has for this peer until the kernel takes no more. OSError: the lane is broken."""
+        outlet = self._outlet
         for _ in range(_CALLS_PER_TURN):
-            if self.peer not in self._matcher.ready:
+            if self.peer not in self._ready:
                 self.is_blocked = False
                 return
-            buffers = self._matcher.outgoing(self.peer, has_short_pieces=self._give_way())
+            outlet.has_short_pieces = self._gives_way is not None and self._give_way()
+            buffers = outlet.buffers()
             try:
                 count = self.sock.sendmsg(buffers) if len(buffers) > 1 else self.sock.send(buffers[0])
             except BlockingIOError:
                 break
-            self._matcher.sent(self.peer, count)
+            outlet.advance(count)
             self.sent_bytes += count
             self.moved_at = time.monotonic()
-        self.is_blocked = self.peer in self._matcher.ready
+        self.is_blocked = self.peer in self._ready
 
     def read(self) -> bool:
         """Read what has arrived; return False at the end of the stream.
@@ -89,8 +93,9 @@ class MessageLane:
         calls = 0
         while calls < _CALLS_PER_TURN or self._has_more():
             calls += 1
-            self._give_way()
-            buffers = self._matcher.incoming(self.peer)
+            if self._gives_way is not None:
+                self._give_way()
+            buffers = self._inlet.buffers()
             try:
                 count = self.sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else self.sock.recv_into(buffers[0])
             except BlockingIOError:
@@ -98,7 +103,10 @@ class MessageLane:
             if not count:
                 return False
             self.moved_at = time.monotonic()
-            self._matcher.received(self.peer, count)
+            try:
+                self._inlet.advance(count)
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(f"rank {self.peer} broke the protocol of messages: {error}") from None
             if count < sum(map(len, buffers)):
                 return True  # the kernel had no more
         return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
 from covey.runtime.messages.lane_renewal import LaneRenewal
-from covey.runtime.messages.lending import MessengerLock
+from covey.runtime.messages.lending import LendingLock, StreamLending
 from covey.runtime.messages.pending_works import PendingWorks, end, late_error
 from covey.runtime.work import Work
 
@@ -41,6 +42,8 @@ class Messenger:
     """Sends and receives the messages of one group on this rank. Any thread may call any method."""
 
     _driving_kind: type[DrivingThread] = DrivingThread
+    _lends = True
+    """Whether its streams may be lent to the compiled executor."""
 
     def __init__(
         self,
@@ -78,15 +81,16 @@ class Messenger:
         self._fault, self._told = fault, told
         self._matcher = Matcher(rank, size, sizes)
         self._pending = PendingWorks(self._matcher)
-        self._lock = MessengerLock(self._matcher, self._pending, name)
+        self._lending = StreamLending(self._matcher, self._pending, name)
+        self._lock = LendingLock(self._lending) if self._lends else threading.Lock()
         self._driving = self._driving_kind(self._lock, name, may_spin=may_spin)
-        self._lock.wake = self._driving.alarm()
+        self._lending.wake = self._driving.alarm()
         self._lanes = LanePoll(self._matcher, self._driving, wake_fd, spins=may_spin)
         self._opening = LaneOpening(self._lock, self._matcher, self._lanes, open_lane=open_lane)
         self._renewal = LaneRenewal(
             self._lock, self._matcher, self._lanes, name, renew_lane=renew_lane, give_up=give_up, fault=fault, lost=lost
         )
-        self.short = self._lock.short
+        self.short = self._lending.short
         """By rank: what sends and receives arrays without Python, while nothing else is under way with it."""
         self._is_closed = False
         """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
@@ -178,11 +182,11 @@ class Messenger:
     @property
     def traffic(self) -> MessageTraffic:
         """Counts the messages."""
-        return self._lock.traffic
+        return self._lending.traffic
 
     @traffic.setter
     def traffic(self, traffic: MessageTraffic) -> None:
-        self._lock.traffic = traffic
+        self._lending.traffic = traffic
 
     def wait(self, work: Work[Any], deadline: float | None, peer: int | None = None) -> Any:
         """Drive until `work` is done and return its result; `deadline` is on time.monotonic().
@@ -208,7 +212,7 @@ class Messenger:
             with self._lock:
                 is_busy = self.has_more() or self._pending.next_deadline() < math.inf or self._renewal.is_needed
                 if self._driving.is_idle and not is_busy:
-                    self._lock.lend(peer, self._lanes.short_ring)
+                    self._lending.lend(peer, self._lanes.short_ring)
             if self._fault() is not None:
                 self.stop_short()  # which may have been called a moment ago
         return result
@@ -220,7 +224,7 @@ class Messenger:
         """
         turn, deadline, error = unfinished
         with self._lock:
-            work = self._lock.take_unfinished(short, turn)
+            work = self._lending.take_unfinished(short, turn)
         if error is not None:
             self.abandon(work, error)
             raise error
@@ -232,7 +236,7 @@ class Messenger:
     def stop_short(self) -> None:
         """Let no further message pass without Python, because the group has failed. On any thread."""
         self.short.clear()
-        self._lock.wake()
+        self._lending.wake()
 
     def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
         """Have the background thread move messages that no thread waits for; `work` fails at `deadline`."""
@@ -340,7 +344,8 @@ class Messenger:
 
     def _settle(self) -> None:
         """End the works of completed operations, and handle lanes that ended. Without the lock: callbacks may run."""
-        self._renewal.settle()
+        if self._lanes.ended or self._renewal.departed:
+            self._renewal.settle()
         if not self._matcher.completed:
             return
         with self._lock:
@@ -398,16 +403,11 @@ class Messenger:
 
     def turn(self, deadline: float | None, *, spins: bool = False) -> None:
         """Wait for events until the deadline, and handle them; with `spins`, poll for a moment before sleeping."""
-        self._handle(self._poll(deadline, spins=spins))
-
-    def _poll(self, deadline: float | None, *, spins: bool = False) -> list[tuple[int, int]]:
         until = math.inf if deadline is None else deadline
-        if self._pending.has_deadlines:
+        if self._pending.deadlines:
             with self._lock:
                 until = min(until, self._pending.next_deadline())
-        return self._lanes.poll(max(0.0, until - time.monotonic()), spins=spins)
-
-    def _handle(self, events: list[tuple[int, int]]) -> None:
+        events = self._lanes.poll(max(0.0, until - time.monotonic()), spins=spins)
         with self._lock:
             has_fault = self._lanes.handle(events)
         if has_fault and (fault := self._fault()) is not None:
@@ -416,7 +416,7 @@ class Messenger:
         elif has_fault:
             time.sleep(0.001)  # the thread that made the descriptor readable is about to record the fault
         self._settle()
-        while self._pending.has_deadlines:
+        while self._pending.deadlines:
             with self._lock:
                 work = self._pending.take_due()
             if work is None:
@@ -431,11 +431,8 @@ class Messenger:
         """Give the kernel what it takes of what was sent; the rest follows when it has room."""
         with self._lock:
             if not self._driving.is_stopping:
-                self._flush_with_lock()
+                self._lanes.flush_ready()
         self._settle()
-
-    def _flush_with_lock(self) -> None:
-        self._lanes.flush_ready()
 
     def fail_all(self, error: BaseException) -> None:
         """Fail all messages."""

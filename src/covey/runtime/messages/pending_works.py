@@ -30,7 +30,8 @@ class PendingWorks:
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
         self._by_operation: dict[Operation, Work[Any]] = {}
-        self._heap: list[tuple[float, int, Work[Any]]] = []
+        self.deadlines: list[tuple[float, int, Work[Any]]] = []
+        """A heap; works that are done may still be in it."""
         self._order = itertools.count()
 
     def __bool__(self) -> bool:
@@ -55,25 +56,20 @@ class PendingWorks:
 
     # Deadlines, on time.monotonic()
 
-    @property
-    def has_deadlines(self) -> bool:
-        """Whether some works may have a deadline."""
-        return bool(self._heap)
-
     def expire(self, work: Work[Any], deadline: float) -> None:
         """Let a work fail at `deadline`, unless it is done by then."""
-        heapq.heappush(self._heap, (deadline, next(self._order), work))
+        heapq.heappush(self.deadlines, (deadline, next(self._order), work))
 
     def next_deadline(self) -> float:
         """Return the deadline of the next work that is not done; infinite if there is none."""
-        while self._heap and self._heap[0][2].done():
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else math.inf
+        while self.deadlines and self.deadlines[0][2].done():
+            heapq.heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else math.inf
 
     def take_due(self) -> Work[Any] | None:
         """Remove and return a work whose deadline has passed, if there is one."""
-        if self._heap and self._heap[0][0] <= time.monotonic():
-            return heapq.heappop(self._heap)[2]
+        if self.deadlines and self.deadlines[0][0] <= time.monotonic():
+            return heapq.heappop(self.deadlines)[2]
         return None
 
     # Ends

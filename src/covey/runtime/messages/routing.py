@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
     from covey.runtime.counters import MessageTraffic
-    from covey.runtime.members.node import Node
+    from covey.runtime.members.lanes import Lanes
+    from covey.runtime.members.path_monitor import PathMonitor
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
@@ -56,6 +57,16 @@ class MessageRoster(Protocol):
     def describe(self, ranks: tuple[Rank, ...]) -> str: ...
 
 
+class MessageNode(Protocol):
+    """What messages need of their node (`members.node`)."""
+
+    @property
+    def lanes(self) -> Lanes: ...
+
+    @property
+    def paths(self) -> PathMonitor: ...
+
+
 class MessageOwner(Protocol):
     """What messages need of a group (`collectives.engine`)."""
 
@@ -69,7 +80,7 @@ class MessageOwner(Protocol):
     is_closed: bool
 
     @property
-    def node(self) -> Node | None: ...
+    def node(self) -> MessageNode | None: ...
 
     @property
     def is_freed(self) -> bool: ...

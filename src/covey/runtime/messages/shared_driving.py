@@ -62,9 +62,9 @@ class SharedDriving(DrivingThread):
         """Whether callers have waited since a background thread began to drive."""
         self._jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         """Short jobs for the background thread that drives, after its turn, and what has each run elsewhere."""
-        self._job_thread: threading.Thread | None = None
+        self.job_thread: threading.Thread | None = None
         """The background thread that runs jobs, since when, and until when what they send may wait."""
-        self._jobs_at = self._hold_until = 0.0
+        self._jobs_at = self.hold_until = 0.0
         self._is_relieved = False
         """Whether the jobs behind one that takes long were taken from the thread that runs it."""
 
@@ -75,32 +75,35 @@ class SharedDriving(DrivingThread):
 
         A signal handler of the program runs between two turns, when another thread may drive.
         """
-        while not work.done():
-            with HeldSignals(self._wake_poll) as held:
-                has_driven = self._drive(messages, work, deadline, held)
-            if not has_driven and not work.done():
+        while not work.has_ended:
+            with HeldSignals(self.wake_poll) as held:
+                has_driven = self.drive_once(messages, work, deadline, held)
+            if not has_driven and not work.has_ended:
                 self._wait(work, deadline)
             if left(deadline) == 0:
                 return
 
-    def _drive(self, messages: DrivenMessages, work: Work[Any], deadline: float | None, held: HeldSignals) -> bool:
-        """Drive until the work is done, the deadline has passed, or a signal has come; False if another thread does."""
+    def drive_once(self, messages: DrivenMessages, work: Work[Any], deadline: float | None, held: HeldSignals) -> bool:
+        """Drive until the work is done, the deadline has passed, or a signal has come; False if another thread does.
+
+        `held` wakes the calling thread with `wake_poll`.
+        """
         this_thread = threading.get_ident()
         with self._lock:
-            before = self._driver
+            before = self.driver
             if before not in (None, this_thread) or self.is_stopping:
                 return False
-            self._driver = this_thread
+            self.driver = this_thread
         try:
-            while not work.done() and not self.is_stopping and not held.has_come:
+            while not work.has_ended and not self.is_stopping and not held.noted:
                 messages.turn(deadline, spins=self._may_spin)
-                if left(deadline) == 0:
+                if deadline is not None and left(deadline) == 0:
                     break
         finally:
             with self._lock:
-                self._driver = before  # else a callback has waited for another work
+                self.driver = before  # else a callback has waited for another work
                 if before is None:
-                    self._put_down(messages, is_over=work.done())
+                    self._put_down(messages, is_over=work.has_ended)
         return True
 
     def _wait(self, work: Work[Any], deadline: float | None) -> None:
@@ -120,15 +123,14 @@ class SharedDriving(DrivingThread):
             self._freed.notify_all()
         elif not self._threads:
             self.hand_over(messages)
-        elif not is_over or self._asleep or self._callers_wait() or now < self._attend_until:
+        elif not is_over or self._asleep or now < self._attend_until or (self._waiting and self._callers_wait()):
             self._needed.notify()
 
     def _callers_wait(self) -> bool:
-        if self._waiting:
-            self._waiting = [work for work in self._waiting if not work.done()]
+        self._waiting = [work for work in self._waiting if not work.has_ended]
         return bool(self._waiting)
 
-    def _wake_poll(self) -> None:
+    def wake_poll(self) -> None:
         """Wake the calling thread from its next poll: a signal has come."""
         with contextlib.suppress(OSError):
             self._bell_rope.send(b"!")
@@ -138,7 +140,7 @@ class SharedDriving(DrivingThread):
         now = time.monotonic()
         if self._attend_until - now < ATTENTION_SECONDS / 2:
             self._attend_until = now + ATTENTION_SECONDS
-        if self._driver is None and self._job_thread is None:
+        if self.driver is None and self.job_thread is None:
             with self._lock:
                 self._needed.notify()
 
@@ -148,7 +150,7 @@ class SharedDriving(DrivingThread):
         """If no thread drives, let the background thread drive if there is something to do."""
         if self.is_stopping:
             self._freed.notify_all()
-        elif self._driver is None and messages.has_more():
+        elif self.driver is None and messages.has_more():
             self.call_background(messages)
 
     def call_background(self, messages: DrivenMessages) -> None:
@@ -171,7 +173,7 @@ class SharedDriving(DrivingThread):
             try:
                 if self._is_job_late(time.monotonic()):
                     self._relieve(messages)
-                while self._driver == this_thread and self._goes_on(messages):
+                while self.driver == this_thread and self._goes_on(messages):
                     messages.turn(None, spins=self._may_spin)
                     if self._jobs and not self._run_jobs(messages):
                         break
@@ -179,8 +181,8 @@ class SharedDriving(DrivingThread):
                 messages.fail_all(error)
             finally:
                 with self._lock:
-                    if self._driver == this_thread:
-                        self._driver = None
+                    if self.driver == this_thread:
+                        self.driver = None
                         self._put_down(messages, is_over=True)
 
     def _stand_by(self, messages: DrivenMessages) -> bool:
@@ -190,14 +192,14 @@ class SharedDriving(DrivingThread):
             try:
                 while not self.is_stopping:
                     now = time.monotonic()
-                    if self._driver is None and self._is_due(now) and messages.has_more():
-                        self._driver, self._has_callers = threading.get_ident(), False
+                    if self.driver is None and self._is_due(now) and messages.has_more():
+                        self.driver, self._has_callers = threading.get_ident(), False
                         return True
                     if self._is_job_late(now):
                         return True
                     # A thread that puts the driving down notifies only those that are asleep: doing so for each call
                     # would cost too much. So look again soon while that may happen at any time.
-                    runs_jobs = self._job_thread is not None and not self._is_relieved
+                    runs_jobs = self.job_thread is not None and not self._is_relieved
                     is_busy = runs_jobs or now - self._put_down_at < 2 * LINGER_SECONDS
                     self._asleep += not is_busy
                     is_notified = self._needed.wait(LINGER_SECONDS if is_busy else IDLE_SECONDS)
@@ -213,7 +215,7 @@ class SharedDriving(DrivingThread):
         """Tell whether a background thread has to drive if no other thread does."""
         if now - self._put_down_at > LINGER_SECONDS:
             return True
-        return self._job_thread is None and (now < self._attend_until or self._callers_wait())
+        return self.job_thread is None and (now < self._attend_until or self._callers_wait())
 
     def _goes_on(self, messages: DrivenMessages) -> bool:
         """Tell whether the background thread goes on to drive."""
@@ -226,66 +228,60 @@ class SharedDriving(DrivingThread):
 
     # Jobs
 
-    def may_run_jobs(self, messages: DrivenMessages) -> bool:
-        """Tell whether the calling thread may add jobs: a background thread that drives, while another stands by.
+    def take_job(self, messages: DrivenMessages, job: Callable[[], None], elsewhere: Callable[[], None]) -> bool:
+        """Run a job on the calling thread after its turn, or call `elsewhere` if another job takes long before it.
 
+        Return False if this thread may not run jobs: only a background thread that drives may, while another stands by.
         A job that takes long runs on, and the thread that stood by drives: then it is the only one, and gets no jobs.
         """
-        if not self.is_here or threading.current_thread() not in self._threads:
+        thread = threading.current_thread()
+        if self.driver != thread.ident or thread not in self._threads:
             return False
         if not self._standing_by and len(self._threads) < 2:
             with self._lock:
                 self._start_thread(messages)
-        return self._standing_by > 0
-
-    def add_job(self, job: Callable[[], None], elsewhere: Callable[[], None]) -> None:
-        """Run a job on the calling thread after its turn, or call `elsewhere` if another job takes long before it."""
+        if not self._standing_by:
+            return False
         self._jobs.append((job, elsewhere))
-
-    @property
-    def holds_flush(self) -> bool:
-        """Whether what the calling thread sends waits for what its next jobs send."""
-        return self._job_thread is threading.current_thread() and time.monotonic() < self._hold_until
+        return True
 
     def _run_jobs(self, messages: DrivenMessages) -> bool:
         """Run the jobs while the driving is put down; return whether this thread drives again."""
         with self._lock:
-            self._job_thread, self._driver = threading.current_thread(), None
+            self.job_thread, self.driver = threading.current_thread(), None
             self._put_down_at = self._jobs_at = now = time.monotonic()
-            self._hold_until, self._is_relieved = now + HOLD_SECONDS, False
+            self.hold_until, self._is_relieved = now + HOLD_SECONDS, False
             if self._asleep:
                 self._needed.notify()
         try:
-            while (taken := self._take_job()) is not None:
-                self._run_safely(taken[0])
-                del taken  # it may hold what a function was called with
+            while self._jobs:
+                self._run_next(0)
         finally:
             with self._lock:
-                self._job_thread = None
-                is_free = self._driver is None and not self.is_stopping
+                self.job_thread = None
+                is_free = self.driver is None and not self.is_stopping
                 if is_free:
-                    self._driver = threading.get_ident()
+                    self.driver = threading.get_ident()
             messages.flush()
         return is_free
 
-    def _take_job(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        try:
-            return self._jobs.popleft()
-        except IndexError:
-            return None
-
     def _is_job_late(self, now: float) -> bool:
         """Tell whether jobs have run for so long that those behind them must not wait."""
-        return self._job_thread is not None and not self._is_relieved and now - self._jobs_at > LINGER_SECONDS
+        return self.job_thread is not None and not self._is_relieved and now - self._jobs_at > LINGER_SECONDS
 
     def _relieve(self, messages: DrivenMessages) -> None:
         """Have the jobs behind one that takes long run elsewhere, and send what those before it have queued."""
         self._is_relieved = True
-        while (taken := self._take_job()) is not None:
-            self._run_safely(taken[1])
+        while self._jobs:
+            self._run_next(1)
         messages.flush()
 
-    def _run_safely(self, job: Callable[[], None]) -> None:
+    def _run_next(self, which: int) -> None:
+        """Run the next job here (0), or have it run elsewhere (1), unless another thread has taken it."""
+        try:
+            job = self._jobs.popleft()[which]
+        except IndexError:
+            return
         try:
             job()
         except BaseException:  # jobs guard what they call; this is a fault of covey
@@ -294,5 +290,5 @@ class SharedDriving(DrivingThread):
     def join_background(self) -> None:
         """Wait until the background threads have ended, except one that runs a job. Without the lock."""
         for thread in list(self._threads):
-            if thread not in (threading.current_thread(), self._job_thread):
+            if thread not in (threading.current_thread(), self.job_thread):
                 thread.join(STEP_ASIDE_SECONDS)
