@@ -28,6 +28,7 @@ NOTICE_SECONDS = 12.0
 FLAPS = int(os.environ.get("FLAPS", "2"))
 """How often a network goes down and comes back."""
 PROGRAM = STEADY.replace('on_loss="continue", ', "")
+every_policy = pytest.mark.parametrize("on_loss", ["raise", pytest.param("continue", marks=pytest.mark.thorough)])
 
 LOSSY = """
 import json, logging, sys
@@ -111,9 +112,10 @@ def test_an_operation_whose_only_network_dies_ends_with_the_reason(
             assert said["at"] - at < promised(NOTICE_SECONDS), member.story()
 
 
-def test_a_network_that_goes_and_comes_again_and_again_stops_no_run_that_has_another() -> None:
+@every_policy
+def test_a_network_that_goes_and_comes_again_and_again_stops_no_run_that_has_another(on_loss: str) -> None:
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
-        members = start_run(lan)
+        members = start_run(lan, on_loss=on_loss)
         for number in range(FLAPS):
             lan.switches[0].cut("host0")
             await_progress(members, 2 * number)
@@ -122,9 +124,10 @@ def test_a_network_that_goes_and_comes_again_and_again_stops_no_run_that_has_ano
         end_well(members)
 
 
-def test_a_path_that_swallows_long_packets_is_left() -> None:
+@every_policy
+def test_a_path_that_swallows_long_packets_is_left(on_loss: str) -> None:
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
-        members = start_run(lan)
+        members = start_run(lan, on_loss=on_loss)
         number = 0
         for switch in lan.switches:  # one of them carries the lanes
             switch.swallow(longer_than=1000)
@@ -148,17 +151,18 @@ def test_where_only_short_packets_pass_lanes_send_short_ones(longest: int) -> No
 
 
 @pytest.mark.thorough
-def test_what_the_firewall_of_this_machine_drops_ends_no_operation_with_a_hang() -> None:
+def test_what_the_firewall_of_this_machine_drops_costs_no_operation() -> None:
     """The kernel does not even send it: nothing is unacknowledged, and nothing times out."""
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         members = start_run(lan, on_loss="raise")
         await_progress(members, 0)
         words = "tc qdisc add dev eth0 root tbf rate 1gbit burst 1000 latency 100ms"  # drops what is longer than 1000
         lan.hosts[1].run(words.split())
-        for member in members:
-            said = member.said("error")
-            assert said["kind"] == "PeerLostError"
-            assert "MTU" in said["text"], said
+        for number in (1, 2):
+            await_progress(members, number)
+        end_well(members)
+        told = [kind for member in members for kind, *_ in member.said("events")["kinds"]]
+        assert "mtu" in told, "the end that dials says what it found"
 
 
 def test_lanes_on_which_packets_get_lost_use_bbr() -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from covey.testing.netns import Host
 
 PYTHONPATH = {"PYTHONPATH": str(SOURCE)}
+every_policy = pytest.mark.parametrize("on_loss", ["raise", pytest.param("continue", marks=pytest.mark.thorough)])
 JOB = """
 import json, sys, time
 import numpy as np
@@ -149,10 +150,11 @@ def test_without_its_relay_a_run_that_raises_names_the_peer_that_is_lost() -> No
             assert report["seconds"] < DEADLINE / 2
 
 
-def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other() -> None:
+@every_policy
+def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other(on_loss: str) -> None:
     with two_networks(hosts=4) as hosts:
         relays = [start_relay(host) for host in hosts[2:]]
-        nodes = start_nodes(Cluster(), hosts, on_loss="continue")
+        nodes = start_nodes(Cluster(), hosts, on_loss=on_loss)
         used = [hear(node)["relays"][0].partition(":")[0] for node in nodes]
         first = next(index for index, host in enumerate(hosts[2:]) if used[0] in host.ip4s)
         assert used[1] in hosts[2 + first].ip4s
@@ -165,15 +167,17 @@ def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other() -> N
             assert report["relays"][0].partition(":")[0] in hosts[3 - first].ip4s
 
 
-def test_relays_that_end_one_after_the_other_cost_no_member() -> None:
+@every_policy
+def test_relays_that_end_one_after_the_other_cost_no_member(on_loss: str) -> None:
     """The second one ends as soon as the first one has returned: no node is registered there yet."""
     with two_networks(hosts=4) as hosts:
         relays = [start_relay(host) for host in hosts[2:]]
         told = [",".join(relay.ip4s[network] for relay in hosts[2:]) for network in (0, 1)]
         cluster = Cluster()
+        program = STEADY.replace('on_loss="continue"', f'on_loss="{on_loss}"')
         options: dict[str, Any] = {"count": 500, "pause": 0.02, "talks": True, "patience": DEADLINE}
         started = [
-            cluster.start(hosts[i], env={"COVEY_RELAYS": told[i]}, code=STEADY, size=2, **options) for i in (0, 1)
+            cluster.start(hosts[i], env={"COVEY_RELAYS": told[i]}, code=program, size=2, **options) for i in (0, 1)
         ]
         members = by_rank([Member(node.host, node.process) for node in started])
         for number, index in enumerate((0, 1, 0)):

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 enum state { NO_JOB, POSTED, OVER };
+enum { LONG_MS = 1000, SHORT_MS = 5 }; /* the next look: without a descriptor to wait for, a lane waits for a connection */
 static const int64_t SPIN_NS = 100 * 1000; /* the next job often comes soon, and waking a thread takes as long */
 
 struct helper {
@@ -57,7 +58,7 @@ static enum outcome do_job(struct helper *helper)
             return outcome;
         if (outcome == IDLE) {
             polls[0] = (struct pollfd){.fd = helper->cancel[0], .events = POLLIN};
-            poll(polls, (nfds_t)count, 1000);
+            poll(polls, (nfds_t)count, count > 1 ? LONG_MS : SHORT_MS);
         }
     }
     return IDLE;

@@ -21,6 +21,7 @@ from covey.base.limits import MAX_MEMBERS as MAX_MEMBERS
 from covey.base.limits import NAME_LIMIT as NAME_LIMIT
 from covey.base.limits import REASON_LIMIT as REASON_LIMIT
 from covey.base.numbers import Seat
+from covey.base.settings import STREAMS_LIMIT
 from covey.base.text import TEXT_LIMIT, printable
 from covey.wire.decoding import read_from_peer
 
@@ -747,6 +748,17 @@ class Departure(Worded, frozen=True, array_like=True):
     """The error that ended its program; empty if it named none."""
 
 
+class StreamNews(msgspec.Struct, frozen=True, array_like=True, tag=45):
+    """What an end of a lane says of one of its streams: a connection of it has died, or how far it is."""
+
+    lane: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    stream: Annotated[int, msgspec.Meta(ge=0, lt=STREAMS_LIMIT)]
+    what: Annotated[str, msgspec.Meta(pattern=r"^(dial|check|gone|received)\Z")]
+    """`dial`: open another connection. `check`: say whether you have the lane. `gone`: the sender does not have it."""
+    position: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    """With `received`: how many bytes of the stream the sender has."""
+
+
 HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret | Inspect | RequestCheckpoint
 Answer = Tell | Reached | SecretKept | Inspected | CheckpointProgress
@@ -792,6 +804,7 @@ Control = (
     | Rest
     | Departures
     | Allowance
+    | StreamNews
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -30,6 +30,15 @@ def lane_proof(secret: bytes, side: bytes, lane: bytes, stream: int) -> bytes:
     return hmac.digest(secret, b"covey/1/lane/" + side + lane + bytes((stream,)), "sha256")
 
 
+def resume_proof(secret: bytes, side: bytes, lane: bytes, stream: int, number: int, position: int) -> bytes:
+    """Prove that the sender knows the secret of a lane, and how many bytes of a stream it has, in this try.
+
+    `side` is `dial`, `accept` or `go`.
+    """
+    numbers = bytes((stream,)) + number.to_bytes(8, "big") + position.to_bytes(8, "big")
+    return hmac.digest(secret, b"covey/1/resume/" + side + lane + numbers, "sha256")
+
+
 def proofs_equal(one: bytes, other: bytes) -> bool:
     """Compare in constant time."""
     return hmac.compare_digest(one, other)

@@ -262,7 +262,8 @@ HELD = {
         f"after {SILENCES.suspect_most:g} s. After a wrong suspicion the limit stays at {SILENCES.suspect_most:g} s",
         f"looks every {process_table.LOOK_EVERY:g} s, and every {ms(process_table.LOOK_CLOSELY_EVERY)} while",
         f"The peer has {spelled(need.RELINK)} second to be linked again",
-        f"nothing follows from it for {spelled(losses.RELAYED_SECONDS)} seconds",
+        f"nothing follows from it for {spelled(losses.UNLINKED_SECONDS)} seconds",
+        f"can be opened, ends after {SILENCES.process_silence + losses.UNLINKED_SECONDS:g} s",
         f"{spelled(tcp.STUCK_TIMEOUTS)} retransmissions in a row failed, and nothing was acknowledged for "
         f"{spelled(tcp.STUCK_SECONDS)} seconds",
         f"packets of {sockets.PACKET_LIMITS[0]} bytes, and then of {sockets.PACKET_LIMITS[1]}. Links send packets of "

@@ -73,6 +73,7 @@ CONTROLS: list[Any] = [
     messages.Rest(is_agreed=True),
     messages.Departures((messages.Departure(Seat(3), True, "ValueError: no"),)),
     messages.Allowance(2_375_000),
+    messages.StreamNews(b"L" * 16, 3, "received", 1 << 40),
 ]
 
 
@@ -95,7 +96,8 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31,
                      "Inspect": 32, "Inspected": 33, "CheckpointNews": 34, "Past": 35, "AgentCall": 36,
                      "AgentRefusal": 37, "RequestCheckpoint": 38, "CheckpointProgress": 39,
-                     "MoveLane": 40, "RelayTrips": 41, "Rest": 42, "Departures": 43, "Allowance": 44}  # fmt: skip
+                     "MoveLane": 40, "RelayTrips": 41, "Rest": 42, "Departures": 43, "Allowance": 44,
+                     "StreamNews": 45}  # fmt: skip
     assert set(names) == {
         kind.__name__ for union in (messages.HandshakeMessage, messages.Control) for kind in get_args(union)
     }

@@ -27,6 +27,7 @@ TEXTS: Final = (
     "x" * 79,
     "train.py",
     "accept",
+    "received",
 )
 """For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 from covey.base.native import native
 from covey.net import tcp
 from covey.net.lanes import shm
-from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane, NativeStripedLane
+from covey.net.lanes.native import (
+    NativeResumableLane,
+    NativeRingLane,
+    NativeSealedLane,
+    NativeStreamLane,
+    NativeStripedLane,
+)
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
@@ -63,6 +69,17 @@ class LaneFactory:
         from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
         return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
+
+    def resumable(
+        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, directs: Sequence[bool]
+    ) -> SocketLane:
+        """Make one end of a sealed lane whose streams go on over other connections; see `net.lanes.resumable`."""
+        self._slow_down(socks)
+        if self.is_native:
+            return NativeResumableLane(socks, secret, lane, dialler=dialler, directs=directs)
+        from covey.net.lanes.resumable import ResumableLane
+
+        return ResumableLane(socks, secret, lane, dialler=dialler, directs=directs)
 
     def striped(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> SocketLane:
         """Make one end of a lane over several networks."""

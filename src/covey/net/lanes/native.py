@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from covey.base.native import native
 from covey.base.settings import KERNEL_COPY
 from covey.net.descriptors import track
 from covey.net.lanes.ring import RingLane
-from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
+from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,9 +140,7 @@ def _with_keys(
     mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
     streams = []
     for stream, sock in enumerate(socks):
-        sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(sock)
         keys = lane_keys(secret, lane, stream)
         scopes = scope(lane, stream, mine), scope(lane, stream, theirs)
         ciphers = [LongCipher(each) if has_slow_libcrypto() else None for each in scopes]
@@ -179,6 +178,84 @@ class NativeSealedLane(SocketLane):
         unread = bytearray(1 << 16)
         for sock in self._socks:
             close_without_reset(sock, unread)
+
+
+class NativeResumableLane(NativeSealedLane):
+    """A sealed lane whose streams go on over other connections; see `resumable`."""
+
+    def __init__(
+        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, directs: Sequence[bool]
+    ) -> None:
+        """See `resumable.ResumableLane`."""
+        self._directs = tuple(directs)
+        self._lock = threading.Lock()
+        """Between the thread that closes the lane and the control loop, which replaces connections."""
+        self._is_closed = False
+        super().__init__(socks, secret, lane, dialler=dialler)
+
+    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
+        return native().module.Sealed(streams, self._directs)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the lane was closed."""
+        return self._is_closed
+
+    def broken(self) -> list[int]:
+        """Return the streams that wait for a connection."""
+        return list(self.native.broken())
+
+    def freeze(self, stream: int) -> None:
+        """See `resumable.ResumableLane.freeze`."""
+        self.native.freeze(stream)
+
+    def leave(self, stream: int) -> int:
+        """See `resumable.ResumableLane.leave`."""
+        with self._lock:
+            if self._is_closed:
+                return int(self.native.received(stream))
+            received = int(self.native.drain(stream))
+            with contextlib.suppress(OSError):  # it has broken
+                self._socks[stream].shutdown(socket.SHUT_RDWR)
+            return received
+
+    def attach(self, stream: int, sock: socket.socket, position: int, *, is_direct: bool) -> bool:
+        """See `resumable.ResumableLane.attach`."""
+        prepare(sock)
+        with self._lock:
+            if self._is_closed or not self.native.attach(stream, sock.fileno(), position, is_direct):
+                return False
+            before, self._socks[stream] = self._socks[stream], track(sock)
+        before.close()  # a thread that polled it was woken when it was left
+        return True
+
+    def push(self) -> bool:
+        """See `resumable.ResumableLane.push`."""
+        with self._lock:
+            return not self._is_closed and bool(self.native.push())
+
+    def acknowledge(self, stream: int, position: int) -> bool:
+        """See `resumable.ResumableLane.acknowledge`."""
+        return bool(self.native.acknowledge(stream, position))
+
+    def received(self, stream: int) -> int:
+        """See `resumable.ResumableLane.received`."""
+        return int(self.native.received(stream))
+
+    def end(self, why: str) -> None:
+        """See `resumable.ResumableLane.end`."""
+        self.native.end(why)
+        self.shutdown(socket.SHUT_RDWR)
+
+    def shutdown(self, how: int) -> None:
+        for sock in self._socks:
+            with contextlib.suppress(OSError):  # it has broken
+                sock.shutdown(how)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            super().close()
 
 
 class NativeStripedLane(NativeSealedLane):

@@ -76,6 +76,11 @@ class SealedPipe:
         """Whether a record of the full length may be sealed now."""
         return self.unsent <= FIRST_BYTES + OVERHEAD_BYTES
 
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether something is sealed that the kernel may take."""
+        return self.unsent > 0
+
     def seal(self, data: Bytes) -> None:
         """Seal a record to be sent; there must be room for it. Renew the key first if it is REKEY_SECONDS old."""
         now = monotonic()

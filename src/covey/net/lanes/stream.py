@@ -28,6 +28,25 @@ SPIN_BYTES = 1 << 17
 """For transfers larger than this, sleeping costs little in comparison."""
 
 
+def is_resumable(lane: Any) -> bool:
+    """Tell whether the streams of a lane can go on over other connections (`net.lanes.resumable`)."""
+    return hasattr(lane, "attach")
+
+
+def dead_streams(lane: Any, *, has_moved: bool = False) -> list[int]:
+    """Return the streams of a resumable lane that wait for a connection, or whose path seems dead."""
+    broken = set(lane.broken())
+    socks = enumerate(lane.sockets())
+    return [stream for stream, sock in socks if stream in broken or tcp.is_stuck(sock, has_moved=has_moved)]
+
+
+def prepare(sock: socket.socket) -> None:
+    """Prepare a connection for the stream of a lane."""
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 class SocketLane:
     """The common part of lanes over sockets: spinning, and noticing a dead path."""
 

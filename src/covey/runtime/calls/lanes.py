@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.generation_table import GenerationTable
     from covey.runtime.members.group_registry import GroupMessage, GroupRegistry
-    from covey.runtime.members.peers import Peer
+    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.messages.listening import ListeningMessenger
     from covey.runtime.messages.messenger import Messenger
 
@@ -54,7 +54,7 @@ class CallingNode(MessageNode, Protocol):
     def config(self) -> GroupConfig: ...
 
     @property
-    def peers(self) -> Mapping[Seat, Peer]: ...
+    def peers(self) -> Mapping[Seat, RemoteProcess]: ...
 
     @property
     def groups(self) -> GroupRegistry: ...

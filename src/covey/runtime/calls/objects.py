@@ -17,13 +17,13 @@ import numpy as np
 
 from covey.base.dtypes import BFLOAT16
 from covey.base.errors import CallRefusedError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.runtime import loop as control
 from covey.runtime.buffers import as_array
 from covey.runtime.calls.functions import CallableFunction, callable_function
 from covey.wire.call_values import Reference
 
 if TYPE_CHECKING:
-    from covey.base.numbers import Seat
     from covey.runtime.calls.work import CallWork
     from covey.wire.call_values import Array
 

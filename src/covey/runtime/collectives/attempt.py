@@ -18,7 +18,7 @@ from covey.base.pace import Growing
 from covey.net import tcp
 from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.lanes.stream import SocketLane
+from covey.net.lanes.stream import SocketLane, is_resumable
 from covey.plan import barrier, choose
 from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
@@ -388,7 +388,10 @@ class Attempt(EnginePart):
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
         for slot, lane in enumerate(self._lanes):
-            if lane is not None and lane.is_stuck(has_moved=self._has_moved(slot)):
+            # The streams of a resumable lane find another path by themselves (`members.lane_resumption`).
+            if lane is None or is_resumable(lane):
+                continue
+            if lane.is_stuck(has_moved=self._has_moved(slot)):
                 self._report_stuck(slot)
                 self.lane_closed(slot, LaneClosedError(f"the other end {tcp.STUCK}"))
         again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))

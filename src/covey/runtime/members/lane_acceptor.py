@@ -136,7 +136,12 @@ class LaneAcceptor:
         socks = [sock]
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                expected = await self._prove_claim(sock)
+                claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
+                lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
+                if self._node.lanes.resumption.is_claimed(stream):
+                    await self._node.lanes.resumption.claim(sock, lane, stream, proof)
+                    return
+                expected = await self._prove_claim(sock, lane, stream, proof)
                 offer = expected.offer
                 if len(expected.socks) < offer.streams:
                     return
@@ -153,9 +158,7 @@ class LaneAcceptor:
         key = lane_key(offer.group, expected.peer, offer.purpose, offer.attempt)
         self._table.opened(key, offer.attempt, opened)
 
-    async def _prove_claim(self, sock: socket.socket) -> _Expected:
-        claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
-        lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
+    async def _prove_claim(self, sock: socket.socket, lane: bytes, stream: int, proof: bytes) -> _Expected:
         expected = self._expected.get(lane)
         if expected is None or stream >= expected.offer.streams or stream in expected.socks:
             raise ConnectError("a connection claimed a lane that is not expected")

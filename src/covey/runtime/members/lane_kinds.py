@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.net.cores import usable_cores
 from covey.net.lanes import shm
+from covey.runtime.links.sockets import RelayedSocket
 
 if TYPE_CHECKING:
     import socket
@@ -146,6 +147,11 @@ def lane_of_sockets(node: Node, peer: Seat, socks: list[socket.socket], offer: m
         if offer.is_striped:
             lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler)
             node.stripes.watch(lane)
+            return lane
+        if node.lanes.resumption.is_wanted(peer, offer.kind):
+            directs = [not isinstance(sock, RelayedSocket) for sock in socks]
+            lane = factory.resumable(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
+            node.lanes.resumption.watch(lane, peer, offer)
             return lane
         if offer.kind in SEALED_KINDS:
             return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, kind=offer.kind)

@@ -93,6 +93,8 @@ class LaneMoves:
             replacement = key._replace(purpose=REPLACEMENT)
             if key.purpose == "messages":
                 self._dialler.replace(key)
+            elif self._node.lanes.resumption.is_resuming(future.result()):
+                continue  # its streams find another path by themselves
             elif key.purpose == "collectives" and future.result().kind in TOLD_KINDS:
                 if self._table.get(replacement) is not None:
                     self._again.add(replacement)

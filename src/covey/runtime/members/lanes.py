@@ -18,6 +18,7 @@ from covey.runtime.members.lane_acceptor import LaneAcceptor
 from covey.runtime.members.lane_dialler import LaneDialler
 from covey.runtime.members.lane_kinds import SEALED_KINDS, kind_to, offered_kind
 from covey.runtime.members.lane_moves import LaneMoves
+from covey.runtime.members.lane_resumption import LaneResumption
 from covey.runtime.members.lane_table import LaneKey, LaneTable
 from covey.runtime.members.packet_losses import PacketLosses
 from covey.runtime.members.quic_paths import QuicPaths
@@ -51,6 +52,8 @@ class Lanes:
         """Changes how lanes send on which packets get lost."""
         self.quic = QuicPaths(node)
         """Carries the lanes that go by QUIC."""
+        self.resumption = LaneResumption(node)
+        """Opens other connections for lanes whose path dies."""
         self.table = LaneTable(node)
         self.dialler = LaneDialler(node, self.table)
         self.acceptor = LaneAcceptor(node, self.table)

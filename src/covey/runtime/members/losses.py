@@ -8,6 +8,7 @@ goes on without the peer.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -29,10 +30,26 @@ logger = logging.getLogger("covey")
 
 LAST_MESSAGES_SECONDS: Final = 0.5
 """How long the link of a process that has exited may take to end by itself: a child of the process may hold it open."""
-RELAYED_SECONDS: Final = 5.0
-"""How long a process may be without a link whose last one went through a relay. The end of such a link says that the
-relay has ended, or one of the two ways to it; the process may be well, and is linked again through another relay, which
-takes more round trips than a direct link. If it has exited, its keeper says so."""
+UNLINKED_SECONDS: Final = 5.0
+"""How long a process may be without a link whose last one ended because of its path (`tells_of_its_path`). The process
+may be well, and is linked again over another path, or through another relay, which takes more round trips. If it has
+exited, its keeper says so."""
+PATH_ERRORS: Final = frozenset({
+    errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENETRESET,
+    errno.ECONNABORTED, errno.EADDRNOTAVAIL,
+})  # fmt: skip
+"""What a connection ends with if its path has died. The kernel of a process that has exited ends it in order, or resets
+it."""
+
+
+def tells_of_its_path(link: Link, on_loss: str) -> bool:
+    """Tell whether the end of a link says something of its path, and nothing of the process at its other end.
+
+    The end of a link through a relay says that the relay has ended, or one of the two ways to it. With
+    `on_loss="continue"` the members decide how long they wait for another direct link.
+    """
+    has_path_error = isinstance(link.error, OSError) and link.error.errno in PATH_ERRORS
+    return bool(link.relay) or (on_loss == "raise" and has_path_error)
 
 
 class Losses:
@@ -155,6 +172,8 @@ class Losses:
         """Act on the end of a peer's link: dial it again, and under `on_loss="raise"` take it for lost."""
         node, peer = self._node, self._node.peers[seat]
         peer.unlink()
+        ended = peer.ended_link
+        may_be_path = ended is not None and tells_of_its_path(ended, node.config.on_loss)
         if node.is_closing:
             return
         if not peer.is_ready:  # it never saw the run formed, so it may come again
@@ -165,15 +184,15 @@ class Losses:
         node.lanes.dialler.link_lost(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)
-        if peer.was_relayed and not peer.has_left and not peer.reason:
-            asyncio.get_running_loop().call_later(RELAYED_SECONDS, self._remains_unlinked, peer)
+        if may_be_path and not peer.has_left and not peer.reason:
+            asyncio.get_running_loop().call_later(UNLINKED_SECONDS, self._remains_unlinked, peer)
         else:
             self._unlinked(peer)
         if node.generation is not None and peer.is_dialled and not peer.has_left and node.launcher_mesh is not None:
             node.spawn(node.launcher_mesh.redial(peer))
 
     def _remains_unlinked(self, peer: RemoteProcess) -> None:
-        """Take a peer for unlinked whose relayed link ended a while ago, unless it has another one."""
+        """Take a peer for unlinked whose link ended a while ago, because of its path, unless it has another one."""
         if peer.link is None and not peer.is_gone and not self._node.is_closing:
             self._unlinked(peer)
 

@@ -322,6 +322,8 @@ class Node:
                 self.lanes.limit.allowed(seat, rate)
             case messages.MoveLane():
                 self.lanes.moves.heard(seat, message)
+            case messages.StreamNews():
+                self.lanes.resumption.heard(seat, message)
             case messages.RelayTrips(trips):
                 self.on_relay_trips(peer, trips)
             case messages.Posting():

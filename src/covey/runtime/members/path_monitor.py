@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
 from covey.net import tcp
+from covey.net.lanes.stream import is_resumable
 from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_limit
 from covey.runtime.members.lane_table import TOLD_KINDS
@@ -137,7 +138,7 @@ class PathMonitor:
     def _look_at_lanes(self) -> None:
         """Leave the paths of lanes that are stuck, and tell their groups, for which no operation may be running."""
         for key, lane in self._node.lanes.table.open_lanes("collectives"):
-            if lane.kind in TOLD_KINDS and lane.is_stuck():
+            if lane.kind in TOLD_KINDS and not is_resumable(lane) and lane.is_stuck():
                 self.stuck(key.peer)
                 if (group := self._node.groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)

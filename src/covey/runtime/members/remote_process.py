@@ -131,8 +131,8 @@ class RemoteProcess:
         """The link in use."""
         self.is_dialled = is_dialled
         """Whether this end dialled the link in use, or the last one, and so is known to reach the other."""
-        self.was_relayed = False
-        """Whether the last link in use, which has ended, went through a relay."""
+        self.ended_link: Link | None = None
+        """The last link in use, while there is none: how it ended tells of the path, or of the process."""
         self.told: Link | None = None
         """The link on which it was told what a process with a new link has to be told."""
         self.way: Where | None = None
@@ -216,14 +216,13 @@ class RemoteProcess:
 
     def use(self, link: Link) -> None:
         """Use a link from now on."""
-        self.link = link
+        self.link, self.ended_link = link, None
         if link in self.links:
             self.is_dialled = self.links[link] is not None
 
     def unlink(self) -> list[Link]:
         """Forget all links, and return them."""
-        if self.link is not None:
-            self.was_relayed = bool(self.link.relay)
+        self.ended_link = self.link or self.ended_link
         links, self.links, self.link, self.told = list(self.links), {}, None, None
         return links
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,11 @@ class _Node:
 
 
 def play(
-    relay: str, on_loss: str, then: Callable[[RemoteProcess], None] = lambda _: None, reason: str = ""
+    relay: str,
+    on_loss: str,
+    then: Callable[[RemoteProcess], None] = lambda _: None,
+    reason: str = "",
+    error: BaseException | None = None,
 ) -> list[int]:
     """End a link, do something before the time of relayed ones is over, and return what was told before and after."""
     told = []
@@ -55,13 +60,13 @@ def play(
         peer = RemoteProcess(card, seat=SEAT, is_dialled=True)
         peer.note(PeerEvent.READY)
         peer.reason = reason
-        link: Any = SimpleNamespace(relay=relay, catch_up=lambda: None)
+        link: Any = SimpleNamespace(relay=relay, error=error, catch_up=lambda: None)
         peer.link = link
         node: Any = _Node(peer, on_loss)
         Losses(node).link_ended(SEAT)
         told.append(node.unlinked + node.gone)
         then(peer)
-        await asyncio.sleep(2 * losses_module.RELAYED_SECONDS)
+        await asyncio.sleep(2 * losses_module.UNLINKED_SECONDS)
         told.append(node.unlinked + node.gone)
 
     asyncio.run(work())
@@ -76,9 +81,23 @@ def relinked(peer: RemoteProcess) -> None:
 def test_a_relay_that_ends_takes_no_member_with_it_that_is_linked_again_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(losses_module, "RELAYED_SECONDS", 0.02)
+    monkeypatch.setattr(losses_module, "UNLINKED_SECONDS", 0.02)
     for on_loss, reported in (("continue", 1), ("raise", 2)):  # the views; and the groups, where no view decides
         assert play("", on_loss) == [reported, reported], on_loss
         assert play("192.0.2.8:47690", on_loss) == [0, reported], on_loss
         assert play("192.0.2.8:47690", on_loss, relinked) == [0, 0], on_loss
         assert play("192.0.2.8:47690", on_loss, reason="silent") == [reported, reported], on_loss
+
+
+def test_a_path_that_dies_takes_no_member_with_it_and_a_process_that_ends_its_link_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(losses_module, "UNLINKED_SECONDS", 0.02)
+    for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN):
+        error = OSError(number, "")
+        assert play("", "raise", error=error) == [0, 2], error
+        assert play("", "raise", relinked, error=error) == [0, 0], error
+        assert play("", "raise", error=error, reason="silent") == [2, 2], error
+        assert play("", "continue", error=error) == [1, 1], "the members decide"
+    for reset in (ConnectionResetError(errno.ECONNRESET, ""), BrokenPipeError(errno.EPIPE, ""), None):
+        assert play("", "raise", error=reset) == [2, 2], reset
