@@ -109,6 +109,17 @@ def test_the_kinds_of_a_command_take_turns_and_those_of_a_checked_run_come_by_we
     assert counts["order"] == 2 * counts["kill"]
 
 
+def test_after_a_process_has_left_not_all_others_are_killed_at_once() -> None:
+    """`covey run` would regard the work as done, as a process has exited with 0 and no member is left."""
+    for seed in range(30):
+        terms = ChaosTerms(
+            size=4, seed=seed, count=12, where="machine", kinds=("leave", "all"), restarts=20, min_alive=0
+        )
+        kinds = [fault.kind for fault in plan(terms)]
+        assert "leave" in kinds
+        assert "all" not in kinds[kinds.index("leave") :]
+
+
 def test_orders_have_all_moments_and_stop_or_kill() -> None:
     faults = planned("machine", count=60, every=10)
     given = [fault.order for fault in faults if fault.order is not None]

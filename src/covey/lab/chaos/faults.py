@@ -43,30 +43,32 @@ class FaultKind(NamedTuple):
 
 
 KINDS: Final = {
-    "kill": FaultKind("a process is killed", 4, EVERYWHERE),
-    "two": FaultKind("two processes are killed at once", 2, CHECKED, 3),
-    "most": FaultKind("all processes but one are killed at once", 1, ("machine",), 3),
+    "kill": FaultKind("a process is killed", 8, EVERYWHERE),
+    "two": FaultKind("two processes are killed at once", 4, CHECKED, 3),
+    "most": FaultKind("all processes but one are killed at once", 2, ("machine",), 3),
     "all": FaultKind("all processes are killed at once", 1, ("machine",), 1),
     "stop": FaultKind(
-        "a process is stopped for longer than the others wait, as on a laptop that sleeps", 3, EVERYWHERE
+        "a process is stopped for longer than the others wait, as on a laptop that sleeps", 6, EVERYWHERE
     ),
-    "pause": FaultKind("a process is stopped for a moment", 2, EVERYWHERE),
-    "slow": FaultKind("a process is stopped many times for a moment", 1, EVERYWHERE),
-    "leave": FaultKind("a process is asked to leave (SIGTERM)", 1, EVERYWHERE),
-    "join": FaultKind("a process that ended is started again, or one is added", 1, ("command",), 1),
-    "cut": FaultKind("all connections of a process with the others break", 2, EVERYWHERE),
-    "keeper": FaultKind("`covey run` is stopped for a while", 1, CHECKED, 1),
-    "order": FaultKind("a process is killed or stopped at a chosen moment, such as the start of a restore", 8, CHECKED),
-    "host-kill": FaultKind("`covey run` of a host is killed, and started again", 2, ("hosts",), 1),
-    "host-stop": FaultKind("all processes of a host are stopped for a while", 1, ("hosts",), 1),
-    "unplug": FaultKind("a host is taken off the network", 2, ("hosts",)),
-    "isolate": FaultKind("the packets between a host and all others are lost", 3, ("hosts",)),
-    "split": FaultKind("the packets between two hosts and the others are lost", 2, ("hosts",)),
+    "pause": FaultKind("a process is stopped for a moment", 4, EVERYWHERE),
+    "slow": FaultKind("a process is stopped many times for a moment", 2, EVERYWHERE),
+    "leave": FaultKind("a process is asked to leave (SIGTERM)", 2, EVERYWHERE),
+    "join": FaultKind("a process that ended is started again, or one is added", 2, ("command",), 1),
+    "cut": FaultKind("all connections of a process with the others break", 4, EVERYWHERE),
+    "keeper": FaultKind("`covey run` is stopped for a while", 2, CHECKED, 1),
+    "order": FaultKind(
+        "a process is killed or stopped at a chosen moment, such as the start of a restore", 16, CHECKED
+    ),
+    "host-kill": FaultKind("`covey run` of a host is killed, and started again", 4, ("hosts",), 1),
+    "host-stop": FaultKind("all processes of a host are stopped for a while", 2, ("hosts",), 1),
+    "unplug": FaultKind("a host is taken off the network", 4, ("hosts",)),
+    "isolate": FaultKind("the packets between a host and all others are lost", 6, ("hosts",)),
+    "split": FaultKind("the packets between two hosts and the others are lost", 4, ("hosts",)),
     "one-way": FaultKind(
-        "the packets from one host to another are lost, not those in the other direction", 3, ("hosts",)
+        "the packets from one host to another are lost, not those in the other direction", 6, ("hosts",)
     ),
-    "isolate-kill": FaultKind("as isolate, and the processes there are killed meanwhile", 2, ("hosts",)),
-    "split-kill": FaultKind("as split, and the processes of the two are killed meanwhile", 2, ("hosts",)),
+    "isolate-kill": FaultKind("as isolate, and the processes there are killed meanwhile", 3, ("hosts",)),
+    "split-kill": FaultKind("as split, and the processes of the two are killed meanwhile", 3, ("hosts",)),
 }
 
 PARTED: Final = (2.0, 11.0)
@@ -211,6 +213,8 @@ class _Planner:
         self._random = random.Random(f"covey chaos {terms.seed}")
         self._now = 0.0
         self._there = [_Modelled(0.0, terms.restarts) for _ in range(terms.size)]
+        self._has_left = False
+        """Whether a process was asked to leave."""
 
     def faults(self) -> list[PlannedFault]:
         terms, faults = self._terms, list[PlannedFault]()
@@ -253,11 +257,14 @@ class _Planner:
         count = len(self._members())
         if kind == "join" and len(self._there) >= self._terms.most:
             return False
+        if kind == "all" and self._has_left:
+            return False  # `covey run` takes a process that exited with 0 for one that finished the work of the run
         return count >= KINDS[kind].least and count - touched_by(kind, count) >= self._terms.min_alive
 
     def _suffer(self, fault: PlannedFault) -> None:
         """Let the model be as the job will be after a fault."""
         members = self._members()
+        self._has_left = self._has_left or fault.kind == "leave"
         for each in pick(members, fault.target, touched_by(fault.kind, len(members))):
             if fault.kind in ("stop", "pause", "slow"):
                 each.back_at = self._now + fault.seconds + (RETURN_SECONDS if fault.kind in LOSSES else 0.0)
