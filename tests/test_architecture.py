@@ -165,6 +165,16 @@ def test_imports_point_down() -> None:
     ] == []
 
 
+def test_no_class_of_calls_is_handed_a_whole_node_or_engine() -> None:
+    wrong = []
+    for path in sorted((SRC / "runtime" / "calls").glob("*.py")):
+        for each in ast.walk(tree_of(path)):
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                names = {name.id for name in ast.walk(each.args) if isinstance(name, ast.Name)}
+                wrong += [f"{path}:{each.lineno} takes {name}" for name in names & {"Node", "Engine", "Group"}]
+    assert wrong == []
+
+
 def test_pure_layers_touch_neither_the_world_nor_the_clock() -> None:
     wrong = []
     for path in FILES:

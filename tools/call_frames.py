@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
 
+MOST_FRAMES: Final = {"unix": 60, "secure": 70}
+"""By lane: the most frames of a small call on each of the two nodes."""
 WARM_CALLS: Final = 300
 COUNTED_CALLS: Final = 101
 _PACKAGE: Final = os.path.dirname(covey.__file__) + os.sep

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.sets import first
-from tools.call_frames import walk
-
-MOST_FRAMES = {"unix": 60, "secure": 70}
-"""By lane: of each of the two processes. Encryption takes nine."""
+from tools.call_frames import MOST_FRAMES, walk
 
 
 @pytest.mark.parametrize("lanes", first(1, MOST_FRAMES))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.sim.test_membership import MUTANTS
 from tests.unit.plan.cases import SIZES
+from tools.call_frames import MOST_FRAMES
 
 from covey.agent import environments, jobs, launching, outputs, snapshot
 from covey.base import arithmetic, limits, settings
@@ -233,6 +234,7 @@ HELD = {
         f"in steps of {size(in_source('native/long_messages.c', 'STEP_BYTES'))}",
         f"only after {line.DEAD_SECONDS:g} seconds, or after {line.MOVED_SECONDS:g} if the other machine",
         f"it looks every {ms(shared_driving.LINGER_SECONDS)} whether messages are unattended",
+        f"at most {MOST_FRAMES['unix']} Python frames on each node, and {MOST_FRAMES['secure']} if its lane",
         f"polls for {ms(lane_poll.SPIN_SECONDS)} before it sleeps",
         f"takes {spelled(search.REGISTRY_SECONDS)} of a second; mDNS",
         f"reports it to all ranks every {spelled(evidence.REPORT_EVERY)} second",

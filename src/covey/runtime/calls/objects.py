@@ -17,13 +17,13 @@ import numpy as np
 
 from covey.base.dtypes import BFLOAT16
 from covey.base.errors import CallRefusedError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.runtime import loop as control
 from covey.runtime.buffers import as_array
 from covey.runtime.calls.functions import CallableFunction, callable_function
 from covey.wire.call_values import Reference
 
 if TYPE_CHECKING:
-    from covey.base.numbers import Seat
     from covey.runtime.calls.work import CallWork
     from covey.wire.call_values import Array
 
@@ -245,3 +245,14 @@ class ValueConverter:
         if isinstance(value, wanted if isinstance(wanted, type) else ()):
             return value
         raise NotImplementedError(f"expected {wanted}, got {type(value).__name__}")
+
+
+class Converters(dict[Seat, ValueConverter]):
+    """By peer: what converts values of calls with it, made on first use."""
+
+    def __init__(self, owner: HandleOwner, seat: Seat, exported: ExportedObjects) -> None:
+        self._owner, self._seat, self._exported = owner, seat, exported
+
+    def __missing__(self, peer: Seat) -> ValueConverter:
+        converter = self[peer] = ValueConverter(self._owner, self._seat, peer, self._exported)
+        return converter

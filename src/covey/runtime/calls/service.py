@@ -29,7 +29,7 @@ from covey.proto.calling.effects import Ending
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime.calls.functions import FunctionRegistry, too_large
-from covey.runtime.calls.objects import ExportedObjects, Handle, ValueConverter
+from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
-    from covey.runtime.calls.objects import HandleOwner
     from covey.runtime.calls.transport import CallListener, CallTransport
     from covey.runtime.fault import Fault
     from covey.runtime.work import Work
@@ -96,7 +95,7 @@ class CallService:
         self._transport: CallTransport = self._loopback if others is None else others
         self.seat = self._loopback.seat
         self.exported = ExportedObjects(self.seat)
-        self._converters = _Converters(self, self.seat, self.exported)
+        self._converters = Converters(self, self.seat, self.exported)
         self.made = MadeCalls(self, self._transport_to, self._transport.work_ended)
         self._serving = Serving(
             self,
@@ -466,14 +465,3 @@ class CallService:
             self._serving.let_go(self.exported.drop(effect.target, Seat(effect.peer), effect.references))
         except RemoteProtocolError as error:
             self.broke_protocol(Seat(effect.peer), error)
-
-
-class _Converters(dict[Seat, ValueConverter]):
-    """By peer: what converts values of calls with it, made on first use."""
-
-    def __init__(self, owner: HandleOwner, seat: Seat, exported: ExportedObjects) -> None:
-        self._owner, self._seat, self._exported = owner, seat, exported
-
-    def __missing__(self, peer: Seat) -> ValueConverter:
-        converter = self[peer] = ValueConverter(self._owner, self._seat, peer, self._exported)
-        return converter
