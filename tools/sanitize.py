@@ -33,6 +33,7 @@ SUPPRESSIONS: Final = ROOT / "tools/thread_suppressions.txt"
 LANES: Final = (
     "tests/contract/test_native_lanes.py",
     "tests/contract/test_striped_lanes.py",
+    "tests/contract/test_resumable_lanes.py",
     "tests/security/test_native_rings.py",
     "tests/security/test_native_messages.py",
 )

@@ -154,7 +154,7 @@ def test_where_only_short_packets_pass_lanes_send_short_ones(longest: int) -> No
 def test_what_the_firewall_of_this_machine_drops_costs_no_operation() -> None:
     """The kernel does not even send it: nothing is unacknowledged, and nothing times out."""
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
-        members = start_run(lan, on_loss="raise")
+        members = start_run(lan, on_loss="raise", talks=False)
         await_progress(members, 0)
         words = "tc qdisc add dev eth0 root tbf rate 1gbit burst 1000 latency 100ms"  # drops what is longer than 1000
         lan.hosts[1].run(words.split())

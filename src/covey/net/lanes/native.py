@@ -214,10 +214,7 @@ class NativeResumableLane(NativeSealedLane):
         with self._lock:
             if self._is_closed:
                 return int(self.native.received(stream))
-            received = int(self.native.drain(stream))
-            with contextlib.suppress(OSError):  # it has broken
-                self._socks[stream].shutdown(socket.SHUT_RDWR)
-            return received
+            return int(self.native.drain(stream))
 
     def attach(self, stream: int, sock: socket.socket, position: int, *, is_direct: bool) -> bool:
         """See `resumable.ResumableLane.attach`."""
@@ -226,7 +223,9 @@ class NativeResumableLane(NativeSealedLane):
             if self._is_closed or not self.native.attach(stream, sock.fileno(), position, is_direct):
                 return False
             before, self._socks[stream] = self._socks[stream], track(sock)
-        before.close()  # a thread that polled it was woken when it was left
+        with contextlib.suppress(OSError):  # it has broken
+            before.shutdown(socket.SHUT_RDWR)  # which wakes a thread that polls it
+        before.close()
         return True
 
     def push(self) -> bool:

@@ -277,7 +277,7 @@ class ResumableLane(SealedLane):
             self._pipes[stream].freeze()
 
     def leave(self, stream: int) -> int:
-        """Take what the connection of a frozen stream still has, and end it; return how many bytes the stream brought.
+        """Take what the connection of a frozen stream still has; return how many bytes the stream has brought.
 
         Raises:
             MemoryError: that is too much.
@@ -286,9 +286,7 @@ class ResumableLane(SealedLane):
             pipe = self._pipes[stream]
             if self._is_closed:
                 return pipe.received
-            received = pipe.drain()
-            _end(pipe.sock)
-            return received
+            return pipe.drain()
 
     def attach(self, stream: int, sock: socket.socket, position: int, *, is_direct: bool) -> bool:
         """Go on with a frozen stream from this position, on a connection that the lane owns from now on.
@@ -300,6 +298,9 @@ class ResumableLane(SealedLane):
             before = self._pipes[stream].sock
             if self._is_closed or not self._pipes[stream].attach(sock, position, is_direct=is_direct):
                 return False
+            if self._readiness is not None:  # it can send, which wakes a thread that polls several connections
+                self._readiness.ask([], [sock])
+        _end(before)
         before.close()
         return True
 

@@ -52,6 +52,8 @@ PAUSES: Final = Growing(0.05, 0.5, 1.5)
 """Between tries."""
 ASK_SECONDS: Final = 0.5
 """How often the end that does not dial asks for a connection."""
+HEARD_SECONDS: Final = 1.0
+"""A link is heard if something came so recently: twice the time after which a quiet peer is pinged."""
 PUSH_SECONDS: Final = 0.01
 """How often a stream that was resumed is given more of what is to be sent again."""
 RESUME: Final = 0x80
@@ -142,7 +144,7 @@ class LaneResumption:
                 stream.dead_since = now
                 logger.info("%s: a connection of a lane has died", self._name(watched))
                 if index not in lane.broken() and self._node.peers[watched.peer].is_dialled:
-                    self._node.paths.stuck(watched.peer)
+                    self._leave_path(watched.peer)
             if now >= stream.dead_since + self._node.config.process_silence + UNLINKED_SECONDS:
                 lane.end("the connection broke, and there is no other path")
             elif self._node.peers[watched.peer].is_dialled:
@@ -150,6 +152,15 @@ class LaneResumption:
             elif now >= stream.asked_at + ASK_SECONDS:
                 stream.asked_at = now
                 self._tell(watched, index, "dial", 0)
+
+    def _leave_path(self, seat: Seat) -> None:
+        """Avoid the path of lanes on which nothing gets through though the link is heard: it swallows long packets.
+
+        If the link is silent, too, its path may be dead, and then the first address that answers is good.
+        """
+        link = self._node.peers[seat].link
+        if link is not None and time.monotonic() < link.heard_at + HEARD_SECONDS:
+            self._node.paths.stuck(seat)
 
     def _tell(self, watched: _LastingLane, stream: int, what: str, position: int) -> None:
         self._node.send(watched.peer, messages.StreamNews(watched.id, stream, what, position))
@@ -170,7 +181,7 @@ class LaneResumption:
             stream = watched.streams[news.stream]
             if stream.dead_since is None:  # the path may be dead in one direction only
                 stream.dead_since = time.monotonic()
-                self._node.paths.stuck(seat)
+                self._leave_path(seat)
             self._begin(watched, news.stream, is_asked=True)
 
     # The end that dials

@@ -1,0 +1,125 @@
+"""Under `on_loss="raise"`, a path that dies is no lost rank: lanes go on over another one, in mid-operation."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.members import STEADY, Member, by_rank
+from tests.support.nodes import Cluster
+from tests.support.waiting import DEADLINE
+
+from covey.testing.netns import Lan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PREFIX = "covey-resume"
+NOTICE_SECONDS = 2.0
+"""How soon the end of a process is known on a machine that does nothing else."""
+PROGRAM = STEADY.replace('on_loss="continue", ', 'on_loss="raise", ').replace(
+    "[[e.kind, e.generation, list(e.ranks)]",
+    '[[e.kind, e.generation, list(e.ranks), e.text if e.kind == "moved" else ""]',
+)
+
+
+def start_run(lan: Lan, *native: str, **options: Any) -> list[Member]:
+    """Start a rank on each host, which adds large arrays up without a pause; `native` is the setting of each."""
+    cluster = Cluster()
+    given = {"patience": DEADLINE, "count": 300_000, "pause": 0.0, "talks": False, "size": len(lan.hosts)} | options
+    settings = [{"COVEY_STRIPE": "off", "COVEY_NATIVE": each} for each in native or ("auto",) * len(lan.hosts)]
+    started = [
+        cluster.start(host, env=env, code=PROGRAM, **given) for host, env in zip(lan.hosts, settings, strict=True)
+    ]
+    return by_rank([Member(node.host, node.process) for node in started])
+
+
+def await_progress(members: list[Member], number: int) -> None:
+    """Return once all members have taken a step that began after this call."""
+    members[0].signal(signal.SIGUSR2)
+    for member in members:
+        member.said("marked", number)
+
+
+def end_well(members: list[Member]) -> list[str]:
+    """Let the run end; return what the events say of lanes that went on."""
+    members[0].ask_to_end()
+    assert len({member.end()["step"] for member in members}) == 1
+    told = []
+    for member in members:
+        assert member.all_said("error") == member.all_said("contributors") == [], member.story()
+        (events,) = member.all_said("events")
+        assert not {"lost", "view"} & {kind for kind, *_ in events["kinds"]}, events
+        told += [text for kind, _, _, text in events["kinds"] if kind == "moved" and "goes on over" in text]
+    return told
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        ("auto", "auto"),
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in (("0", "auto"), ("0", "0"), ("auto", "0", "auto"))
+        ),
+    ],
+    ids=["compiled", "mixed", "python", "three"],
+)
+def test_the_network_in_use_dies_and_every_sum_is_right(native: tuple[str, ...]) -> None:
+    """Each network dies once, and comes back: one of them carries the lanes."""
+    with Lan(hosts=len(native), two_networks=True, prefix=PREFIX) as lan:
+        members = start_run(lan, *native)
+        number = 0
+        for device in ("eth0", "eth1"):
+            await_progress(members, number)
+            lan.hosts[1].run(["ip", "link", "set", device, "down"])
+            await_progress(members, number + 1)
+            lan.hosts[1].run(["ip", "link", "set", device, "up"])
+            number += 2
+        await_progress(members, number)
+        assert end_well(members), "no lane went on over another path"
+
+
+def test_one_of_two_address_families_dies_and_every_sum_is_right() -> None:
+    with Lan(hosts=2, prefix=PREFIX) as lan:
+        members = start_run(lan)
+        await_progress(members, 0)
+        for host, other in (lan.hosts, lan.hosts[::-1]):  # what is sent there reaches no machine
+            host.run(f"ip neigh replace {other.ip4} lladdr 02:00:00:00:00:99 dev eth0 nud permanent".split())
+        await_progress(members, 1)
+        for host, other in (lan.hosts, lan.hosts[::-1]):
+            host.run(f"ip neigh del {other.ip4} dev eth0".split())
+        await_progress(members, 2)
+        for host in lan.hosts:
+            host.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/eth0/disable_ipv6"])
+        await_progress(members, 3)
+        assert end_well(members), "no lane went on over the other family"
+
+
+def test_a_rank_that_is_killed_is_lost_at_once(promised: Callable[[float], float]) -> None:
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        members = start_run(lan)
+        await_progress(members, 0)
+        at = time.monotonic()
+        members[1].signal(signal.SIGKILL)
+        said = members[0].said("error")
+        assert said["kind"] == "PeerLostError"
+        assert "rank 1" in said["text"], said
+        assert said["at"] - at < promised(NOTICE_SECONDS), members[0].story()
+
+
+@pytest.mark.thorough
+def test_a_network_that_returns_soon_costs_time_and_nothing_else() -> None:
+    """There is no other path, and health waits for longer than that."""
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        members = start_run(lan)
+        await_progress(members, 0)
+        lan.switch.cut("host0")
+        time.sleep(2.5)
+        lan.switch.mend()
+        await_progress(members, 1)
+        end_well(members)
+        told = [kind for member in members for kind, *_ in member.said("events")["kinds"]]
+        assert "mtu" not in told, "the length of packets was not the reason"
