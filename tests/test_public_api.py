@@ -153,6 +153,7 @@ ON_OTHERS = ("covey.ray", "covey.dask", "covey.integrations")
 """Modules that load libraries which take seconds to import, and warn by themselves."""
 
 
+@pytest.mark.thorough
 def test_every_module_can_be_imported_without_a_warning() -> None:
     """In any order: `test_every_module_can_be_imported_first` shows that the order makes no difference."""
     code = """

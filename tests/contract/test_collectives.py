@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.sets import pairs
+from tests.support.sets import in_part, pairs
 from tests.support.values import LANES, all_values, around_thresholds, combined, same, total, values
 from tests.support.waiting import DEADLINE
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-on_every_lane = pytest.mark.parametrize("lanes", LANES)
+on_lanes_in_turn = in_part("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *pairs([2, 3, 4], LANES)])
 """Plans are proved for more ranks in tests/unit/plan; three sizes meet all executors."""
@@ -258,7 +258,7 @@ def test_scan_and_exscan_return_the_combination_of_the_ranks_before(size: int, l
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_eight_ranks_agree_with_numpy_on_everything(lanes: str) -> None:
     def body(group: Group) -> None:
         me, size = group.rank, group.size
@@ -307,7 +307,7 @@ def test_a_hundred_megabytes_are_combined() -> None:
     run_threads(2, body, lanes="shm" if "shm" in LANES else "unix")
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_no_rank_leaves_a_barrier_before_all_have_come(lanes: str) -> None:
     arrived: list[tuple[int, int]] = []
 

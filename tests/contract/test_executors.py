@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.contract.test_random_programs import OPERATIONS, Step, call, verify
 from tests.support.compiled import EXECUTORS, needs_native, takes_native, use_executors
+from tests.support.sets import in_part
 from tests.support.values import LANES, same, values
 
 from covey.testing.threads import run_threads
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @needs_native
-@pytest.mark.parametrize("lanes", LANES)
+@in_part("lanes", LANES)
 @pytest.mark.parametrize("chosen", EXECUTORS)
 def test_a_group_uses_the_executors_that_were_chosen(chosen: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_executors(monkeypatch, chosen)
@@ -31,7 +32,7 @@ def test_a_group_uses_the_executors_that_were_chosen(chosen: str, lanes: str, mo
     assert all(each == [3.0, 6.0, 9.0, 12.0, 15.0] for each in sums)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@in_part("lanes", LANES, 3)
 @pytest.mark.parametrize("chosen", ["python", *(pytest.param(each, marks=needs_native) for each in EXECUTORS[1:])])
 def test_every_operation_works_with_every_executor(chosen: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all other tests show of Python's executor in `make test-all`, in short: it is there without a compiler."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.support.compiled import EXECUTORS, use_executors
-from tests.support.sets import pairs
+from tests.support.sets import in_part, pairs
 from tests.support.values import LANES, same, values
 from tests.support.waiting import DEADLINE
 
@@ -22,7 +22,7 @@ from covey.testing.threads import run_threads
 if TYPE_CHECKING:
     from covey import Group
 
-on_every_lane = pytest.mark.parametrize("lanes", LANES)
+on_lanes_in_turn = in_part("lanes", LANES)
 LARGE = 200_000
 """Elements of a message that waits for its receiver."""
 
@@ -69,7 +69,7 @@ def test_an_exchange_that_cannot_end_fails_and_leaves_no_message_behind() -> Non
     run_threads(2, body, lanes="unix")
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_several_arrays_arrive_as_a_list_in_one_message(lanes: str) -> None:
     def body(group: Group) -> None:
         def arrays(rank: int, count: int) -> list[Any]:
@@ -130,7 +130,7 @@ def test_arrays_that_cannot_be_name_their_sender_and_later_messages_arrive() -> 
     run_threads(2, body, lanes="unix")
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_a_probe_describes_the_message_that_the_next_receive_gets(lanes: str) -> None:
     def body(group: Group) -> None:
         if group.rank == 0:

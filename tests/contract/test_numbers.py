@@ -38,7 +38,16 @@ def allowed(dtype: np.dtype[Any]) -> set[str]:
     return {"sum", "mean", "prod", "min", "max"}
 
 
-@pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), (2, "unix"), (3, "memory"), (4, "tcp"), (5, LANES[-1])])
+@pytest.mark.parametrize(
+    ("size", "lanes"),
+    [
+        (1, "memory"),
+        (2, "unix"),
+        (3, LANES[-1]),
+        (4, "tcp"),
+        pytest.param(5, "memory", marks=pytest.mark.thorough),
+    ],
+)
 def test_every_operation_on_every_dtype_gives_numpy_s_result_or_a_type_error(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank

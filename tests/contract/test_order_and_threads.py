@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.sets import pairs
+from tests.support.sets import in_part, pairs
 from tests.support.values import LANES, all_values, combined, same, values
 from tests.support.waiting import DEADLINE
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from covey import Group
 
-on_every_lane = pytest.mark.parametrize("lanes", LANES)
+on_lanes_in_turn = in_part("lanes", LANES)
 
 
 def _turn(group: Group, number: int, *, async_op: bool = False) -> tuple[Any, Callable[[Any], None]]:
@@ -76,7 +76,7 @@ def test_hundreds_of_mixed_operations_at_different_paces_stay_in_step(size: int,
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_works_run_in_issue_order_and_may_be_awaited_in_any(lanes: str) -> None:
     def body(group: Group) -> None:
         choices = random.Random(group.rank)
@@ -198,7 +198,7 @@ def test_a_second_thread_in_the_same_group_is_an_error_and_not_a_race() -> None:
     run_threads(2, body)
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_split_makes_groups_by_color_in_the_order_of_keys(lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -229,7 +229,7 @@ def test_split_makes_groups_by_color_in_the_order_of_keys(lanes: str) -> None:
     run_threads(5, body, lanes=lanes)
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_groups_are_used_at_the_same_time_from_different_threads(lanes: str) -> None:
     def body(group: Group) -> None:
         groups = [group, group.split(0), group.split(0, key=-group.rank), group.split(group.rank % 2)]
@@ -261,7 +261,7 @@ def test_groups_are_used_at_the_same_time_from_different_threads(lanes: str) -> 
     run_threads(4, body, lanes=lanes)
 
 
-@on_every_lane
+@on_lanes_in_turn
 def test_closing_a_split_group_leaves_its_parent_and_its_siblings_alone(lanes: str) -> None:
     def body(group: Group) -> None:
         for turn in range(8):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support.ranks import Ranks, attempt, say
 from tests.support.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving
+from tests.support.sets import in_part
 from tests.support.values import LANES
 from tests.support.waiting import DEADLINE
 
@@ -77,7 +78,7 @@ def check(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert plain(got[name]) == plain(wanted[name]), name
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@in_part("lanes", LANES)
 def test_a_newcomer_is_filled_in_place_with_everything_a_state_may_hold(lanes: str) -> None:
     def body(group: Group) -> RestoreReport:
         mine = state(5 if group.rank == 0 else 8)

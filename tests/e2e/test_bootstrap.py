@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support import pipes
+from tests.support import forked, pipes
 from tests.support.jobs import Ended, Job, finish, finish_all, new_job
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -64,16 +64,17 @@ def reports_of(ended: list[Ended]) -> list[Any]:
 # Launchers
 
 
-def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port(job: Job) -> None:
+def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    ended = finish(job.start(JOB, torchrun, OMP_NUM_THREADS=1))
-    assert ended.code == 0, ended.err
-    reports = [json.loads(line) for line in ended.out.splitlines()]
-    check(reports, 3)
-    for report in reports:
-        assert report["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-        assert report["lanes"] == ["shm", "shm"]
-    assert [name for name in job.left_behind() if "covey" in name] == []
+    with new_job(forked.TorchPopen) as job:
+        ended = finish(job.start(JOB, torchrun, OMP_NUM_THREADS=1))
+        assert ended.code == 0, ended.err
+        reports = [json.loads(line) for line in ended.out.splitlines()]
+        check(reports, 3)
+        for report in reports:
+            assert report["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+            assert report["lanes"] == ["shm", "shm"]
+        assert [name for name in job.left_behind() if "covey" in name] == []
 
 
 @pytest.mark.thorough

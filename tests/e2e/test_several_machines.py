@@ -330,11 +330,8 @@ def test_a_killed_ssh_ends_the_remote_ranks(town: Town) -> None:
     assert code == 143, err
 
 
-@pytest.mark.parametrize(
-    "where",
-    [("--on", "all"), pytest.param(("--hosts", "north,south"), marks=pytest.mark.thorough)],
-    ids=["agents", "ssh"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", [("--on", "all"), ("--hosts", "north,south")], ids=["agents", "ssh"])
 def test_one_command_measures_the_links_between_all_machines(town: Town, where: tuple[str, str]) -> None:
     words = ("--sizes", "4", "--reps", "1", "--quick", "--pair-seconds", "0.1")
     ended = with_ssh(town).covey("run", *where, "covey", "bench", *words)

@@ -7,14 +7,15 @@ promise. So that the rest does not rot, CI runs a fifth of it, which the hash of
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 PARTS: Final = 5
+Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +52,21 @@ def only(chosen: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """Return cases for `parametrize`: only those that are chosen are in `make test`."""
     kept = list(chosen)
     return [case if case in kept else _thorough(case) for case in cases]
+
+
+def in_part(name: str, cases: Sequence[Any], count: int = 2) -> Callable[[Function], Function]:
+    """Parametrize a test with these cases, of which `make test` has so many: the name of the test chooses them.
+
+    So each case has its share of the tests of a file, and each test some of the cases.
+    """
+
+    def decorate(test: Function) -> Function:
+        start = zlib.crc32(test.__name__.encode())
+        chosen = [cases[(start + 2 * place) % len(cases)] for place in range(count)]
+        decorated: Function = pytest.mark.parametrize(name, only(chosen, cases))(test)
+        return decorated
+
+    return decorate
 
 
 def pairs(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -18,20 +18,20 @@ from tests.support.waiting import DEADLINE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOGETHER = {
-    "ddp.py": ("--epochs", "8"),
+    "ddp.py": ("--epochs", "3"),
     "fsdp2.py": (),
     "diloco.py": ("--steps", "160"),
     "pipeline.py": ("--steps", "20"),
     "tensor_parallel.py": ("--steps", "20"),
-    "gpt.py": ("--steps", "30", "--fsdp"),
+    "gpt.py": ("--steps", "16", "--fsdp"),
 }
 EXPECTED = {
-    "ddp.py": r"\[0\] ranks: 2, on .*(\n.*)*\[0\] epoch  7   loss 0\.\d+   right +\d\d\.\d %",
+    "ddp.py": r"\[0\] ranks: 2, on .*(\n.*)*\[0\] epoch  2   loss 0\.\d+   right +\d\d\.\d %",
     "fsdp2.py": r"\[1\] rank 1 of 2 holds 33280 of 66625 parameters(\n.*)*\[0\] step  30   error (.*)   loaded",
     "diloco.py": r"\[0\] step 159   the models of 2 ranks are right in +\d+\.\d % of all sums",
     "pipeline.py": r"\[1\] rank 1 of 2 has layers 3 to 5 of 6(\n.*)*\[1\] step  19   loss 0\.\d+",
     "tensor_parallel.py": r"\[0\] step  19   loss (\d\.\d{4})   alone \1",
-    "gpt.py": r"\[0\] step   29   loss 2\.\d+(\n.*)*\[0\] After:\n\[0\] \w",
+    "gpt.py": r"\[0\] step   15   loss 2\.\d+(\n.*)*\[0\] After:\n\[0\] \w",
 }
 
 

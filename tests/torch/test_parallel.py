@@ -238,10 +238,10 @@ def _chosen(tensors: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor
     [
         pytest.param(fsdp2, 2, marks=pytest.mark.thorough),
         (fsdp2, 3),
-        (accumulated, 2),
+        pytest.param(accumulated, 2, marks=pytest.mark.thorough),
         pytest.param(hsdp, 4, marks=pytest.mark.thorough),
         pytest.param(fsdp1, 2, marks=pytest.mark.thorough),
-        (tensor_parallel, 2),
+        pytest.param(tensor_parallel, 2, marks=pytest.mark.thorough),
         (two_dimensions, 4),
     ],
     ids=lambda value: getattr(value, "__name__", value),

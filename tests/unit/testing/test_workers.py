@@ -155,6 +155,7 @@ def test_tests_that_nothing_may_run_beside_come_last(tmp_path: Path) -> None:
     assert order.count("alone") == 2
 
 
+@pytest.mark.thorough
 def test_a_shuffled_run_has_every_test_once_and_those_of_a_file_together(tmp_path: Path) -> None:
     orders = []
     for seed in ("1", "2", "2"):
@@ -184,6 +185,7 @@ class TestMany:
 """ + "".join(f"    def test_{name}(self): ...\n" for name in "cdefghij")
 
 
+@pytest.mark.thorough
 def test_five_commits_in_a_row_run_every_thorough_test_once_and_no_other(tmp_path: Path) -> None:
     ran: list[str] = []
     for number in range(5):
