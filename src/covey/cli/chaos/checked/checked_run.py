@@ -26,11 +26,13 @@ from covey.cli.chaos.checked.hosts import Hosts
 from covey.cli.chaos.checked.injector import Injector
 from covey.cli.chaos.checked.processes import Processes, kill_all, started_for
 from covey.cli.chaos.checked.workload import STOP, VARIABLE, Settings
+from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.cli.chaos.checked.plan import Scene
+    from covey.runtime.processes import Child
 
 WORKLOAD: Final = "covey.cli.chaos.checked.workload"
 RESTARTS: Final = 20
@@ -78,7 +80,8 @@ class CheckedRun:
         self.result = Result(scene.seed, self.folder)
         self.processes = Processes(self.folder)
         self.hosts: Hosts | None = None
-        self.keepers: dict[int, subprocess.Popen[bytes]] = {}
+        self._children = Children()
+        self.keepers: dict[int, Child] = {}
         """By host: `covey run`."""
         self.touched: dict[str, set[str]] = defaultdict(set)
         self.is_network_cut = self.is_finishing = False
@@ -119,14 +122,14 @@ class CheckedRun:
         words += ["-n", str(scene.processes[host]), "--restarts", str(RESTARTS)]
         words += ["--lanes", scene.lanes] if scene.lanes else []
         with open(os.path.join(self.folder, f"output-{host}"), "ab") as output:
-            self.keepers[host] = subprocess.Popen(
+            self.keepers[host] = self._children.start(
                 [*words, "-m", WORKLOAD],
                 env=self._environment(host),
-                stdin=subprocess.DEVNULL,
+                name=host,
+                is_bound=False,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                start_new_session=True,
             )
 
     def _environment(self, host: int) -> dict[str, str]:
@@ -186,9 +189,10 @@ class CheckedRun:
 
     def _is_whole_again(self, since: float) -> bool:
         """Tell whether all live processes are in one generation and have made steps there since the last fault."""
+        self._children.ended()
         for host, keeper in list(self.keepers.items()):
-            if self.hosts is not None and keeper.poll() not in (None, 0):
-                self.result.notes.append(f"`covey run` of host {host} ended with {keeper.returncode}; started again")
+            if self.hosts is not None and keeper.code not in (None, 0):
+                self.result.notes.append(f"`covey run` of host {host} ended with {keeper.code}; started again")
                 self.start(host)
         alive = self.processes.alive()
         have_left = sum(each.ended == "left" for each in self.processes)
@@ -202,14 +206,13 @@ class CheckedRun:
         )  # fmt: skip
 
     def _have_keepers_ended(self) -> bool:
-        return all(keeper.poll() is not None for keeper in self.keepers.values())
+        self._children.ended()
+        return all(keeper.code is not None for keeper in self.keepers.values())
 
     def _look_for_leftovers(self) -> None:
         for host, keeper in self.keepers.items():
-            if keeper.returncode:
-                self.result.problems.append(
-                    f"`covey run` of host {host} ended with {keeper.returncode} after all was done"
-                )
+            if keeper.code:
+                self.result.problems.append(f"`covey run` of host {host} ended with {keeper.code} after all was done")
         if not any(each.ended == "over" for each in self.processes):
             self.result.problems.append("no process finished the work")
         deadline = time.monotonic() + 5.0
@@ -250,7 +253,7 @@ class CheckedRun:
             f"{now - each.records[-1].at:.0f} s ago"
             for each in alive
         ]
-        codes = {host: keeper.poll() for host, keeper in self.keepers.items()}
+        codes = {host: keeper.process.poll() for host, keeper in self.keepers.items()}
         return f"{complaint}; {'; '.join(said) or 'no process is alive'}; keepers {codes}; stacks are in {self.folder}"
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
@@ -264,13 +267,10 @@ class CheckedRun:
     # The end
 
     def _end_processes(self) -> None:
-        for keeper in self.keepers.values():
-            if keeper.poll() is None:
-                keeper.send_signal(signal.SIGCONT)
-                keeper.kill()
+        self._children.signal(signal.SIGCONT)
+        self._children.signal(signal.SIGKILL)
         kill_all(started_for(self.folder))
-        for keeper in self.keepers.values():
-            keeper.wait()
+        self._children.close()
 
     def _judge(self) -> None:
         self.processes.look()

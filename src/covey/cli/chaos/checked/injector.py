@@ -116,8 +116,8 @@ class Injector:
     def _stop_keeper(self, trouble: Trouble, _well: list[Watched]) -> str:
         host = self._host(trouble)
         keeper, seconds = self._run.keepers[host], _between(KEEPER_STOP, trouble.how)
-        keeper.send_signal(signal.SIGSTOP)
-        self._run.later(seconds, lambda: keeper.send_signal(signal.SIGCONT))
+        keeper.signal_leader(signal.SIGSTOP)
+        self._run.later(seconds, lambda: keeper.signal_leader(signal.SIGCONT))
         return f"stopped `covey run` of host {host} for {seconds:.2f} s"
 
     def _give_order(self, trouble: Trouble, well: list[Watched]) -> str:
@@ -139,10 +139,10 @@ class Injector:
     def _kill_host(self, trouble: Trouble, _well: list[Watched]) -> str:
         host, seconds = self._host(trouble), _between(HOST_AWAY, trouble.how)
         keeper = self._run.keepers[host]
-        keeper.kill()
+        keeper.signal_leader(signal.SIGKILL)
 
         def start_again() -> None:
-            keeper.wait()
+            keeper.process.wait()
             if not self._run.is_finishing:
                 self._run.start(host)
 
@@ -156,12 +156,12 @@ class Injector:
         for each in there:
             self._run.touched[each.name].add("stop")
             each.signal(signal.SIGSTOP)
-        keeper.send_signal(signal.SIGSTOP)
+        keeper.signal_leader(signal.SIGSTOP)
 
         def go_on() -> None:
             for each in there:
                 each.signal(signal.SIGCONT)
-            keeper.send_signal(signal.SIGCONT)
+            keeper.signal_leader(signal.SIGCONT)
 
         self._run.later(seconds, go_on)
         return f"stopped all of host {host} for {seconds:.2f} s"
