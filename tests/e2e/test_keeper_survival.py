@@ -262,10 +262,11 @@ def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
         from covey.runtime.keeper import supervisor
         from covey.runtime.keeper.keeper import LocalRun
         supervisor.RESTARTS = Growing(0.01, 0.01)
-        run = LocalRun(2)
-        code = supervisor.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
-        print("processes", len(run._processes))
-        sys.exit(code)
+        class Counted(LocalRun):
+            def __exit__(self, *exception):
+                print("processes", len(list(self.children)))
+                super().__exit__(*exception)
+        sys.exit(supervisor.keep(lambda: Counted(2), [sys.executable, "job.py"], restarts=12))
     """
     body = """
         if rank == 0:

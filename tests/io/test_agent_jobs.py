@@ -107,7 +107,7 @@ def test_a_program_whose_terminal_is_gone_is_ended_after_its_lease(
     now, looks = 1000.0, list[float]()
     look = StartedJob._look
     monkeypatch.setattr(jobs, "time", types.SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "LEASE_CHECK_EVERY", 0.01)
 
     def note(job: StartedJob, at: float) -> None:
         look(job, at)
@@ -185,7 +185,7 @@ from covey.agent.jobs import JobTable
 from covey.agent.requests import StartRequest
 table = JobTable(pathlib.Path({str(tmp_path / "jobs")!r}), lambda job: None)
 job = table.start(StartRequest("train", 1, (), ("x",)), ["sleep", "60"], pathlib.Path("/"), "")
-print(job._process.pid, flush=True)
+print(job._child.pid, flush=True)
 sys.stdin.read()
 """
     agent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

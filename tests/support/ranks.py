@@ -77,7 +77,7 @@ class Ranks:
         self._env = {"COVEY_LANES": lanes, "PYTHONPATH": path, **(env or {})}
         code = textwrap.dedent(inspect.getsource(function))
         self._argv = [sys.executable, __file__, code, function.__name__, json.dumps(args)]
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Any] = {}
         self._said: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(size)}
         self._tails: dict[int, bytes] = dict.fromkeys(range(size), b"")
         self._errors: dict[int, bytes] = dict.fromkeys(range(size), b"")
@@ -104,12 +104,12 @@ class Ranks:
 
         from tests.support import forked
 
-        from covey.runtime.keeper import keeper
+        from covey.runtime import processes
 
         pipe = subprocess.PIPE
-        with patch.object(keeper, "subprocess", forked):
-            process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
-        self._processes[rank] = process
+        with patch.object(processes, "subprocess", forked):
+            child = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = self._processes[rank] = child.process
         for source, is_error in ((process.stdout, False), (process.stderr, True)):
             assert source is not None
             os.set_blocking(source.fileno(), False)
@@ -198,7 +198,7 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._run.signal(signal.SIGKILL)
+            self._run.children.signal(signal.SIGKILL)
         finally:
             self._run.__exit__()
 

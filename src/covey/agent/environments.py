@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -16,11 +15,13 @@ from covey.agent.jobs import environment
 from covey.agent.requests import CHUNK_BYTES
 from covey.base.errors import ConfigError
 from covey.net.home import private_folder
-from covey.runtime.processes import OutputTail
+from covey.runtime.processes import Children, OutputTail
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
+
+    from covey.runtime.processes import Child
 
 ENVIRONMENTS_LIMIT: Final = 8
 """The one that was used longest ago makes room for another."""
@@ -33,7 +34,7 @@ class Environments:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._making = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     def python(self, requirements: str) -> str:
         """Return the interpreter of an environment; ConfigError if `make` has not made it."""
@@ -77,8 +78,8 @@ class Environments:
 
     def close(self) -> None:
         """Stop making an environment."""
-        if (process := self._process) is not None:
-            process.kill()
+        if (child := self._child) is not None:
+            child.signal(signal.SIGKILL)
 
     def _path(self, requirements: str) -> Path:
         text = f"{sys.version}\n{sys.prefix}\n{requirements}"
@@ -92,27 +93,22 @@ class Environments:
 
     def _run(self, what: str, *argv: str) -> Iterator[bytes]:
         tail = OutputTail()
-        process = subprocess.Popen(
-            argv,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._process = process
-        assert process.stdout is not None
-        try:
-            while data := os.read(process.stdout.fileno(), CHUNK_BYTES):
-                tail.add(data)
-                yield data
-        except BaseException:  # the caller has gone
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-        finally:
-            process.stdout.close()
-            code = process.wait()
-            self._process = None
-        if code:
-            raise ConfigError(f"cannot {what} (exit code {code}){tail.quote()}")
+        with Children() as children:  # ends it if the caller has gone
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            child = self._child = children.start(argv, env=environment(), is_bound=False, **streams)
+            try:
+                while not children.ended():
+                    for printed in children.outputs(None):
+                        tail.add(printed.data)
+                        yield from _pieces(printed.data)
+                for printed in children.rest_of(child):
+                    tail.add(printed.data)
+                    yield from _pieces(printed.data)
+            finally:
+                self._child = None
+        if child.code:
+            raise ConfigError(f"cannot {what} (exit code {child.code}){tail.quote()}")
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -24,13 +22,14 @@ from covey.base.pace import Bucket
 from covey.net.home import private_folder
 from covey.runtime.keeper.keeper import TERM_GRACE
 from covey.runtime.keeper.supervisor import SIGNAL_GRACE
-from covey.runtime.processes import close_pipes, die_with, drain, exit_status, libc, register_output
+from covey.runtime.processes import Children, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from covey.agent.requests import StartRequest
+    from covey.runtime.processes import Child, Printed
 
 RUNNING_LIMIT: Final = 16
 """Programs that run at a time."""
@@ -42,8 +41,8 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 """What members may send."""
 TOKENS_LIMIT: Final = 64
 """Signals of a program that are recognised if a terminal sends them twice."""
-LOOK_SECONDS: Final = 0.5
-READ_BYTES: Final = 64 << 10
+LEASE_CHECK_EVERY: Final = 0.5
+"""How often the terminal of a program is looked for, and whether a program that should end has ended."""
 WORDS_SHOWN: Final = 200
 """Characters of the arguments in a list of programs."""
 JOB_START_SECONDS: Final = 30.0
@@ -63,7 +62,7 @@ class StartedJob:
         self._began_at = time.monotonic()
         self._ran_seconds = 0.0
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._followers = 0
         self._alone_since: float | None = self._began_at
         """Since when no terminal has followed a program that needs one."""
@@ -109,8 +108,8 @@ class StartedJob:
     def send_signal(self, signum: int) -> None:
         """Send a signal to `covey run`, which passes it on; does nothing if the program has ended."""
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                self._process.send_signal(signum)
+            if self._child is not None:
+                self._child.signal_leader(signum)
 
     def stop(self) -> None:
         """Ask the program to end, and kill it if it does not. Returns at once."""
@@ -134,55 +133,36 @@ class StartedJob:
     def _work(
         self, argv: Sequence[str], env: dict[str, str], started: Future[None], ended: Callable[[StartedJob], None]
     ) -> None:
-        libc()  # loaded here, because little is safe between fork and exec
-        try:
-            process = subprocess.Popen(
-                argv,
-                cwd=self.folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
-            )
-        except OSError as error:
-            self._finish(127)
-            started.set_exception(ConfigError(f"cannot start {argv[0]}: {error.strerror}"))
-            return
-        with self._lock:
-            self._process = process
-        started.set_result(None)
-        try:
-            with selectors.DefaultSelector() as selector:
-                register_output(process, selector, lambda _, target: target)
-                while process.poll() is None:
-                    if not self._relay(selector, LOOK_SECONDS):
-                        with contextlib.suppress(subprocess.TimeoutExpired):
-                            process.wait(LOOK_SECONDS)
+        with Children() as children:
+            try:
+                pipe = subprocess.PIPE
+                child = children.start(argv, env=env, cwd=self.folder, stdout=pipe, stderr=pipe)
+            except ConfigError as error:
+                self._finish(127)
+                started.set_exception(error)
+                return
+            with self._lock:
+                self._child = child
+            started.set_result(None)
+            try:
+                while not children.ended():
+                    self._note(children.outputs(LEASE_CHECK_EVERY))
                     self._look(time.monotonic())
-                drain(lambda: self._relay(selector, 0.0))
-        finally:
-            close_pipes(process)
-            self._finish(exit_status(process.wait()))
-            ended(self)
+                self._note(children.rest_of(child))
+            finally:
+                children.close()
+                self._finish(exit_status(child.process.wait()))
+                ended(self)
 
     def _finish(self, code: int) -> None:
         self._ran_seconds = time.monotonic() - self._began_at
         self.log.end(code)
         self.has_ended.set()
 
-    def _relay(self, selector: selectors.BaseSelector, within: float) -> bool:
-        """Read what has come; False once both pipes are at their end."""
-        if not selector.get_map():
-            return False
-        for key, _ in selector.select(within):
-            data = os.read(key.fd, READ_BYTES)
-            if data:
-                self.log.append(key.data, data)
-            else:
-                selector.unregister(key.fileobj)
-        return bool(selector.get_map())
+    def _note(self, printed: list[Printed]) -> None:
+        for each in printed:
+            if each.data:
+                self.log.append(each.target, each.data)
 
     def _look(self, now: float) -> None:
         """End a program whose terminal is gone, and kill one that does not end."""

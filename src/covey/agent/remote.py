@@ -6,17 +6,15 @@ comes when the connection breaks, the program is told to end.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from typing import Final
 
 from covey.agent.jobs import SIGNALS, environment
-from covey.runtime.processes import die_with, exit_status, libc
+from covey.runtime.processes import Child, Children, exit_status
 
 LINE_LIMIT: Final = 1 << 20
 SECRET_BYTES: Final = 32
@@ -40,24 +38,20 @@ def main() -> int:
     if not os.path.isdir(folder):
         print(f"error: there is no folder {folder} on this machine; make it, with the program in it", file=sys.stderr)
         return USAGE_CODE
-    libc()
-    reading, writing = os.pipe()
-    try:
-        os.write(writing, secret)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "covey", *words],
-            cwd=folder,
-            env={**environment(), "COVEY_SECRET_FD": str(reading)},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(reading,),
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with, os.getpid()),
-        )
-    finally:
-        os.close(reading)
-        os.close(writing)
-    threading.Thread(target=_pass_signals_on, args=(process,), daemon=True).start()
-    return exit_status(process.wait())
+    with Children() as children:
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, secret)
+            env = {**environment(), "COVEY_SECRET_FD": str(reading)}
+            argv = [sys.executable, "-m", "covey", *words]
+            child = children.start(argv, env=env, cwd=folder, pass_fds=(reading,))
+        finally:
+            os.close(reading)
+            os.close(writing)
+        threading.Thread(target=_pass_signals_on, args=(child,), daemon=True).start()
+        while not children.ended():
+            children.outputs(None)
+        return exit_status(child.code or 0)
 
 
 def _first_line() -> bytes:
@@ -68,14 +62,14 @@ def _first_line() -> bytes:
     return bytes(line)
 
 
-def _pass_signals_on(process: subprocess.Popen[bytes]) -> None:
+def _pass_signals_on(child: Child) -> None:
     held = b""
     while data := os.read(0, 64):  # not by a file object, whose lock this thread would hold when the process ends
         *lines, held = (held + data)[-256:].split(b"\n")
         for line in lines:
             if line.isdigit() and int(line) in SIGNALS:
-                process.send_signal(int(line))
-    process.send_signal(signal.SIGTERM)
+                child.signal_leader(int(line))
+    child.signal_leader(signal.SIGTERM)
 
 
 if __name__ == "__main__":

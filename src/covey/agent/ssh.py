@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import shlex
 import subprocess
 import threading
@@ -17,7 +16,8 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from covey.agent.shares import Ended, Printed
 from covey.base.errors import ConfigError
-from covey.runtime.processes import close_pipes, drain, exit_status, register_output
+from covey.runtime import processes
+from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,6 @@ SSH_FAILED: Final = 255
 """The exit code of ssh itself."""
 NOT_FOUND: Final = 127
 OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-READ_BYTES: Final = 32 << 10
-LOOK_SECONDS: Final = 0.5
 
 
 class SshHost(NamedTuple):
@@ -91,39 +89,29 @@ class SshShare:
 
     def run(self, report: Callable[[Report], None]) -> None:
         """Start ssh, and report what it prints until it ends."""
-        try:
-            process = subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C goes through its input, so that the program can end in order
-            )
-        except OSError as error:
-            report(Ended(1, f"{self._argv[0]} cannot be started: {error.strerror}; install ssh, or set COVEY_SSH"))
-            return
-        with self._lock:
-            self._input = process.stdin
-        self._say()
-        with selectors.DefaultSelector() as selector:
-            register_output(process, selector, lambda _, target: target)
+        with Children() as children:
+            try:
+                # In its own session, so that Ctrl-C goes through its input, and the program can end in order.
+                pipe = subprocess.PIPE
+                child = children.start(self._argv, env=os.environ, is_bound=False, stdin=pipe, stdout=pipe, stderr=pipe)
+            except ConfigError as error:
+                report(Ended(1, f"{error}; install ssh, or set COVEY_SSH"))
+                return
+            with self._lock:
+                self._input = child.process.stdin
+            self._say()
 
-            def relay(within: float) -> bool:
-                for key, _ in selector.select(within):
-                    if data := os.read(key.fd, READ_BYTES):
-                        report(Printed(key.data, data))
-                    else:
-                        selector.unregister(key.fileobj)
-                return bool(selector.get_map())
+            def relay(printed: list[processes.Printed]) -> None:
+                for each in printed:
+                    if each.data:
+                        report(Printed(each.target, each.data))
 
-            while process.poll() is None:
-                if not relay(LOOK_SECONDS):
-                    process.wait()
-            drain(lambda: relay(0.0))
-        code = exit_status(process.wait())
-        with self._lock:
-            self._input = None
-        close_pipes(process)
+            while not children.ended():
+                relay(children.outputs(None))
+            relay(children.rest_of(child))
+            with self._lock:
+                self._input = None
+            code = processes.exit_status(child.code or 0)
         report(Ended(code, self._explain(code)))
 
     def send_signal(self, signum: int) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.lab.bench.sweep import Case, Contender, Sweep
+    from covey.runtime.processes import Children
 
 START_SECONDS: Final = 90.0
 """For interpreters to start, libraries to load and ranks to join; several contenders start at the same time."""
@@ -81,7 +82,7 @@ class RankProcesses:
         """The lanes of the last prepared operation, over all ranks; empty for contenders that do not report them."""
         self._channels: dict[int, RankChannel] = {}
         self._handles: dict[int, int] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._children: Children
         self._cleanup = ExitStack()
         self._patience = GRACE_SECONDS
 
@@ -89,6 +90,7 @@ class RankProcesses:
         """Start the processes; `await_hello` waits for them."""
         with ExitStack() as stack:
             run = stack.enter_context(LocalRun(1 if self.contender.engine == "mpi" else self.size, name="bench"))
+            self._children = run.children
             self._folder = Path(run.folder) / "bench"
             self._folder.mkdir()
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -97,8 +99,7 @@ class RankProcesses:
             stack.callback(self._dismiss)
             for rank, argv in enumerate(self._commands()):
                 log = stack.enter_context(self._log(rank).open("wb"))
-                process = run.start(rank, argv, env=self._environment(), stdout=log, stderr=subprocess.STDOUT)
-                self._processes.append(process)
+                run.start(rank, argv, env=self._environment(), stdout=log, stderr=subprocess.STDOUT)
             self._cleanup = stack.pop_all()
         return self
 
@@ -184,7 +185,7 @@ class RankProcesses:
             return None
 
     def _check_start(self, deadline: float) -> None:
-        ended = {rank: "" for rank, process in enumerate(self._processes) if process.poll() is not None}
+        ended = {child.name: "" for child in self._children.ended()}
         if ended:
             raise self._failure("while starting", ended)
         if time.monotonic() > deadline:
@@ -201,8 +202,10 @@ class RankProcesses:
             )
         code, end = None, "ended"
         if self.contender.engine != "mpi":
-            with suppress(subprocess.TimeoutExpired):
-                code = self._processes[rank].wait(GRACE_SECONDS)
+            code = self._children.await_end(
+                next(child for child in self._children if child.name == rank), GRACE_SECONDS
+            )
+            if code is not None:
                 end = f"exited with code {code}" if code >= 0 else describe_end(code)
         return RankFailedError(
             f"{self.contender.name} rank {rank} {end} {when}{self._last_output(rank)}", rank=rank, exit_code=code
@@ -239,10 +242,7 @@ class RankProcesses:
         """Let the ranks end by themselves, then kill those that mpirun started and may have left behind."""
         for channel in self._channels.values():
             channel.close()
-        deadline = time.monotonic() + self._patience
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        self._children.await_ends(self._patience)
         for handle in self._handles.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -99,7 +99,7 @@ def measure(drill: Drill) -> Generator[Kill, None, None]:
                 yield scene.kill(victim, moment)
                 job.start(victim)
         finally:
-            job.run.signal(signal.SIGKILL)  # an orderly end would save nothing
+            job.run.children.signal(signal.SIGKILL)  # an orderly end would save nothing
 
 
 class _WorkerReports:

@@ -28,10 +28,11 @@ from covey.lab.chaos.host_injector import HostInjector
 from covey.lab.chaos.hosts import Hosts
 from covey.lab.chaos.injector import HOLD_SECONDS
 from covey.lab.chaos.operations import MOST_RANKS
-from covey.lab.chaos.processes import POLL_SECONDS, EventFile
+from covey.lab.chaos.processes import EVENTS_CHECK_EVERY, EventFile
 from covey.lab.chaos.report import ChaosStory, ProcessEnding
 from covey.lab.chaos.watched import Processes, kill_all, started_for
 from covey.lab.chaos.workload import STOP, VARIABLE, Settings
+from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from covey.lab.chaos.faults import PlannedFault
     from covey.lab.chaos.injector import Victim
     from covey.lab.chaos.watched import Watched
+    from covey.runtime.processes import Child
 
 WORKLOAD: Final = "covey.lab.chaos.workload"
 WORKLOAD_RESTARTS: Final = 20
@@ -134,7 +136,8 @@ class CheckedRun:
         os.mkdir(os.path.join(self.folder, orders.FOLDER), 0o700)
         self.story = ChaosStory(scene.terms, survives=True, folder=self.folder)
         self.hosts: Hosts | None = None
-        self.keepers: dict[int, subprocess.Popen[bytes]] = {}
+        self._children = Children()
+        self.keepers: dict[int, Child] = {}
         self._processes = Processes(self.folder)
         self._events = EventFile(os.path.join(self.folder, EVENTS))
         self._injector = HostInjector(self, plan(scene.terms), say, min_alive=scene.terms.min_alive)
@@ -195,14 +198,14 @@ class CheckedRun:
         words += ["-n", str(scene.processes[host]), "--restarts", str(WORKLOAD_RESTARTS)]
         words += ["--lanes", scene.lanes] if scene.lanes else []
         with open(os.path.join(self.folder, f"output-{host}"), "ab") as output:
-            self.keepers[host] = subprocess.Popen(
+            self.keepers[host] = self._children.start(
                 [*words, "-m", WORKLOAD],
                 env=self._environment(host),
-                stdin=subprocess.DEVNULL,
+                name=host,
+                is_bound=False,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                start_new_session=True,
             )
 
     def _environment(self, host: int) -> dict[str, str]:
@@ -262,9 +265,10 @@ class CheckedRun:
 
     def _is_whole_again(self, since: float) -> bool:
         """Tell whether all live processes are in one generation and have made steps there since the last fault."""
+        self._children.ended()
         for host, keeper in list(self.keepers.items()):
-            if self.hosts is not None and keeper.poll() not in (None, 0):
-                self.story.notes.append(f"`covey run` of host {host} ended with {keeper.returncode}; started again")
+            if self.hosts is not None and keeper.code not in (None, 0):
+                self.story.notes.append(f"`covey run` of host {host} ended with {keeper.code}; started again")
                 self.start(host)
         alive = self._processes.alive()
         have_left = sum(each.ended == "left" for each in self._processes)
@@ -278,19 +282,18 @@ class CheckedRun:
         )  # fmt: skip
 
     def _have_keepers_ended(self) -> bool:
-        return all(keeper.poll() is not None for keeper in self.keepers.values())
+        self._children.ended()
+        return all(keeper.code is not None for keeper in self.keepers.values())
 
     def _look_for_leftovers(self) -> None:
         for host, keeper in self.keepers.items():
-            if keeper.returncode:
-                self.story.problems.append(
-                    f"`covey run` of host {host} ended with {keeper.returncode} after all was done"
-                )
+            if keeper.code:
+                self.story.problems.append(f"`covey run` of host {host} ended with {keeper.code} after all was done")
         if not any(each.ended == "over" for each in self._processes):
             self.story.problems.append("no process finished the work")
         deadline = time.monotonic() + 5.0
         while (left := started_for(self.folder)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(EVENTS_CHECK_EVERY)
         if left:
             self.story.problems.append(f"processes are left: {left}")
 
@@ -312,7 +315,7 @@ class CheckedRun:
                 return
             if time.monotonic() > deadline:
                 raise StuckError(self._stacks(f"{complaint} after {within:.0f} s"))
-            time.sleep(POLL_SECONDS)
+            time.sleep(EVENTS_CHECK_EVERY)
 
     def _stacks(self, complaint: str) -> str:
         """Have all live processes dump their stacks; return `complaint` with the state of each."""
@@ -327,19 +330,16 @@ class CheckedRun:
             f"{now - each.records[-1].at:.0f} s ago"
             for each in alive
         ]
-        codes = {host: keeper.poll() for host, keeper in self.keepers.items()}
+        codes = {host: keeper.process.poll() for host, keeper in self.keepers.items()}
         return f"{complaint}; {'; '.join(said) or 'no process is alive'}; keepers {codes}; stacks are in {self.folder}"
 
     # The end
 
     def _end_processes(self) -> None:
-        for keeper in self.keepers.values():
-            if keeper.poll() is None:
-                keeper.send_signal(signal.SIGCONT)
-                keeper.kill()
+        self._children.signal(signal.SIGCONT)
+        self._children.signal(signal.SIGKILL)
         kill_all(started_for(self.folder))
-        for keeper in self.keepers.values():
-            keeper.wait()
+        self._children.close()
 
     def _judge(self) -> None:
         self._processes.look()

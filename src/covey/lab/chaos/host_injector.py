@@ -14,11 +14,11 @@ from covey.lab.chaos.injector import Breakable, Injector, titles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from subprocess import Popen
 
     from covey.lab.chaos.faults import PlannedFault
     from covey.lab.chaos.hosts import Hosts
     from covey.lab.chaos.injector import Action, Victim
+    from covey.runtime.processes import Child
 
 
 class HostedJob(Breakable, Protocol):
@@ -27,7 +27,7 @@ class HostedJob(Breakable, Protocol):
     folder: str
     hosts: Hosts | None
     """None on one machine."""
-    keepers: dict[int, Popen[bytes]]
+    keepers: dict[int, Child]
     """Host → its `covey run`."""
 
     def on_host(self, host: int) -> Sequence[Victim]:
@@ -80,17 +80,17 @@ class HostInjector(Injector):
     def _stop_keeper(self, fault: PlannedFault, _members: list[Victim]) -> str:
         host = self._host(fault)
         keeper = self._hosted.keepers[host]
-        keeper.send_signal(signal.SIGSTOP)
-        self.later(fault.seconds, lambda: keeper.send_signal(signal.SIGCONT))
+        keeper.signal_leader(signal.SIGSTOP)
+        self.later(fault.seconds, lambda: keeper.signal_leader(signal.SIGCONT))
         return f"stopped `covey run` of host {host} for {fault.seconds:.2f} s"
 
     def _kill_host(self, fault: PlannedFault, _members: list[Victim]) -> str:
         host = self._host(fault)
         keeper = self._hosted.keepers[host]
-        keeper.kill()
+        keeper.signal_leader(signal.SIGKILL)
 
         def start_again() -> None:
-            keeper.wait()
+            keeper.process.wait()
             self._hosted.start(host)
 
         self.later(fault.seconds, start_again)
@@ -102,12 +102,12 @@ class HostInjector(Injector):
         for each in there:
             self._hosted.on_fault(fault, each)
             each.signal(signal.SIGSTOP)
-        keeper.send_signal(signal.SIGSTOP)
+        keeper.signal_leader(signal.SIGSTOP)
 
         def release() -> None:
             for each in there:
                 each.signal(signal.SIGCONT)
-            keeper.send_signal(signal.SIGCONT)
+            keeper.signal_leader(signal.SIGCONT)
 
         self.later(fault.seconds, release)
         return f"stopped host {host} ({titles(there)}) for {fault.seconds:.2f} s"

@@ -6,26 +6,26 @@ owner calls `turn` repeatedly.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import selectors
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.processes import describe_end, drain, exit_status, register_output, signal_group
+from covey.runtime.processes import describe_end, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-POLL_SECONDS: Final = 0.02
-"""How often ended processes and events are checked for while nothing is printed."""
+    from covey.runtime.processes import Child, Printed
+
+EVENTS_CHECK_EVERY: Final = 0.02
+"""How often the events of the run are read while nothing is printed."""
 READ_BYTES: Final = 1 << 16
 
 
@@ -81,18 +81,17 @@ class JobProcess:
 
     rank: int
     """Its number in the job; a process that replaces another has the same number."""
-    process: subprocess.Popen[bytes]
+    child: Child
     started_at: float
     """In seconds since 1970, like all times that are compared with events."""
     is_member: bool = False
     """Whether it takes part in the run, according to its events."""
     code: int | None = None
     """Its exit code, or the negative number of the signal that killed it; None while it runs."""
-    pipes: list[IO[bytes]] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.child.pid
 
     @property
     def is_running(self) -> bool:
@@ -104,7 +103,7 @@ class JobProcess:
 
     def signal(self, signum: int) -> bool:
         """Send a signal to the process and its children; False if it has ended."""
-        return signal_group(self.pid, signum, reaped=self.process.poll() is not None)
+        return self.child.signal(signum)
 
     @property
     def status(self) -> int:
@@ -150,7 +149,6 @@ class JobProcesses:
         """Rank → its latest process."""
         self._by_pid: dict[int, JobProcess] = {}
         self._starts: dict[int, int] = {}
-        self._selector = selectors.DefaultSelector()
         path = os.environ.get("COVEY_EVENTS") or os.path.join(self.run.folder, "events")
         self._env = {**env, "COVEY_EVENTS": path}
         self._events = EventFile(path)
@@ -161,10 +159,9 @@ class JobProcesses:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            self.run.signal(signal.SIGCONT)  # a stopped process could not end by itself
+            self.run.children.signal(signal.SIGCONT)  # a stopped process could not end by itself
             self.run.__exit__(*exception)
         finally:
-            self._selector.close()
             self._events.close()
 
     def start_all(self) -> None:
@@ -179,10 +176,8 @@ class JobProcesses:
         self._starts[rank] = before + 1
         restart = before if rank < self.size else before + 1
         env = {**self._env, "COVEY_RESTART": str(restart)} if restart else self._env
-        process = self.run.start(rank, self._argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        worker = self.workers[rank] = JobProcess(rank, process, time.time())
-        self._by_pid[process.pid] = worker
-        worker.pipes = register_output(process, self._selector, lambda _pipe, target: (worker, target))
+        child = self.run.start(rank, self._argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        worker = self.workers[rank] = self._by_pid[child.pid] = JobProcess(rank, child, time.time())
         return worker
 
     def running(self) -> list[JobProcess]:
@@ -192,39 +187,25 @@ class JobProcesses:
     def turn(self, until: float) -> Turn:
         """Pass on output, and return what happened, no later than `until` (monotonic clock)."""
         now = time.monotonic()  # `tick` may act on silence only after all output up to now was read
-        wait = min(until, self._tick_at, now + POLL_SECONDS)
-        for key, _ in self._selector.select(max(0.0, wait - now)):
-            worker, target = key.data
-            self._read(worker, target, key.fileobj)  # type: ignore[arg-type]
+        wait = min(until, self._tick_at, now + EVENTS_CHECK_EVERY)
+        for printed in self.run.children.outputs(max(0.0, wait - now)):
+            self._pass_on(printed)
         self._tick_at = self._listener.tick(now)
         # Events are read after the check for ended processes, so that none of theirs is missed.
-        ended = [worker for worker in self.running() if worker.process.poll() is not None]
+        ended = [self._by_pid[child.pid] for child in self.run.children.ended()]
         told = self._read_events()
         for worker in ended:
-            worker.code = worker.process.returncode
+            worker.code = worker.child.code
             worker.is_member = False
-            self._clear_away(worker)
+            for printed in self.run.children.rest_of(worker.child):
+                self._pass_on(printed)
+            for target in worker.child.pipes:  # another process holds it open
+                self._listener.heard(worker, target, b"")
+            self.run.children.forget(worker.child)
         return Turn(ended, told)
 
-    def _read(self, worker: JobProcess, target: int, pipe: IO[bytes]) -> bool:
-        """Read once; False at the end."""
-        data = os.read(pipe.fileno(), READ_BYTES)
-        if not data:
-            self._selector.unregister(pipe)
-            worker.pipes.remove(pipe)
-        self._listener.heard(worker, target, data)
-        return bool(data)
-
-    def _clear_away(self, worker: JobProcess) -> None:
-        """Read the last output of a process that has ended, and end what it left running."""
-        for pipe in list(worker.pipes):
-            target = 1 if pipe is worker.process.stdout else 2
-            drain(functools.partial(self._read, worker, target, pipe))
-            if pipe in worker.pipes:
-                self._selector.unregister(pipe)
-                self._listener.heard(worker, target, b"")
-        worker.pipes.clear()
-        self.run.clear_away(worker.process)
+    def _pass_on(self, printed: Printed) -> None:
+        self._listener.heard(self._by_pid[printed.child.pid], printed.target, printed.data)
 
     def _read_events(self) -> list[tuple[JobProcess | None, Told]]:
         found = []

@@ -5,13 +5,11 @@ Reports are yielded as they arrive: those of the nodes, and those about starts a
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError, RankFailedError
 from covey.lab import ONE_THREAD
@@ -27,10 +25,12 @@ from covey.lab.demo.reports import (
     decode,
 )
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.processes import OutputTail, register_output, signal_name
+from covey.runtime.processes import OutputTail, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from covey.runtime.processes import Child
 
 SILENCE = 60.0
 """Seconds without a report from any node after which the demo fails. Nodes report many times a second."""
@@ -76,15 +76,15 @@ def reports(plan: DemoRun) -> Generator[tuple[int, Report], None, None]:
         RankFailedError: a node ended early and is not restarted; the message ends with its last output.
         DeadlineError: no node reported anything for SILENCE seconds.
     """
-    with LocalRun(plan.nodes, name="demo") as run, selectors.DefaultSelector() as selector:
-        yield from _Nodes(plan, run, selector).reports()
+    with LocalRun(plan.nodes, name="demo") as run:
+        yield from _Nodes(plan, run).reports()
 
 
 class _Nodes:
     """The node processes of one run, until the last one has ended."""
 
-    def __init__(self, plan: DemoRun, run: LocalRun, selector: selectors.BaseSelector) -> None:
-        self._plan, self._run, self._selector = plan, run, selector
+    def __init__(self, plan: DemoRun, run: LocalRun) -> None:
+        self._plan, self._run = plan, run
         self._workers: dict[int, _Worker] = {}
         """Node → its latest process."""
         self._restarts = dict.fromkeys(range(plan.nodes), 0)
@@ -97,22 +97,24 @@ class _Nodes:
         for node in range(self._plan.nodes):
             yield self._start(node)
         give_up_at = time.monotonic() + SILENCE
-        while self._due or any(worker.open_pipes for worker in self._workers.values()):
+        while self._due or any(worker.is_running for worker in self._workers.values()):
             now = time.monotonic()
-            ready = self._selector.select(max(0.0, min([give_up_at, *self._due.values()]) - now))
-            if not ready and now >= give_up_at:
-                missing = tuple(node for node, worker in self._workers.items() if worker.open_pipes)
+            printed = self._run.children.outputs(max(0.0, min([give_up_at, *self._due.values()]) - now))
+            ended = self._run.children.ended()
+            if not printed and not ended and now >= give_up_at:
+                missing = tuple(node for node, worker in self._workers.items() if worker.is_running)
                 raise DeadlineError(
                     f"no report from nodes {missing} within the timeout of {SILENCE:.0f} s", late=missing
                 )
-            for key, _ in ready:
-                worker: _Worker = key.data
-                for report in worker.read(key.fileobj):  # type: ignore[arg-type]
+            rest = [each for child in ended for each in self._run.children.rest_of(child)]
+            for each in (*printed, *rest):
+                worker = self._workers[each.child.name]
+                for report in worker.read(each.target, each.data):
                     give_up_at = time.monotonic() + SILENCE
                     yield worker.node, report
                     if self._is_time_to_kill(report):
                         yield self._kill()
-            yield from self._handle_ended()
+            yield from self._handle_ended([self._workers[child.name] for child in ended])
             for node in [node for node, at in self._due.items() if at <= time.monotonic()]:
                 del self._due[node]
                 yield self._start(node)
@@ -120,12 +122,9 @@ class _Nodes:
     def _start(self, node: int) -> tuple[int, StartedReport]:
         restarts = self._restarts[node]
         env = {**ONE_THREAD, "COVEY_RESTART": str(restarts)} if restarts else ONE_THREAD
-        process = self._run.start(
-            node, self._plan.command(node), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        self._workers[node] = worker = _Worker(node, process)
-        worker.open_pipes = register_output(process, self._selector, lambda _pipe, _target: worker)
-        return node, StartedReport(process.pid)
+        child = self._run.start(node, self._plan.command(node), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._workers[node] = _Worker(node, child)
+        return node, StartedReport(child.pid)
 
     def _is_time_to_kill(self, report: Told) -> bool:
         now = time.monotonic()
@@ -141,22 +140,19 @@ class _Nodes:
         self._has_killed = True
         worker = self._workers[self._plan.victim]
         worker.is_known_dead = True
-        worker.process.send_signal(signal.SIGKILL)
+        worker.child.signal(signal.SIGKILL)
         return worker.node, KilledReport("SIGKILL")
 
-    def _handle_ended(self) -> Iterator[tuple[int, Report]]:
-        """Forget the pipes of ended nodes, and restart those that a signal ended; raise the error of a failed node."""
+    def _handle_ended(self, ended: list[_Worker]) -> Iterator[tuple[int, Report]]:
+        """Restart nodes that a signal ended; raise the error of a failed node."""
         failures = []
-        for worker in list(self._workers.values()):
-            for pipe in worker.closed_pipes:
-                self._selector.unregister(pipe)
-            worker.closed_pipes.clear()
-            if worker.node in self._due or (failure := worker.failure()) is None:
+        for worker in ended:
+            if (failure := worker.failure()) is None:
                 continue
             if (failure.exit_code or 0) < 0 and self._can_come_back(worker):
                 if not worker.is_known_dead:
                     yield worker.node, KilledReport(signal_name(-(failure.exit_code or 0)))
-                self._run.clear_away(worker.process)
+                self._run.children.forget(worker.child)
                 self._restarts[worker.node] += 1
                 self._due[worker.node] = time.monotonic() + ABSENCE
             else:
@@ -166,30 +162,28 @@ class _Nodes:
             raise min(failures, key=lambda failure: failure.exit_code or 0)
 
     def _can_come_back(self, worker: _Worker) -> bool:
-        others = any(other.open_pipes and not other.is_finished for other in self._workers.values())
+        others = any(other.is_running and not other.is_finished for other in self._workers.values())
         return others and self._restarts[worker.node] < RESTARTS and bool(self._run.survives())
 
 
 class _Worker:
     """One node's process, and its output so far."""
 
-    def __init__(self, node: int, process: subprocess.Popen[bytes]) -> None:
-        self.node, self.process = node, process
-        self.open_pipes: list[IO[bytes]] = []
-        self.closed_pipes: list[IO[bytes]] = []
+    def __init__(self, node: int, child: Child) -> None:
+        self.node, self.child = node, child
         self.is_finished = False
         self.is_known_dead = False
         """Whether a report has said that the process was killed."""
         self._line = b""
         self._errors = OutputTail()
 
-    def read(self, pipe: IO[bytes]) -> list[Told]:
-        """Read from a pipe, and return the reports that are now complete."""
-        data = os.read(pipe.fileno(), 65536)
-        if not data:
-            self.open_pipes.remove(pipe)
-            self.closed_pipes.append(pipe)
-        if pipe is self.process.stderr:
+    @property
+    def is_running(self) -> bool:
+        return self.child.code is None
+
+    def read(self, target: int, data: bytes) -> list[Told]:
+        """Take what the process has written, and return the reports that are now complete."""
+        if target == 2:
             self._errors.add(data)
             return []
         *lines, self._line = (self._line + data).split(b"\n")
@@ -199,12 +193,7 @@ class _Worker:
 
     def failure(self) -> RankFailedError | None:
         """Return the error of a node that ended without its last report, or with an exit code other than 0."""
-        if self.open_pipes:
-            return None
-        try:
-            code = self.process.wait(timeout=SILENCE)
-        except subprocess.TimeoutExpired:
-            return RankFailedError(f"node {self.node} closed its output but does not end", rank=self.node)
+        code = self.child.code or 0
         if code == 0 and self.is_finished:
             return None
         how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

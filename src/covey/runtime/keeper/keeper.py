@@ -1,4 +1,6 @@
-"""The processes of a run on this host: starts them, signals them, and ends them with everything that they started.
+"""The processes of a run on this host: what they are told, and which service speaks for them.
+
+`HostRun.children` (`runtime/processes.py`) starts and supervises them.
 
 A `LocalRun` has all its ranks on this host; a `ClusterRun` is this host's share of a run of a cluster.
 `keeper/supervisor.py` is what `covey run` does with one.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import os
 import secrets
 import signal
@@ -32,14 +33,14 @@ from covey.runtime.joining.torch_env import (
 )
 from covey.runtime.keeper.member_relay import MemberRelay
 from covey.runtime.keeper.service import KeeperService
-from covey.runtime.processes import close_pipes, die_with, libc, signal_group, terminate
+from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from covey.runtime.keeper.service import ClusterKeeperService
     from covey.runtime.keeper.warm_start import Template
-    from covey.runtime.processes import Process
+    from covey.runtime.processes import Child
 
 TOKEN_BYTES: Final = 32
 
@@ -70,18 +71,18 @@ class HostRun(abc.ABC):
         if size < 1:
             raise ConfigError(f"a run needs at least one {self.noun}, got {size}")
         self.size = size
-        self._processes: list[Process] = []
+        self.children = Children()
         self._template: Template | None = None
 
     @abc.abstractmethod
     def variables(self, rank: int) -> dict[str, object]:
         """Return the variables that tell a process its run and rank."""
 
-    def label(self, rank: int, process: Process) -> str:
+    def label(self, rank: int, process: Child) -> str:
         """Return the prefix of a process's lines of output."""
         return str(rank)
 
-    def variables_again(self, process: Process) -> dict[str, str]:
+    def variables_again(self, process: Child) -> dict[str, str]:
         """Return the variables by which a process that replaces `process` continues what that one was."""
         return {}
 
@@ -102,7 +103,7 @@ class HostRun(abc.ABC):
         stdout: Stdio = None,
         stderr: Stdio = None,
         stdin: Stdio = subprocess.DEVNULL,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Child:
         """Start `argv` as `rank`, in its own session; `env` is added to this process's environment.
 
         Raises:
@@ -110,23 +111,16 @@ class HostRun(abc.ABC):
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"{self.noun} {rank} is not in a run of {self.size}")
-        libc()  # loaded here, because little is safe between fork and exec
         with self._secret() as (variable, secret_end):
-            try:
-                process = subprocess.Popen(
-                    argv,
-                    env=self._environment(rank, env or {}) | ({variable: str(secret_end)} if variable else {}),
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    pass_fds=(secret_end,) if variable else (),
-                    start_new_session=True,
-                    preexec_fn=functools.partial(die_with, os.getpid()),
-                )
-            except OSError as error:
-                raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
-        self._processes.append(process)
-        return process
+            return self.children.start(
+                argv,
+                env=self._environment(rank, env or {}) | ({variable: str(secret_end)} if variable else {}),
+                name=rank,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(secret_end,) if variable else (),
+            )
 
     def warm_up(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Prepare a template process that `fork` copies, if that saves time; see `keeper/warm_start.py`.
@@ -142,16 +136,14 @@ class HostRun(abc.ABC):
             with contextlib.suppress(warm_start.TemplateLostError):
                 self._template = warm_start.Template(argv, common)
 
-    def fork(self, rank: int, env: Mapping[str, str]) -> Process | None:
+    def fork(self, rank: int, env: Mapping[str, str]) -> Child | None:
         """Start a process faster than `start`, with pipes for its output; None if there is no template: use `start`."""
         from covey.runtime.keeper.warm_start import TemplateLostError
 
         if self._template is None:
             return None
         with self._secret() as secret, contextlib.suppress(TemplateLostError):
-            process = self._template.fork(self._environment(rank, env), secret)
-            self._processes.append(process)
-            return process
+            return self.children.adopt(self._template.fork(self._environment(rank, env), secret), rank)
         return None
 
     @contextlib.contextmanager
@@ -191,51 +183,28 @@ class HostRun(abc.ABC):
         self.service.catch_up()
         return self.service.survives
 
-    def clear_away(self, process: Process) -> None:
-        """Forget a process that has ended: kill what it left running, and close its pipes."""
-        signal_group(process.pid, signal.SIGKILL, reaped=True)
-        self._processes.remove(process)
-        close_pipes(process)
-
-    def signal(self, signum: int) -> None:
-        """Send `signum` to every process of the run that has not ended."""
-        for process in self._processes:
-            signal_group(process.pid, signum, reaped=process.poll() is not None)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop every process of the run during the `with` block; the service does not report that."""
         self.service.hold()
-        self.signal(signal.SIGSTOP)
+        self.children.signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self.signal(signal.SIGCONT)
+            self.children.signal(signal.SIGCONT)
             self.service.release()
-
-    def stop(self, grace: float = TERM_GRACE) -> None:
-        """End and reap all: SIGTERM to each process group, SIGKILL to what is left after `grace` seconds."""
-        try:
-            terminate(self.signal, self._any_left, grace)
-        finally:
-            for process in self._processes:
-                process.wait()
-
-    def _any_left(self) -> bool:
-        return any(p.poll() is None or signal_group(p.pid, 0, reaped=True) for p in self._processes)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.stop()
+            self.children.stop(TERM_GRACE)
         finally:
             if self._template is not None:
                 self._template.close()
             self.service.close()
-            for process in self._processes:
-                close_pipes(process)
+            self.children.close()
 
 
 class LocalRun(HostRun):
@@ -264,6 +233,7 @@ class LocalRun(HostRun):
             with contextlib.suppress(OSError):  # a full disk: the run goes on, and no command finds it
                 local_runs.describe(self.folder, name, size, self.token)
         except BaseException:
+            self.children.close()
             self._torch_port.close()
             self._own_folder.remove()
             raise
@@ -341,7 +311,7 @@ class ClusterRun(HostRun):
             if self._relay is not None:
                 self._relay.close()
 
-    def label(self, rank: int, process: Process) -> str:
+    def label(self, rank: int, process: Child) -> str:
         """Return the machine's name and the process's rank in the run; until the rank is known, its number here."""
         rank_there = self.service.rank_of(process.pid)
         if rank_there is not None:
@@ -357,7 +327,7 @@ class ClusterRun(HostRun):
     def will_not_return(self) -> None:
         """Do nothing: a run of a cluster may continue on other machines, and its members know which are left."""
 
-    def variables_again(self, process: Process) -> dict[str, str]:
+    def variables_again(self, process: Child) -> dict[str, str]:
         """Return the id of the node: the members count its vote as that of the process that failed."""
         id = self.service.id_of(process.pid)
         return {"COVEY_NODE_ID": id.hex()} if id else {}

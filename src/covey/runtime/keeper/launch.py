@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.runtime import tracebacks
-from covey.runtime.keeper.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
+from covey.runtime.keeper.keeper import FAILURE_GRACE, LocalRun
 from covey.runtime.keeper.reports import CallReport, most_telling, report_of
-from covey.runtime.processes import describe_end, die_with, signal_group, terminate
+from covey.runtime.processes import describe_end, die_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
+
+    from covey.runtime.processes import Children
 
 EXIT_GRACE: Final = 10.0
 """Seconds that a rank has to end after its result."""
@@ -79,12 +81,14 @@ def launch(
     call = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
-    with LocalRun(nprocs, name=getattr(fn, "__name__", "launch")) as run:
-        try:
+    try:
+        with LocalRun(nprocs, name=getattr(fn, "__name__", "launch")) as run:
             for rank in range(nprocs):
-                children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always stopped
+                children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always ended
                 children[-1].start()
-            failures, lost = _collect(children, deadline, tolerate_losses=on_loss == "continue")
+                run.children.adopt(children[-1], rank)
+                run.children.watch(children[-1].reader)
+            failures, lost = _collect(run.children, children, deadline, tolerate_losses=on_loss == "continue")
             if failures:
                 raise most_telling(failures)
             if late := tuple(child.rank for child in children if child.report is None and child.rank not in lost):
@@ -94,14 +98,17 @@ def launch(
                 )
             reports = [child.report for child in children]
             results = [None if report is None else pickle.loads(report.body) for report in reports]
-            _await_exit(children)
+            run.children.await_ends(EXIT_GRACE)
             return results
-        finally:
-            _stop(children)
+    finally:
+        for child in children:
+            child.close()
 
 
 class _Child:
-    """One launched rank, in the parent process."""
+    """One launched rank, in the parent process: what `runtime.processes` asks of a process, and its report."""
+
+    stdin = stdout = stderr = None
 
     def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
         self.rank, self.size = rank, run.size
@@ -120,6 +127,26 @@ class _Child:
     def start(self) -> None:
         with self._writer:
             self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        return None if self.process.is_alive() else self.process.exitcode
+
+    def wait(self) -> int:
+        """Wait for its end, and return the exit code."""
+        self.process.join()
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def close(self) -> None:
+        """Free what belongs to it; kill it if it was not supervised yet."""
+        if self.process.pid is not None and self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+        self.reader.close()
 
     def listen(self) -> bool:
         """Read what has arrived; True when the report is complete, or can no longer be completed."""
@@ -148,17 +175,6 @@ class _Child:
             how = f'ended without a result (exit code {code}); is launch() under `if __name__ == "__main__":`?'
         return RankFailedError(f"rank {self.rank} of {self.size} {how}", rank=self.rank, exit_code=code)
 
-    def signal(self, signum: int) -> None:
-        pid = self.process.pid
-        if pid is not None:
-            alive = self.process.is_alive()
-            if not signal_group(pid, signum, reaped=not alive) and alive:  # it has not made its group yet
-                os.kill(pid, signum)
-
-    def is_left(self) -> bool:
-        pid = self.process.pid
-        return pid is not None and (self.process.is_alive() or signal_group(pid, 0, reaped=True))
-
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
@@ -179,7 +195,7 @@ def _unpickle_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _collect(
-    children: Sequence[_Child], deadline: float | None, *, tolerate_losses: bool
+    supervised: Children, children: Sequence[_Child], deadline: float | None, *, tolerate_losses: bool
 ) -> tuple[list[BaseException], set[int]]:
     """Wait for all reports, or until `deadline`, or `FAILURE_GRACE` after a failure.
 
@@ -192,10 +208,11 @@ def _collect(
         patience = None if deadline is None else deadline - time.monotonic()
         if patience is not None and patience <= 0:
             break
-        sources = [source for child in waiting for source in (child.reader, child.process.sentinel)]
-        multiprocessing.connection.wait(sources, patience)
+        supervised.outputs(patience)
+        supervised.ended()
         for child in [child for child in waiting if child.listen()]:
             waiting.remove(child)
+            supervised.unwatch(child.reader)
             if child.report is None:
                 lost.add(child.rank)
                 if tolerate_losses and len(lost) < len(children):
@@ -205,29 +222,6 @@ def _collect(
                 grace = time.monotonic() + FAILURE_GRACE
                 deadline = grace if deadline is None else min(deadline, grace)
     return failures, lost
-
-
-def _await_exit(children: Sequence[_Child]) -> None:
-    deadline = time.monotonic() + EXIT_GRACE
-    for child in children:
-        child.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _stop(children: Sequence[_Child]) -> None:
-    """End and reap all children, with their process groups."""
-
-    def send(signum: int) -> None:
-        for child in children:
-            child.signal(signum)
-
-    try:
-        terminate(send, lambda: any(child.is_left() for child in children), TERM_GRACE)
-    finally:
-        for child in children:
-            if child.process.pid is not None:
-                child.process.join()
-            child.process.close()
-            child.reader.close()
 
 
 def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: bytes, writer: Connection) -> None:

@@ -1,6 +1,7 @@
 """What `covey run` does with a run: relays output, passes signals on, and reacts when a process ends.
 
-Runs on the main thread of a process of its own, in one `select` loop.
+Runs on the main thread of a process of its own. `runtime/processes.py` starts, hears and ends the processes; here is
+what their output and their ends mean to the person who started them.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ import contextlib
 import functools
 import os
 import select
-import selectors
 import signal
 import subprocess
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
-from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
+from covey.runtime.keeper.output import Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.rank_logs import RankLogs
-from covey.runtime.processes import describe_end, drain, exit_status, register_output
+from covey.runtime.processes import describe_end, exit_status
 from covey.runtime.signals import signals_noted
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from covey.runtime.keeper.keeper import HostRun
-    from covey.runtime.processes import Process
+    from covey.runtime.processes import Child, Printed
 
 SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C kills them at once."""
@@ -68,8 +68,8 @@ def keep(
     fill_standard_descriptors()
     arrived: list[int] = []
     logs = None if log_dir is None else RankLogs(log_dir)
-    with signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), selector, wake, arrived, logs)
+    with signals_noted(arrived) as wake, make_run() as run:
+        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), wake, arrived, logs)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -80,9 +80,9 @@ def keep(
 
 
 class _Pipe(NamedTuple):
-    """One output stream of one rank: the pipe, the descriptor that its output goes to, the prefix of its lines."""
+    """One output stream of one rank: its process, the descriptor that its output goes to, the prefix of its lines."""
 
-    source: IO[bytes]
+    child: Child
     target: int
     stream: OutputStream
     label: Callable[[], str]
@@ -105,19 +105,21 @@ class _Supervisor:
         self,
         run: HostRun,
         command: _Command,
-        selector: selectors.BaseSelector,
         wake: socket.socket,
         arrived: list[int],
         logs: RankLogs | None,
     ) -> None:
         self._run, self._command, self._logs = run, command, logs
-        self._selector, self._wake, self._arrived = selector, wake, arrived
-        self._selector.register(wake, selectors.EVENT_READ)
+        self._wake, self._arrived = wake, arrived
+        self._children = run.children
+        self._children.watch(wake, tells_ends=True)
+        self._pipes: dict[tuple[Child, int], _Pipe] = {}
+        """What has not come to its end, by process and descriptor."""
         self._out = Cursor()
         self._err = self._out if is_same_file(1, 2) else Cursor()
-        self._started: dict[int, Process] = {}
+        self._started: dict[int, Child] = {}
         """By rank: the latest process."""
-        self._alive: dict[int, Process] = {}
+        self._alive: dict[int, Child] = {}
         self._waiting: dict[int, float] = {}
         """Ranks that are restarted, and when."""
         self._restarts: dict[int, int] = {}
@@ -149,19 +151,18 @@ class _Supervisor:
             self._start(rank)
         while self._alive or self._waiting or self._failed:
             now = time.monotonic()  # a pause in the output counts only after all output up to now was read
-            show_times = [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
-            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *show_times)):
-                if key.data is not None:
-                    self._relay(key.data)
+            show_times = [each.stream.show_at for each in self._pipes.values() if each.stream.show_at is not None]
+            for printed in self._children.outputs(self._patience(*self._waiting.values(), *show_times)):
+                self._relay(printed)
             self._react()
-            for pipe in self._pipes():
+            for pipe in list(self._pipes.values()):
                 if pipe.stream.show_at is not None and pipe.stream.show_at <= now:
                     self._write(pipe.target, pipe.stream.flush())
             for rank in [rank for rank, at in self._waiting.items() if at <= now]:
                 self._start_again(rank)
-        self._run.stop()
-        for pipe in self._pipes():
-            self._drain(pipe)
+        self._children.stop(TERM_GRACE)
+        for child in self._children:
+            self._drain(child)
         if self._logs is not None and not self._logs.is_complete:
             self.note("the files in --log-dir lack some of the output")
             return self._outcome() or INCOMPLETE_LOGS_CODE
@@ -186,30 +187,19 @@ class _Supervisor:
             process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._started[rank] = self._alive[rank] = process
         label = functools.partial(self._run.label, rank, process)
-
-        def as_pipe(source: IO[bytes], target: int) -> _Pipe:
+        for target, cursor in ((1, self._out), (2, self._err)):
             coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
-            cursor = self._out if target == 1 else self._err
-            return _Pipe(source, target, OutputStream(rank, cursor, coloured=coloured, label=label), label)
-
-        register_output(process, self._selector, as_pipe)
+            stream = OutputStream(rank, cursor, coloured=coloured, label=label)
+            self._pipes[process, target] = _Pipe(process, target, stream, label)
 
     def _start_again(self, rank: int) -> None:
         is_over = self._is_over(rank)
         if self._waiting.pop(rank, None) is None or is_over:
             return  # this process was asked to end meanwhile, or the run is over
-        process = self._started[rank]
-        for pipe in self._pipes():
-            if pipe.source in (process.stdout, process.stderr):
-                self._drain(pipe)
-                with contextlib.suppress(KeyError):  # at the end of the pipe, `_relay` did this
-                    self._selector.unregister(pipe.source)
-        self._run.clear_away(process)
+        self._drain(self._started[rank])
+        self._children.forget(self._started[rank])
         if self._told is None and self._code is None:
             self._start(rank)
-
-    def _pipes(self) -> list[_Pipe]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _patience(self, *times: float) -> float | None:
         """Return the seconds until the next step or the next of `times`; None if there is none."""
@@ -218,22 +208,24 @@ class _Supervisor:
             due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _relay(self, pipe: _Pipe) -> bool:
-        """Read once and write it; False at the end of the pipe."""
-        data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
-        if data:
-            self._write(pipe.target, pipe.stream.feed(data, now=time.monotonic()))
-            if self._logs is not None and (problem := self._logs.write(pipe.label(), data)):
-                self.note(problem)
-        else:
-            self._selector.unregister(pipe.source)
-            self._write(pipe.target, pipe.stream.end())
-        return bool(data)
+    def _relay(self, printed: Printed) -> None:
+        """Write what a rank has printed."""
+        child, target, data = printed
+        if not data:
+            self._write(target, self._pipes.pop((child, target)).stream.end())
+            return
+        pipe = self._pipes[child, target]
+        self._write(target, pipe.stream.feed(data, now=time.monotonic()))
+        if self._logs is not None and (problem := self._logs.write(pipe.label(), data)):
+            self.note(problem)
 
-    def _drain(self, pipe: _Pipe) -> None:
-        """Write what an ended rank left in the pipe, even if another process holds the other end open."""
-        if not drain(functools.partial(self._relay, pipe)):
-            self._write(pipe.target, pipe.stream.end())
+    def _drain(self, child: Child) -> None:
+        """Write what an ended rank left in its pipes, even if another process holds their other ends open."""
+        for printed in self._children.rest_of(child):
+            self._relay(printed)
+        for target in (1, 2):
+            if (pipe := self._pipes.pop((child, target), None)) is not None:
+                self._write(target, pipe.stream.end())
 
     def _react(self) -> None:
         """React to signals, to ranks that ended, and to the clock."""
@@ -241,16 +233,14 @@ class _Supervisor:
             self._wake.recv(4096)
         while self._arrived:
             self._on_signal(signal.Signals(self._arrived.pop(0)))
-        ended = [(rank, code) for rank, process in self._alive.items() if (code := process.poll()) is not None]
-        # Of several ranks that ended since the last check, a killed one comes first: others fail because they lost it.
-        for rank, code in sorted(ended, key=lambda end: end[1] > 0):
-            del self._alive[rank]
-            self._on_end(rank, code)
+        for child in self._children.ended():
+            del self._alive[child.name]
+            self._on_end(child.name, child.code or 0)
         self._settle()
         self._cancel_stop()
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, signum = self._steps.pop(0)
-            self._run.signal(signum)
+            self._children.signal(signum)
             self._killed = self._told is not None and signum is signal.SIGKILL
 
     def _on_signal(self, signum: signal.Signals) -> None:
@@ -265,7 +255,7 @@ class _Supervisor:
             self._told = signum
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
                 self._code = self._code or 128 + signum
-            self._run.signal(signum)
+            self._children.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
             is_typed = signum is signal.SIGINT
             self.note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")

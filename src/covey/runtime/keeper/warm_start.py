@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 from typing import IO, TYPE_CHECKING, Final
 
+from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.net.descriptors import track
 from covey.runtime.keeper import template
-from covey.runtime.processes import die_with
+from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -76,21 +75,20 @@ class Template:
         """
         self.argv, self.env = tuple(argv), dict(env)
         self._ranks: dict[int, ForkedRank] = {}
+        self._children = Children()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         track(self._channel)
         heard, said = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            self._child = self._children.start(
                 [argv[0], template.__file__, *argv[1:]],
                 env={**env, template.CHANNEL_VARIABLE: str(theirs.fileno())},
-                stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
             )
-        except OSError as error:
+        except ConfigError as error:
+            self._children.close()
             self._channel.close()
             os.close(heard)
             raise TemplateLostError(str(error)) from error
@@ -114,11 +112,11 @@ class Template:
             TemplateLostError: the template has ended, and all its ranks with it.
         """
         changed = {name: value for name, value in env.items() if self.env.get(name) != value}
-        request = {"variables": changed, "secret": secret[0], "parent": self._process.pid}
+        request = {"variables": changed, "secret": secret[0], "parent": self._child.pid}
         try:
             return self._ask_for_rank(json.dumps(request).encode(), secret[1])
         except TemplateLostError:
-            self._process.kill()  # else a late fork would be a second process of this rank
+            self._child.signal_leader(signal.SIGKILL)  # else a late fork would be a second process of this rank
             raise
 
     def _ask_for_rank(self, request: bytes, secret_end: int) -> ForkedRank:
@@ -158,11 +156,8 @@ class Template:
     def close(self) -> None:
         """End the template, after its ranks have ended. Closing twice is fine."""
         self._channel.close()
-        try:
-            self._process.wait(FORK_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with self._children as children:
+            children.await_end(self._child, FORK_SECONDS)
 
     def _receive(self, patience: float) -> dict[str, int]:
         """Return the next message of the template; the first one, "ready", is returned empty."""
