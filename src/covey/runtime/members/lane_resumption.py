@@ -50,7 +50,7 @@ TRY_SECONDS: Final = 3.0
 """How long one try may take: a relay needs several round trips."""
 PAUSES: Final = Growing(0.05, 0.5, 1.5)
 """Between tries."""
-ASK_SECONDS: Final = 0.5
+RESUMPTION_ASK_EVERY: Final = 0.5
 """How often the end that does not dial asks for a connection."""
 HEARD_SECONDS: Final = 1.0
 """A link is heard if something came so recently: twice the time after which a quiet peer is pinged."""
@@ -149,7 +149,7 @@ class LaneResumption:
                 lane.end("the connection broke, and there is no other path")
             elif self._node.peers[watched.peer].is_dialled:
                 self._begin(watched, index)
-            elif now >= stream.asked_at + ASK_SECONDS:
+            elif now >= stream.asked_at + RESUMPTION_ASK_EVERY:
                 stream.asked_at = now
                 self._tell(watched, index, "dial", 0)
 
