@@ -226,8 +226,8 @@ def test_the_purposes_of_links_are_those_of_the_code() -> None:
 
 
 def test_a_hello_and_a_welcome_have_a_charter_and_a_hello_the_settings() -> None:
-    assert messages.Hello.__struct_fields__[-3:] == ("charter", "settings", "papers")
-    assert messages.Welcome.__struct_fields__[-2:] == ("charter", "papers")
+    assert messages.Hello.__struct_fields__[-4:] == ("charter", "settings", "papers", "versions")
+    assert messages.Welcome.__struct_fields__[-3:] == ("charter", "papers", "versions")
 
 
 def test_what_a_here_tells_is_as_written() -> None:

@@ -25,9 +25,10 @@ from covey.runtime.backoff import Backoff
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
-from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, admit, version_objection
+from covey.runtime.links.handshake import SILENCE, Gate, HungUpError, RefusedError, admit
 from covey.runtime.members.rank_visitors import RankVisitors
 from covey.wire import messages
+from covey.wire.versions import OURS, common, objection
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
@@ -140,8 +141,13 @@ class LauncherMesh:
         if linked:
             self._tell_ready()
         if linked and not self._missing():
+            try:
+                speaks = common((OURS, *(peer.versions for peer in self._node.peers.values())))
+            except ValueError as error:
+                self._complain(ConfigError(str(error)))
+                return
             self._formed.set_result(None)
-            self._node.begin()
+            self._node.begin(speaks)
 
     def _tell_ready(self) -> None:
         """Tell every peer, once on each link, that this rank is linked with every rank."""
@@ -287,9 +293,13 @@ class LauncherMesh:
     async def accept(self, sock: socket.socket, said: bytes) -> None:
         """Take a connection that has passed the door: another rank, a newcomer, or a command of this user."""
         is_local, ip = sock.family == socket.AF_UNIX, remote_ip(sock)
-        judge = functools.partial(self._judge, source=ip, is_local=is_local)
-        on_objection = functools.partial(self._node.audit.refused_key, ip)
-        admitted = await admit(sock, self._node.credentials, said, judge, on_objection)
+        gate = Gate(
+            self._node.card,
+            functools.partial(self._judge, source=ip, is_local=is_local),
+            functools.partial(self._node.audit.refused_key, ip),
+            functools.partial(self._incompatible, source=ip),
+        )
+        admitted = await admit(sock, self._node.credentials, said, gate)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "visitor":
@@ -311,11 +321,13 @@ class LauncherMesh:
             self._node.audit.refused(source, answer.reason, hello.card)
         return answer
 
+    def _incompatible(self, hello: messages.Hello, reason: str, *, source: str) -> None:
+        """Note that a process was refused because it speaks no version that this one speaks."""
+        self._node.audit.refused(source, reason, hello.card)
+        if hello.purpose == "rank" and hello.run == self._node.run:
+            self._complain(ConfigError(f"rank {hello.rank} cannot join: {reason}"))
+
     def _answer(self, hello: messages.Hello, *, is_local: bool) -> messages.Welcome | messages.Refusal:
-        if reason := version_objection(hello, self._node.card):
-            if hello.purpose == "rank" and hello.run == self._node.run:
-                self._complain(ConfigError(f"rank {hello.rank} cannot join: {reason}"))
-            return messages.Refusal(reason, retry=False)
         if objection := self._node.objection(hello.card):
             return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
@@ -368,6 +380,9 @@ class LauncherMesh:
     def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
         if self._node.generation is None:
             return messages.Refusal("the run has not begun", retry=True)
+        fixed = messages.speaker_of(self._node.card, self._node.speaks.fixed())
+        if reason := objection(fixed, messages.speaker_of(hello.card, hello.versions, hello.version)):
+            return messages.Refusal(f"the run speaks what all its members do: {reason}", retry=False)
         config = self._node.config
         for what, here, there in (
             ("lanes", config.lanes, hello.lanes),
@@ -387,8 +402,8 @@ class Latecomer:
 
     def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
         self._node, self.link, self._card = node, link, card
-        self._said: EarlyMessages[bytes] = EarlyMessages()
-        """Frames that came before this node knew its seat."""
+        self._said: EarlyMessages[messages.Control] = EarlyMessages()
+        """What it said before this node knew its seat."""
         link.attach(self._heard, lambda: node.newcomers.remove(self))
 
     @property
@@ -402,11 +417,11 @@ class Latecomer:
         self._node.linked(peer, self.link, self._card)
 
     def deliver_early(self, peer: Peer) -> None:
-        for body in self._said.take():
-            self._node.heard_frame(peer, body)
+        for message in self._said.take():
+            self._node.heard_early(peer.seat, message)
 
     def turn_away(self) -> None:
         self.link.abort()
 
     def _heard(self, body: bytes) -> None:
-        self._said.keep(body, len(body))
+        self._said.keep(messages.decode_control(body), len(body))

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.wire import messages
+from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,6 +124,9 @@ class Peer:
         self.told: Link | None = None
         """The link on which it was told that this rank is ready."""
         self.version = ""
+        """Its release of covey."""
+        self.versions = OURS
+        """What it speaks, as its last greeting said."""
         self.hardware: messages.Hardware | None = None
         self.state = PeerState.EXPECTED
         self.since = time.time()

@@ -87,7 +87,7 @@ class RunMember:
                 self._redial_lost(self.node.peers[seat])
             else:
                 for message in remote.early.take():
-                    self.node.heard(seat, message)
+                    self.node.heard_early(seat, message)
 
     def recognise(self, remote: RemoteNode) -> None:
         """Find the seat of a node that is linked again, or the seat for which a later life of it votes.
@@ -329,7 +329,7 @@ class _LinkedNewcomer:
 
     def deliver_early(self, peer: Peer) -> None:
         for message in self._remote.early.take():
-            self._node.heard(peer.seat, message)
+            self._node.heard_early(peer.seat, message)
 
 
 def _hand_over(peer: Peer, remote: RemoteNode) -> None:
