@@ -267,7 +267,7 @@ NUMBERS = (
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
-    f"version {relay.RELAY_VERSION}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
+    f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
     f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
