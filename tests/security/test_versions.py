@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.attackers import BROKEN, Insider, Victim, is_hung_up, welcomes_members
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, CoveyError
 from covey.net.keys.tls import Credentials
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.links.handshake import Gate, LinkCredentials, RefusedError, admit, dial
+from covey.runtime.links.handshake import Greeter, LinkCredentials, RefusedError, admit, dial
+from covey.testing.fuzz.targets import ODD_VERSIONS
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
-from covey.wire.versions import Agreed, Versions
+from covey.wire.versions import Agreement, Versions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -67,7 +69,7 @@ class Host:
             card = card_of(TWO if self._kind == "tls" else None)
             welcome = messages.Welcome(-1, card, versions=LATER)
             try:
-                admitted = await admit(sock, own, said, Gate(card, lambda _hello, _id: welcome))
+                admitted = await admit(sock, own, said, Greeter(card, lambda _hello, _id: welcome))
             except (CoveyError, OSError, TimeoutError) as error:
                 self.errors.append(error)
                 raise
@@ -179,7 +181,7 @@ def test_two_processes_that_are_left_alone_speak_the_newest_protocol(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, agreed = greet(kind, monkeypatch)
-    assert agreed == Agreed(7, frozenset({"echo", "tide"}))
+    assert agreed == Agreement(7, frozenset({"echo", "tide"}))
     assert [link.agreed for link in host.links] == [agreed]
 
 
@@ -206,7 +208,7 @@ def test_a_bit_that_is_changed_under_tls_ends_the_greeting_of_nodes(
     seen: list[bool] = []
     host, outcome = greet("tls", monkeypatch, **{direction: swap(SPOKEN, OLDER, seen)})
     assert not any(seen), "what they speak is not readable on the way"
-    assert outcome == Agreed(7, frozenset({"echo", "tide"}))
+    assert outcome == Agreement(7, frozenset({"echo", "tide"}))
     host, outcome = greet("tls", monkeypatch, **{direction: flip(after=700)})
     assert isinstance(outcome, CoveyError)
     assert direction == "back" or host.links == []
@@ -224,3 +226,32 @@ def test_no_connection_is_tried_again_with_an_older_protocol(monkeypatch: pytest
         _, outcome = greet("token", monkeypatch, there=spoil)
         assert isinstance(outcome, CoveyError)
     assert sum(SPOKEN in data for data in said) == 3
+
+
+def test_impossible_ranges_and_features_end_the_connection_and_the_node_goes_on(prey: Victim) -> None:
+    for said in ODD_VERSIONS[:-1]:
+        with contextlib.suppress(*BROKEN), Insider(prey, hello={"versions": said}) as member:
+            pytest.fail(f"{said} got an answer: {member.greeting}")
+    assert not prey.node.met
+    assert welcomes_members(prey)
+
+
+def test_a_member_can_show_only_a_short_escaped_release_in_a_refusal(prey: Victim) -> None:
+    odd = {"host_name": "h" * 100, "version": "~" * 100}
+    with Insider(prey, hello={"versions": Versions(60_000, 65_535)}, card=odd) as member:
+        assert isinstance(member.greeting, messages.Refusal)
+        assert len(member.greeting.reason) < 250
+        assert "~" * 41 not in member.greeting.reason
+        assert "update covey on" in member.greeting.reason
+
+
+def test_a_member_is_told_of_a_message_that_may_not_be_skipped_and_others_are_skipped(prey: Victim) -> None:
+    with Insider(prey) as member:
+        for tag in (1000, 70_000):
+            member.say([tag, "whatever"])
+        member.ping()
+        member.say([900, "\x1b[2J"])
+        with pytest.raises(messages.LinkRefusedError, match="a control message of an unknown type, 900, which"):
+            member.hear(messages.Tell)
+        assert is_hung_up(member.link)
+    assert welcomes_members(prey)

@@ -160,7 +160,7 @@ class Head(msgspec.Struct, frozen=True, omit_defaults=True):
     """The format of the whole log."""
 
 
-class _Format(msgspec.Struct):
+class _HeadFormat(msgspec.Struct):
     """The one field of a head that every release reads first."""
 
     format: int = 1
@@ -337,7 +337,7 @@ def read_head(folder: Path) -> Head | None:
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         data = read_log(folder / "head")
         try:
-            check_format(msgspec.json.decode(data, type=_Format).format, LOG_FORMAT)
+            check_format(msgspec.json.decode(data, type=_HeadFormat).format, LOG_FORMAT)
         except NewerFormatError as error:
             raise newer_file(file_at(folder, 0), error) from None
         return msgspec.json.decode(data, type=Head)

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.decoding import read_from_peer
 from covey.wire.owner import is_signed, public_half
-from covey.wire.versions import RELEASE_LIMIT, Agreed, Versions, agree, only
+from covey.wire.versions import RELEASE_LIMIT, Agreement, Versions, agree, only
 
 if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret
@@ -196,7 +196,7 @@ class RelayKey:
 def relay_objection(relay: Versions, relay_release: str, node: Versions, node_release: str) -> str:
     """Return why a relay and a node cannot talk, with both releases and which to update; empty if they can."""
     found = agree(relay, node)
-    if isinstance(found, Agreed):
+    if isinstance(found, Agreement):
         return ""
     older = "the relay" if found.mine_is_old else "the node"
     return f"relay protocol {relay} (covey {relay_release}), node {node} (covey {node_release}): update {older}"

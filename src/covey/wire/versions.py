@@ -74,7 +74,7 @@ OURS: Final = Versions(OLDEST, NEWEST, FEATURES, REQUIRED)
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreement:
     """What two processes, or all members of a run, speak."""
 
     version: int
@@ -86,8 +86,8 @@ class Agreed:
         return Versions(self.version, self.version, names, names)
 
 
-def fixed_by(versions: Versions | None) -> Agreed:
-    """Return what the members of a run speak, from what `Agreed.fixed` made; None: what those speak that made none.
+def fixed_by(versions: Versions | None) -> Agreement:
+    """Return what the members of a run speak, from what `Agreement.fixed` made; None: what those speak that made none.
 
     Raises:
         ValueError: this release cannot speak it.
@@ -109,7 +109,7 @@ class Disagreement:
     they_lack: tuple[str, ...] = ()
 
 
-def agree(mine: Versions, theirs: Versions) -> Agreed | Disagreement:
+def agree(mine: Versions, theirs: Versions) -> Agreement | Disagreement:
     """Return what two processes speak: the highest version and all features that both know; or why they cannot talk."""
     if mine.newest < theirs.oldest or theirs.newest < mine.oldest:
         is_mine = mine.newest < theirs.oldest
@@ -118,10 +118,10 @@ def agree(mine: Versions, theirs: Versions) -> Agreed | Disagreement:
     they_lack = tuple(sorted(set(mine.required) - set(theirs.features)))
     if i_lack or they_lack:
         return Disagreement(bool(i_lack), bool(they_lack), i_lack, they_lack)
-    return Agreed(min(mine.newest, theirs.newest), frozenset(mine.features) & frozenset(theirs.features))
+    return Agreement(min(mine.newest, theirs.newest), frozenset(mine.features) & frozenset(theirs.features))
 
 
-def common(speakers: Iterable[Versions]) -> Agreed:
+def common(speakers: Iterable[Versions]) -> Agreement:
     """Return what all of these speak. Ranges of which each two overlap have a version in common.
 
     Raises:
@@ -132,7 +132,7 @@ def common(speakers: Iterable[Versions]) -> Agreed:
     features = functools.reduce(frozenset.__and__, (frozenset(each.features) for each in speakers))
     if any(version < each.oldest or not features.issuperset(each.required) for each in speakers):
         raise ValueError("not all members of the run can talk to each other")
-    return Agreed(version, features)
+    return Agreement(version, features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Speaker:
 def objection(here: Speaker, there: Speaker) -> str:
     """Return why these two cannot talk, with both releases and the machine to update; empty if they can."""
     found = agree(here.versions, there.versions)
-    if isinstance(found, Agreed):
+    if isinstance(found, Agreement):
         return ""
     older = [each for each, is_old in ((there, found.theirs_is_old), (here, found.mine_is_old)) if is_old]
     if found.i_lack or found.they_lack:

@@ -15,7 +15,7 @@ from covey.testing.fuzz.targets import ODD_VERSIONS, OF_LATER_RELEASES
 from covey.wire import formation, messages, versions
 from covey.wire.decoding import OPTIONAL_TAGS, SkippedMessageError, UnknownMessageError
 from covey.wire.formation import Terms, difference
-from covey.wire.versions import Agreed, Disagreement, Speaker, Versions, agree, common, fixed_by, objection, only
+from covey.wire.versions import Agreement, Disagreement, Speaker, Versions, agree, common, fixed_by, objection, only
 
 NAMES = ("breath", "echo", "lull", "tide")
 
@@ -37,9 +37,9 @@ def test_two_processes_speak_the_highest_version_and_all_features_that_both_know
     shared = set(range(one.oldest, one.newest + 1)) & set(range(other.oldest, other.newest + 1))
     features = set(one.features) & set(other.features)
     can_talk = bool(shared) and {*one.required, *other.required} <= features
-    assert isinstance(found, Agreed) == can_talk
-    if isinstance(found, Agreed):
-        assert mirrored == found == Agreed(max(shared), frozenset(features))
+    assert isinstance(found, Agreement) == can_talk
+    if isinstance(found, Agreement):
+        assert mirrored == found == Agreement(max(shared), frozenset(features))
         return
     assert isinstance(mirrored, Disagreement)
     assert (found.mine_is_old, found.theirs_is_old) == (mirrored.theirs_is_old, mirrored.mine_is_old)
@@ -55,7 +55,7 @@ def test_members_that_can_talk_in_pairs_have_one_version_for_all_and_nobody_who_
     members: list[Versions],
 ) -> None:
     pairs = [agree(one, other) for one, other in itertools.combinations(members, 2)]
-    if not all(isinstance(pair, Agreed) for pair in pairs):
+    if not all(isinstance(pair, Agreement) for pair in pairs):
         with pytest.raises(ValueError, match="not all members"):
             common(members)
         return
@@ -74,7 +74,7 @@ def test_a_newcomer_speaks_what_the_run_does_or_is_refused(newcomer: Versions, m
         run = common(members)
     except ValueError:
         return
-    if isinstance(found := agree(newcomer, run.fixed()), Agreed):
+    if isinstance(found := agree(newcomer, run.fixed()), Agreement):
         assert found == run
     else:
         is_in_range = newcomer.oldest <= run.version <= newcomer.newest
@@ -134,7 +134,7 @@ def test_what_does_not_negotiate_speaks_one_version() -> None:
     terms = Terms("run", "program", None, 1, None, "3", "auto")
     assert terms.speaks == only(3)
     assert msgspec.structs.replace(terms, version="x").speaks == only(0)
-    assert fixed_by(None) == Agreed(versions.OLDEST)
+    assert fixed_by(None) == Agreement(versions.OLDEST)
 
 
 def test_terms_of_a_run_say_what_a_newcomer_would_have_to_speak() -> None:
@@ -143,9 +143,9 @@ def test_terms_of_a_run_say_what_a_newcomer_would_have_to_speak() -> None:
     assert difference(newer, older) == difference(older, newer) == ""
     run = older.fixed(common((newer.speaks, older.speaks)).fixed())
     assert difference(run, newer) == ""
-    later = newer.fixed(Agreed(5, frozenset({"tide"})).fixed())
+    later = newer.fixed(Agreement(5, frozenset({"tide"})).fixed())
     assert difference(older, later) == ("speaks protocol 5 (covey 0.4), this node 3 (covey 0.2); update covey here")
-    using = newer.fixed(Agreed(3, frozenset({"tide"})).fixed())
+    using = newer.fixed(Agreement(3, frozenset({"tide"})).fixed())
     assert difference(using, older) == (
         "speaks protocol 3 (covey 0.2), this node 3 (covey 0.4); does not know tide, which this node needs; "
         "update covey there"

@@ -71,7 +71,7 @@ class Cluster:
         return f"{self.name}/{files_tag(self.owner) if self.owner else self.secret.derive('files')[:16].hex()}"
 
 
-class _Format(msgspec.Struct):
+class _ClusterFormat(msgspec.Struct):
     """The one field of a cluster's file that every release reads first."""
 
     version: int = FORMAT
@@ -288,7 +288,7 @@ def _read(name: str) -> _File:
     except FileNotFoundError:
         raise ConfigError(_unknown(name)) from None
     try:
-        check_format(msgspec.json.decode(data, type=_Format).version, FORMAT)
+        check_format(msgspec.json.decode(data, type=_ClusterFormat).version, FORMAT)
         file = msgspec.json.decode(data, type=_File)
         named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
         ids = [*file.cluster().denied, *map(bytes.fromhex, named)]

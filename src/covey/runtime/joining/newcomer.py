@@ -27,7 +27,7 @@ from covey.base.text import printable
 from covey.runtime.backoff import Backoff
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.acceptor import remote_ip
-from covey.runtime.links.handshake import Gate, RefusedError, admit, dial
+from covey.runtime.links.handshake import Greeter, RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.node import Node
 from covey.runtime.tasks import Tasks
@@ -130,8 +130,8 @@ class Newcomer:
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
         on_stranger = functools.partial(self._endpoint.audit.refused_key, remote_ip(sock))
-        gate = Gate(self._endpoint.card, self._judge, on_stranger)
-        admitted = await admit(sock, self._endpoint.credentials, said, gate)
+        greeter = Greeter(self._endpoint.card, self._judge, on_stranger)
+        admitted = await admit(sock, self._endpoint.credentials, said, greeter)
         if admitted is not None:
             self._hold(admitted[0], admitted[1].card, is_dialled=False, is_newcomer=True)
 

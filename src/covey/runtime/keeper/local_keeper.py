@@ -27,7 +27,7 @@ from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.links.handshake import Gate, LinkCredentials, admit
+from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
 from covey.runtime.members.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
@@ -137,8 +137,8 @@ class LocalKeeper:
     # Links with processes
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        gate = Gate(self._card, self._judge, on_incompatible=self._incompatible)
-        admitted = await admit(sock, self._credentials, said, gate)
+        greeter = Greeter(self._card, self._judge, on_incompatible=self._incompatible)
+        admitted = await admit(sock, self._credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if self._is_closing:

@@ -270,7 +270,7 @@ async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Greeter:
     """Decides about the processes that ask for a link, and hears which of them are refused before that."""
 
     card: messages.Card
@@ -284,7 +284,7 @@ class Gate:
 
 
 async def admit(
-    sock: socket.socket, credentials: LinkCredentials, said: bytes, gate: Gate
+    sock: socket.socket, credentials: LinkCredentials, said: bytes, greeter: Greeter
 ) -> tuple[Link, messages.Hello, bytes] | None:
     """Shake hands on a connection that passed the door; return the link, its Hello and proven id, or None if refused.
 
@@ -302,10 +302,10 @@ async def admit(
                 is_ours = False
                 link, peer = await Link.accepted(sock, tls, first)
                 hello = _as_hello(await link.receive())
-                answer = await _answer(credentials, gate, hello, peer)
+                answer = await _answer(credentials, greeter, hello, peer)
                 link.send(messages.encode(answer))
             else:
-                hello, answer, peer = *await _check(sock, credentials.token, said, gate), b""
+                hello, answer, peer = *await _check(sock, credentials.token, said, greeter), b""
                 is_ours = not isinstance(answer, messages.Welcome)
                 link = None if is_ours else await Link.plain(sock)
         if isinstance(answer, messages.Welcome):
@@ -337,38 +337,38 @@ async def _objection(credentials: LinkCredentials, peer: bytes, papers: messages
 
 
 async def _answer(
-    credentials: LinkCredentials, gate: Gate, hello: messages.Hello, peer: bytes
+    credentials: LinkCredentials, greeter: Greeter, hello: messages.Hello, peer: bytes
 ) -> messages.Welcome | messages.Refusal:
     """Return the answer to a Hello over TLS, with papers if the organisation needs them."""
     if problem := await _objection(credentials, peer, hello.papers):
-        gate.on_stranger(problem)
+        greeter.on_stranger(problem)
         return messages.Refusal(problem, retry=True)  # it may get a new certificate
-    answer = _judge(gate, hello, peer)
+    answer = _judge(greeter, hello, peer)
     if isinstance(answer, messages.Welcome) and credentials.organisation is not None:
         return messages.with_papers(answer, await control.aside(credentials.organisation.papers, answer.card.id))
     return answer
 
 
-def _judge(gate: Gate, hello: messages.Hello, peer: bytes) -> messages.Welcome | messages.Refusal:
+def _judge(greeter: Greeter, hello: messages.Hello, peer: bytes) -> messages.Welcome | messages.Refusal:
     if hello.card.id != peer:
-        gate.on_stranger("it gave an id whose key it does not have")
+        greeter.on_stranger("it gave an id whose key it does not have")
         return messages.Refusal("your key does not fit the id you gave", retry=False)
-    if reason := objection(messages.speaker_of(gate.card, OURS), _speaker(hello)):
-        gate.on_incompatible(hello, reason)
+    if reason := objection(messages.speaker_of(greeter.card, OURS), _speaker(hello)):
+        greeter.on_incompatible(hello, reason)
         return messages.Refusal(reason, retry=False)
-    answer = gate.judge(hello, peer)
+    answer = greeter.judge(hello, peer)
     return answer if isinstance(answer, messages.Refusal) else messages.with_versions(answer)
 
 
 async def _check(
-    sock: socket.socket, token: bytes, said: bytes, gate: Gate
+    sock: socket.socket, token: bytes, said: bytes, greeter: Greeter
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
     proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     body = await _receive_frame(sock)
     if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
-    answer = _judge(gate, hello, b"")
+    answer = _judge(greeter, hello, b"")
     encoded = messages.encode(answer)
     accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)

@@ -15,7 +15,7 @@ from covey.runtime.links.sockets import RelayedSocket
 from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError, UnknownMessageError
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
-from covey.wire.versions import OURS, Agreed, Speaker, agree, unknown_message
+from covey.wire.versions import OURS, Agreement, Speaker, agree, unknown_message
 
 if TYPE_CHECKING:
     import socket
@@ -48,7 +48,7 @@ class Link(asyncio.Protocol):
         """The address of the relay that the connection goes through; then `address` and `remote_ip` are the relay's."""
         self.here = self.there = UNNAMED
         """The two ends, as they introduced themselves."""
-        self.agreed = Agreed(OURS.newest)
+        self.agreed = Agreement(OURS.newest)
         """What the two ends speak; what concerns a run is said in what all its members speak (`Node.speaks`)."""
         self.ended = asyncio.Event()
         self.heard_at = time.monotonic()
@@ -190,7 +190,7 @@ class Link(asyncio.Protocol):
     def introduce(self, here: Speaker, there: Speaker) -> None:
         """Note what the two ends have said of themselves; they can talk to each other."""
         agreed = agree(here.versions, there.versions)
-        assert isinstance(agreed, Agreed)
+        assert isinstance(agreed, Agreement)
         self.here, self.there, self.agreed = here, there, agreed
 
     @property

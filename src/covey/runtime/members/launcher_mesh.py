@@ -25,7 +25,7 @@ from covey.runtime.backoff import Backoff
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
-from covey.runtime.links.handshake import SILENCE, Gate, HungUpError, RefusedError, admit
+from covey.runtime.links.handshake import SILENCE, Greeter, HungUpError, RefusedError, admit
 from covey.runtime.members.rank_visitors import RankVisitors
 from covey.wire import messages
 from covey.wire.versions import OURS, common, objection
@@ -293,13 +293,13 @@ class LauncherMesh:
     async def accept(self, sock: socket.socket, said: bytes) -> None:
         """Take a connection that has passed the door: another rank, a newcomer, or a command of this user."""
         is_local, ip = sock.family == socket.AF_UNIX, remote_ip(sock)
-        gate = Gate(
+        greeter = Greeter(
             self._node.card,
             functools.partial(self._judge, source=ip, is_local=is_local),
             functools.partial(self._node.audit.refused_key, ip),
             functools.partial(self._incompatible, source=ip),
         )
-        admitted = await admit(sock, self._node.credentials, said, gate)
+        admitted = await admit(sock, self._node.credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "visitor":

@@ -45,7 +45,7 @@ from covey.runtime.members.stripes import Stripes
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError
-from covey.wire.versions import OURS, Agreed, fixed_by
+from covey.wire.versions import OURS, Agreement, fixed_by
 
 if TYPE_CHECKING:
     import asyncio
@@ -112,7 +112,7 @@ class Node:
         self.since = time.time()
         """When this process was about to be in the run, in seconds since 1970."""
         self.credentials, self.card = credentials, card
-        self.speaks = Agreed(OURS.newest, frozenset(OURS.features))
+        self.speaks = Agreement(OURS.newest, frozenset(OURS.features))
         """What all members of the run speak, once it is formed."""
         self.objection = objection
         self.host = card.contact.host
@@ -349,7 +349,7 @@ class Node:
         """The first seat that no process has had, as far as this node knows."""
         return Seat(1 + max((self.seat, *self.peers)))
 
-    def begin(self, speaks: Agreed, lineage: bytes = b"", tie_breaker: int = 0) -> None:
+    def begin(self, speaks: Agreement, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """Judge the other ranks and found the first generation, now that the run is formed and all speak the same."""
         self.speaks = speaks
         self.losses.start()

@@ -23,7 +23,7 @@ from covey.net.discovery.interfaces import advertised, usable_interfaces
 from covey.net.keys import clusters
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.dial_limits import DialLimits
-from covey.runtime.links.handshake import Gate, admit
+from covey.runtime.links.handshake import Greeter, admit
 from covey.runtime.loop import aside
 from covey.runtime.members.checkpoints import answer_visitor
 from covey.runtime.mesh.admission import Admission
@@ -220,13 +220,13 @@ class Mesh:
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
         ip = remote_ip(sock)
-        gate = Gate(
+        greeter = Greeter(
             self.card,
             functools.partial(self._admission.judge, source=ip),
             functools.partial(self.audit.refused_key, ip),
             functools.partial(self._admission.incompatible, source=ip),
         )
-        admitted = await admit(sock, self.endpoint.credentials, said, gate)
+        admitted = await admit(sock, self.endpoint.credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if self._admission.is_this_process(hello.card):
