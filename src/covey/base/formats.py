@@ -6,10 +6,6 @@ it would misread the file, and reads all lower ones.
 
 from __future__ import annotations
 
-import contextlib
-
-import msgspec
-
 from covey.base.errors import ConfigError
 
 
@@ -25,15 +21,6 @@ def check_format(found: int, known: int) -> None:
     """Raise NewerFormatError if a file has a later format than the latest that this release knows."""
     if found > known:
         raise NewerFormatError(found, known)
-
-
-def check_packed(data: bytes, at: int, known: int) -> None:
-    """Raise NewerFormatError if a file is a msgpack array with a later format at index `at`, whatever else it holds."""
-    found: object = None
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = msgspec.msgpack.decode(data)
-    if isinstance(found, list) and len(found) > at and type(found[at]) is int:
-        check_format(found[at], known)
 
 
 def newer_file(path: object, error: NewerFormatError) -> ConfigError:

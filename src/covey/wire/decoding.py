@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.formats import check_format
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -72,3 +73,13 @@ def _tag_of(data: bytes) -> int | None:
         return data[at]
     number = data[at + 1 : at + 1 + size]
     return int.from_bytes(number, "big") if size and len(number) == size else None
+
+
+def check_packed(data: bytes, at: int, known: int) -> None:
+    """Raise NewerFormatError if a file is a msgpack array with a later format at index `at`, whatever else it holds."""
+    try:
+        found = msgspec.msgpack.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # the reader says what is wrong with it
+    if isinstance(found, list) and len(found) > at and type(found[at]) is int:
+        check_format(found[at], known)

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.formats import check_packed
+from covey.wire.decoding import check_packed
 
 REMEMBERED_FORMAT: Final = 1
 """The format of the file of lineages."""

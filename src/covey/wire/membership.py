@@ -12,8 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.formats import check_packed
-from covey.wire.decoding import read_from_peer
+from covey.wire.decoding import check_packed, read_from_peer
 from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 
 BOUND_FORMAT: Final = 1

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.base.formats import check_packed
+from covey.wire.decoding import check_packed
 from covey.wire.messages import Bytes, Ip, Name, NodeId  # noqa: TC001 - msgspec reads the annotations
 
 FIGURES_FORMAT: Final = 1
