@@ -147,8 +147,19 @@ def test_nodes_of_two_releases_found_a_run_that_speaks_the_older_protocol(releas
     check_run(finish_all(nodes), 3, [], 2)
 
 
-@pytest.mark.parametrize("changes", [{"requires": True}, {"oldest": 4}], ids=["feature", "version"])
-@pytest.mark.parametrize("dials", ["this", "later"])
+FEATURE_NEEDED, VERSION_DROPPED = {"requires": True}, {"oldest": 4}
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("dials", "changes"),
+    [
+        pytest.param("this", FEATURE_NEEDED, id="this-feature"),
+        pytest.param("later", VERSION_DROPPED, id="later-version"),
+        pytest.param("this", VERSION_DROPPED, id="this-version", marks=thorough),
+        pytest.param("later", FEATURE_NEEDED, id="later-feature", marks=thorough),
+    ],
+)
 def test_ranks_that_cannot_talk_all_end_at_once_with_the_machine_to_update(
     releases: Releases, dials: str, changes: dict[str, object]
 ) -> None:
@@ -173,7 +184,10 @@ def check_words(text: str, changes: dict[str, object]) -> None:
     assert f": update covey on {host} for process " in text
 
 
-@pytest.mark.parametrize("changes", [{"requires": True}, {"oldest": 4}], ids=["feature", "version"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(FEATURE_NEEDED, id="feature"), pytest.param(VERSION_DROPPED, id="version", marks=thorough)],
+)
 def test_nodes_that_cannot_talk_both_say_which_machine_to_update(
     releases: Releases, changes: dict[str, object]
 ) -> None:

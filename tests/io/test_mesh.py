@@ -454,7 +454,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pyt
         assert know_each_other(one, other)
 
     run(work)
-    cut_off = [record for record in caplog.records if "broke the protocol" in record.getMessage()]
+    cut_off = [record for record in caplog.records if "the link was ended" in record.getMessage()]
     assert len(cut_off) == 1  # one line for all
 
 

@@ -139,9 +139,9 @@ def names_in(kind: type, found: set[str]) -> set[str]:
 def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
     bound = names_in(membership.Bound, set())
     assert bound == {
-        "format", "generation", "record", "origin", "tie_breaker", "members", "view", "promised", "accepted_ballot", "accepted",
+        "generation", "record", "origin", "tie_breaker", "members", "view", "promised", "accepted_ballot", "accepted",
         "id", "life", "lineage", "number", "ranks", "verdicts", "successor", "is_finished", "group", "sequence", "fate",
-        "pending",
+        "pending", "format",
     }  # fmt: skip
     known = names_in(lineage.Remembered, set())
     assert known == {"format", "open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}

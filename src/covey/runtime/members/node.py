@@ -200,7 +200,7 @@ class Node:
     def _link_ended(self, peer: Peer, link: Link) -> None:
         if isinstance(link.error, CoveyError):
             name = self.generation_table.name_of(peer.seat)
-            logger.warning("%s sent nonsense and is cut off: %s", name, printable(str(link.error)))
+            logger.warning("the link with %s was ended: %s", name, printable(str(link.error)))
         if peer.link is link:
             self.losses.link_ended(peer.seat)
 

@@ -325,7 +325,7 @@ class Mesh:
         if link not in remote.links:
             return
         if isinstance(link.error, CoveyError):
-            reason = f"it broke the protocol: {printable(str(link.error))}"
+            reason = f"the link was ended: {printable(str(link.error))}"
             self.problems.refuse(remote.card, reason, link.remote_ip)
         if not self._links.remove(remote, link):
             self.part(remote)
