@@ -31,6 +31,7 @@ from covey.runtime.members import process_table
 from covey.runtime.members.view_driver import ViewDriver, rank_id
 from covey.wire import messages
 from covey.wire.membership import MemberKey
+from covey.wire.versions import only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -315,7 +316,7 @@ def test_a_process_that_is_not_of_the_run_is_refused(service: KeeperService) -> 
         rank = await Rank.come(stack, service)
         cases: list[tuple[dict[str, Any], str]] = [
             ({"purpose": "rank"}, "only talks to the processes of its run"),
-            ({"version": 99}, "speaks protocol 99 .*, covey run speaks"),
+            ({"versions": only(99)}, "speaks protocol 99 .*, covey run speaks"),
             ({"card": messages.Card(b"", b"short", "", "", 1, rank.card.contact)}, "not filled in"),
             ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
         ]

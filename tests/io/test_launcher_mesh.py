@@ -22,6 +22,7 @@ from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.node import Node
 from covey.testing.threads import run_threads
 from covey.wire import messages
+from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
@@ -99,7 +100,7 @@ def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
     def of_another_release(mesh: LauncherMesh) -> messages.Hello:
         said = hello(mesh)
         card = msgspec.structs.replace(said.card, version="9.9", host_name="south")
-        return msgspec.structs.replace(said, version=other, card=card) if said.rank == 1 else said
+        return msgspec.structs.replace(said, versions=only(other), card=card) if said.rank == 1 else said
 
     monkeypatch.setattr(LauncherMesh, "hello", of_another_release)
     with pytest.raises(ExceptionGroup) as raised:

@@ -35,6 +35,7 @@ from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
 from covey.wire import messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
+from covey.wire.versions import only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -387,7 +388,7 @@ def where_of(mesh: Mesh) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"version": 99}, rf"speaks protocol 99 .*, .* speaks {messages.VERSION} .*: update covey on "),
+        ({"versions": only(99)}, rf"speaks protocol 99 .*, .* speaks {messages.VERSION} .*: update covey on "),
         ({"purpose": "rank"}, "a launcher cannot set them"),
         ({"contact": messages.Contact("h", (), "")}, "the card is not filled in"),
         ({"life": b"short"}, "the card is not filled in"),
@@ -406,7 +407,7 @@ def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, An
         with pytest.raises(RefusedError, match=text):
             await dial(where_of(one), credentials_of(cluster, identity), hello)
         assert one.met == {}
-        if "version" in changes:
+        if "versions" in changes:
             (reason,) = one.problems.refusals.values()
             assert "speaks protocol 99" in reason
             assert one.card.version in reason
@@ -452,7 +453,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pyt
         assert know_each_other(one, other)
 
     run(work)
-    cut_off = [record for record in caplog.records if "broke the protocol" in record.getMessage()]
+    cut_off = [record for record in caplog.records if "the link was ended" in record.getMessage()]
     assert len(cut_off) == 1  # one line for all
 
 

@@ -31,7 +31,7 @@ from covey.net import certificates
 from covey.net.keys import tls
 from covey.net.keys.tls import PROTOCOL, Channel, Credentials, peer_id
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.links.handshake import LinkCredentials, RefusedError, admit, dial
+from covey.runtime.links.handshake import Greeter, LinkCredentials, RefusedError, admit, dial
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
@@ -354,7 +354,8 @@ async def host(
 
     async def on_link(sock: socket.socket, said: bytes) -> None:
         try:
-            admitted = await admit(sock, credentials, said, lambda _hello, _id: welcome)  # type: ignore[return-value,arg-type]
+            greeter = Greeter(card_of(Ed25519PrivateKey.generate()), lambda _hello, _id: welcome)  # type: ignore[return-value,arg-type]
+            admitted = await admit(sock, credentials, said, greeter)
         except (CoveyError, OSError) as error:
             if greeted is not None:
                 greeted.append(error)

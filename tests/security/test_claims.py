@@ -141,10 +141,10 @@ def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
     assert bound == {
         "generation", "record", "origin", "tie_breaker", "members", "view", "promised", "accepted_ballot", "accepted",
         "id", "life", "lineage", "number", "ranks", "verdicts", "successor", "is_finished", "group", "sequence", "fate",
-        "pending",
+        "pending", "format",
     }  # fmt: skip
     known = names_in(lineage.Remembered, set())
-    assert known == {"open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}
+    assert known == {"format", "open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}
     assert f"up to {lineage.MAX_OPEN} that may be going on" in plain(SECURITY)
 
 

@@ -54,6 +54,7 @@ from covey.runtime.members.remote_process import ranks_of
 from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, frame, messages
+from covey.wire.versions import only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -494,7 +495,7 @@ def test_a_refused_caller_is_told_why(prey: Victim) -> None:
     identity, secret = NodeIdentity.ephemeral(), prey.cluster.secret
     credentials = LinkCredentials(secret.derive("door"), tls=Credentials(secret.derive("node-ca"), identity.private))
     with pytest.raises(RefusedError, match="speaks protocol 9"):
-        on_loop(dial(prey.address, credentials, hello(identity, version=9)))
+        on_loop(dial(prey.address, credentials, hello(identity, versions=only(9))))
 
 
 # An attacker between two nodes

@@ -15,6 +15,7 @@ from tests.io.test_mesh import Meshes, new_cluster, only_links, run, until
 from tests.support.relays import HostileRelay, ask, client, open_relay, port_of, register
 
 from covey.base.errors import AuthError
+from covey.base.version import __version__
 from covey.runtime.links import handshake
 from covey.runtime.links.relayed import receive_message, send_message
 from covey.runtime.mesh import better_ways, relay_registration
@@ -26,7 +27,7 @@ from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
 from covey.wire.frame import LENGTH, frame
 from covey.wire.relay import (
-    RELAY_VERSION,
+    RELAY_SPEAKS,
     CallJoined,
     CallToken,
     IncomingCall,
@@ -34,17 +35,21 @@ from covey.wire.relay import (
     RegisterToken,
     RelayChallenge,
     RelayKey,
+    RelayMismatch,
     RelayRefusal,
     StillThere,
     TokenRegistered,
+    decode_relay,
     encode_relay,
 )
+from covey.wire.versions import Versions, only
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from covey.net.keys.clusters import Cluster
     from covey.runtime.mesh.mesh import Mesh
+    from covey.wire.relay import RelayMessage
 
 PATIENCE = 1.0
 """How long a dial that must fail may take, instead of 5 s."""
@@ -258,7 +263,7 @@ def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: p
             if came > 1:  # connections that take calls wait
                 await reader.read()
             else:
-                writer.write(frame(encode_relay(RelayChallenge(RELAY_VERSION, bytes(32)))))
+                writer.write(frame(encode_relay(RelayChallenge(RELAY_SPEAKS.oldest, bytes(32)))))
                 await reader.readexactly(LENGTH.size)
                 writer.write(frame(encode_relay(TokenRegistered())))
                 for piece in NOISE[what]():
@@ -283,6 +288,48 @@ def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: p
     run(work)
 
 
+@pytest.mark.parametrize("spoken", [only(1), Versions(3, 9)], ids=["older", "newer"])
+def test_a_relay_of_another_protocol_is_named_with_its_release_and_hears_which_to_update(spoken: Versions) -> None:
+    heard: list[RelayMessage] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(frame(encode_relay(RelayChallenge(spoken.oldest, bytes(32), b"", spoken, "9.9"))))
+            length = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+            heard.append(decode_relay(await reader.readexactly(length)))
+        writer.close()
+
+    async def work(meshes: Meshes) -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            text = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            node = await meshes.add(new_cluster(relays=(text,)))
+            await until(lambda: any("update the" in problem for problem in node.relays.problems.values()))
+            (problem,) = node.relays.problems.values()
+            older = "relay" if spoken.newest < 2 else "node"
+            assert f"relay protocol {spoken} (covey 9.9), node 2 (covey {__version__}): update the {older}" in problem
+            assert heard[0] == RelayMismatch(RELAY_SPEAKS, __version__)
+            await node.close()
+
+    run(work)
+
+
+def test_a_node_that_does_not_negotiate_is_told_by_the_relay_which_to_update() -> None:
+    async def work(meshes: Meshes) -> None:
+        async with relayed(meshes) as (server, cluster, _):
+            key = RelayKey(cluster.secret)
+            for versions, older in ((None, "node"), (only(9), "relay")):
+                sock, answer = await ask(
+                    port_of(server),
+                    lambda challenge, versions=versions: CallToken(key.cluster, bytes(16), bytes(64), versions),  # type: ignore[misc]
+                )
+                with sock:
+                    assert isinstance(answer, RelayRefusal)
+                    assert answer.reason.endswith(f"update the {older}")
+
+    run(work)
+
+
 # A stranger at an honest relay
 
 
@@ -296,12 +343,14 @@ def test_a_stranger_registers_and_calls_nothing_of_a_cluster_whose_secret_it_doe
             )
             attempts: list[Callable[[bytes], Any]] = [
                 lambda _: recorded,
-                lambda challenge: CallToken(its.cluster, token, own.call(challenge, token).signature),
+                lambda challenge: CallToken(its.cluster, token, own.call(challenge, token).signature, RELAY_SPEAKS),
                 lambda challenge: RegisterToken(
-                    its.cluster, token, True, own.register(challenge, token, is_listed=True).signature
+                    its.cluster, token, True, own.register(challenge, token, is_listed=True).signature, RELAY_SPEAKS
                 ),
-                lambda challenge: CallToken(its.cluster, token, its.call(bytes(32), token).signature),
-                lambda challenge: RegisterToken(its.cluster, token, False, its.call(challenge, token).signature),
+                lambda challenge: CallToken(its.cluster, token, its.call(bytes(32), token).signature, RELAY_SPEAKS),
+                lambda challenge: RegisterToken(
+                    its.cluster, token, False, its.call(challenge, token).signature, RELAY_SPEAKS
+                ),
             ]
             for attempt in attempts:
                 sock, answer = await ask(port, attempt)

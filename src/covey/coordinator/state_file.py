@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.coordinator.records import RunRecord
 from covey.net.descriptors import explain
 from covey.net.home import private_folder
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT: Final = 1
-"""The number of this layout; a file with a greater one was written by a later version."""
+"""The format of the file."""
 
 
 class StateFile:
@@ -34,14 +35,16 @@ class StateFile:
         self._path = folder / "coordinator.sqlite3"
         try:
             self._connection = sqlite3.connect(self._path, isolation_level=None)
+            check_format(self._connection.execute("PRAGMA user_version").fetchone()[0], FORMAT)
             os.chmod(self._path, 0o600)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")  # a rank that was given out is never given to another
-            found = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if found > FORMAT:
-                raise ConfigError(f"{self._path} was written by a later version of covey; update covey here")
             self._connection.execute("CREATE TABLE IF NOT EXISTS runs (name TEXT PRIMARY KEY, record BLOB NOT NULL)")
             self._connection.execute(f"PRAGMA user_version={FORMAT}")
+        except NewerFormatError as error:
+            self._connection.close()
+            os.close(self._lock)
+            raise newer_file(self._path, error) from None
         except (sqlite3.Error, OSError) as error:
             os.close(self._lock)
             raise ConfigError(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.base.text import printable
 from covey.net.descriptors import explain
 from covey.net.home import check_private, existing, home, private_folder
@@ -66,6 +67,8 @@ EVENTS: Final = {
 }
 """All events that entries can be about."""
 
+LOG_FORMAT: Final = 1
+"""The format of the log."""
 MOST_BYTES: Final = 4 << 20
 """A file gets no larger than this."""
 KEPT: Final = 4
@@ -144,7 +147,7 @@ class Note:
         )  # fmt: skip
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True, omit_defaults=True):
     """The end of the log, written after every appended line."""
 
     first: int
@@ -153,6 +156,14 @@ class Head(msgspec.Struct, frozen=True):
     hash: str
     size: int
     """The size of the last file in bytes."""
+    format: int = 1
+    """The format of the whole log."""
+
+
+class _HeadFormat(msgspec.Struct):
+    """The one field of a head that every release reads first."""
+
+    format: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +333,14 @@ def _write_head(folder: Path, head: Head) -> None:
 
 
 def read_head(folder: Path) -> Head | None:
-    """Return the end that the log should have; None if that is unknown."""
+    """Return the end that the log should have; None if that is unknown; ConfigError for a log of a later release."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-        return msgspec.json.decode(read_log(folder / "head"), type=Head)
+        data = read_log(folder / "head")
+        try:
+            check_format(msgspec.json.decode(data, type=_HeadFormat).format, LOG_FORMAT)
+        except NewerFormatError as error:
+            raise newer_file(file_at(folder, 0), error) from None
+        return msgspec.json.decode(data, type=Head)
     return None
 
 

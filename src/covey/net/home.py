@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.net.descriptors import explain, with_the_spare
 
 _MAX_BYTES: Final = 1 << 20
+KEY_FORMAT: Final = 1
+"""The format of files with keys."""
 
 
 def home() -> Path:
@@ -113,6 +116,21 @@ def read_private(path: Path, *, may_be_mounted: bool = False) -> bytes:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def key_words(path: Path) -> list[bytes]:
+    """Return the words of a file with a key: the private half, and the public one; perhaps `format=N` after them.
+
+    Raises:
+        FileNotFoundError, ConfigError: as `read_private`; or a later release has written the file.
+    """
+    words = read_private(path).split()
+    if len(words) > 2 and (number := words[2].removeprefix(b"format=")).isdigit() and len(number) < 9:
+        try:
+            check_format(int(number), KEY_FORMAT)
+        except NewerFormatError as error:
+            raise newer_file(path, error) from None
+    return words
 
 
 def _is_mounted_secret(status: os.stat_result) -> bool:

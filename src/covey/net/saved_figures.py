@@ -10,12 +10,14 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, newer_file
 from covey.net import home
 from covey.net.locks import only_one
 from covey.wire.saved_figures import MAX_FIGURES, SavedFigures, decode_saved_figures, encode_saved_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from covey.wire.saved_figures import SavedFigure
 
@@ -37,6 +39,9 @@ def read_figures(machine: bytes) -> tuple[SavedFigure, ...]:
         saved = decode_saved_figures(home.read_private(home.existing() / FILE))
     except FileNotFoundError:
         return ()
+    except NewerFormatError as error:
+        _say(f"what was measured of links earlier is not used: {newer_file(home.existing() / FILE, error)}")
+        return ()
     except (ConfigError, ValueError) as error:
         _say(f"what was measured of links earlier is not used: {error}")
         return ()
@@ -54,11 +59,22 @@ def keep_figures(machine: bytes, figures: Sequence[SavedFigure]) -> None:
     try:
         folder = home.home()
         with only_one(folder / f".{FILE}.lock"):
+            _refuse_newer(folder / FILE)
             latest = {_link(each): each for each in sorted((*read_figures(machine), *figures), key=_time)}
             saved = sorted(latest.values(), key=_time)[-MAX_FIGURES:]
             home.write_private(folder / FILE, encode_saved_figures(SavedFigures(machine, tuple(saved))))
     except (ConfigError, OSError) as error:
         _say(f"what was measured of links is not kept for the next run: {error}")
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise ConfigError if a later release has written the file, which is then not changed."""
+    try:
+        decode_saved_figures(home.read_private(path))
+    except NewerFormatError as error:
+        raise newer_file(path, error) from None
+    except (FileNotFoundError, ValueError):
+        return  # there is nothing to lose
 
 
 def is_recent(figure: SavedFigure, now: float) -> bool:

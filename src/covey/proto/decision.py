@@ -30,16 +30,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from covey.wire.formation import Member
+    from covey.wire.versions import Versions
 
 
 class Decision:
     """One member's part in the choice about one proposal."""
 
     def __init__(
-        self, proposal: bytes, members: tuple[Member, ...], rank: int, answer: Answer, reason: str = ""
+        self,
+        proposal: bytes,
+        members: tuple[Member, ...],
+        rank: int,
+        answer: Answer,
+        reason: str = "",
+        versions: Versions | None = None,
     ) -> None:
-        """Answer the proposal; the answer is final."""
+        """Answer the proposal; the answer is final. `versions` are what all members speak."""
         self.proposal, self.members, self.rank = proposal, members, rank
+        self.versions = versions
         self.ranks = {member.id: index for index, member in enumerate(members)}
         self.rows = [Row()] * len(members)
         self.rows[rank] = Row(answer, reason=reason)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from covey.wire.lineage import Remembered
     from covey.wire.membership import Membership as Agreeing
     from covey.wire.membership import Record, View
+    from covey.wire.versions import Versions
 
 
 TELL_AGAIN: Final = 5.0
@@ -214,10 +215,17 @@ class Joining:
             return any(seat.id == teller for seat in bound.record.members)
         return True
 
-    def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
+    def entered(
+        self,
+        view: tuple[Member, ...],
+        lineage: bytes,
+        generation: int,
+        now: float,
+        versions: Versions | None = None,
+    ) -> None:
         """Note that this node is in a generation of the run, which holds its promises from now on."""
         self._voter = self._bound = None
-        self.formation.entered(view, lineage, generation, now)
+        self.formation.entered(view, lineage, generation, now, versions)
         self._accepted = lineage
         self._collect(now)
 

@@ -7,6 +7,7 @@ identified by its number, and the facts of two `Standing`s add up. Tags and fiel
 from __future__ import annotations
 
 import enum
+import re
 from typing import Annotated, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from covey.wire.decoding import read_from_peer
 from covey.wire.lineage import Ending, Lineage
 from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
 from covey.wire.messages import SharedSettings, Worded
+from covey.wire.versions import Disagreement, Versions, agree, only
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
@@ -32,7 +34,9 @@ MAX_ENDINGS: Final = 16
 """Ended lineages in a Here."""
 Name = Annotated[str, msgspec.Meta(max_length=80)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
+Release = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,3}")
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -45,9 +49,14 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     min_size: int
     max_size: int | None
     version: Text
+    """The oldest version of the protocol that the sender speaks; `versions` has the others."""
     lanes: Text
     on_loss: Text = "raise"
     settings: SharedSettings = ""
+    versions: Versions | None = None
+    """What the sender speaks, and in a run what all members of the run speak; None: only `version`."""
+    release: Release = ""
+    """The sender's release of covey, for display."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest <= MAX_MEMBERS:
@@ -55,6 +64,17 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
                 f"size={self.size}, min_size={self.min_size}, max_size={self.max_size} cannot be: "
                 f"need 1 <= min_size <= max_size <= {MAX_MEMBERS}, or 1 <= size <= {MAX_MEMBERS}"
             )
+
+    @property
+    def speaks(self) -> Versions:
+        """What the sender speaks; once it is in a run, what all members of the run speak."""
+        if self.versions is not None:
+            return self.versions
+        return only(int(self.version) if _NUMBER.fullmatch(self.version) else 0)
+
+    def fixed(self, versions: Versions) -> Terms:
+        """Return the terms of a run whose members have agreed on what they speak."""
+        return msgspec.structs.replace(self, version=f"{versions.oldest}", versions=versions)
 
     @property
     def smallest(self) -> int:
@@ -81,14 +101,23 @@ def difference(mine: Terms, theirs: Terms) -> str:
             ("is in run", theirs.run, mine.run),
             ("runs", theirs.program, mine.program),
             ("was started with", _spell_sizes(theirs), _spell_sizes(mine)),
-            ("has covey", theirs.version, mine.version),
             ("has lanes", theirs.lanes, mine.lanes),
             ("has on_loss", theirs.on_loss, mine.on_loss),
             *((f"has {name}", there, here) for name, here, there in differences_of(mine.settings, theirs.settings)),
         )
         if there != here
     ]
-    return "; ".join([*differences, "use the same on both"]) if differences else ""
+    remedies = ["use the same on both"] if differences else []
+    if isinstance(found := agree(mine.speaks, theirs.speaks), Disagreement):
+        differences.append(
+            f"speaks protocol {theirs.speaks} (covey {theirs.release or 'of unknown release'}), "
+            f"this node {mine.speaks} (covey {mine.release or 'of unknown release'})"
+        )
+        differences += [f"needs {', '.join(found.i_lack)}, which this node does not know"] * bool(found.i_lack)
+        differences += [f"does not know {', '.join(found.they_lack)}, which this node needs"] * bool(found.they_lack)
+        where = [place for place, is_old in (("there", found.theirs_is_old), ("here", found.mine_is_old)) if is_old]
+        remedies.append(f"update covey {' and '.join(where)}")
+    return "; ".join([*differences, *remedies])
 
 
 def _spell_sizes(terms: Terms) -> str:
@@ -145,6 +174,8 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):
     proposal: ProposalId
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In rank order."""
+    versions: Versions | None = None
+    """What all of them speak."""
 
 
 class Answer(enum.IntEnum):

@@ -10,6 +10,10 @@ from typing import Annotated, Final
 
 import msgspec
 
+from covey.wire.decoding import check_packed
+
+REMEMBERED_FORMAT: Final = 1
+"""The format of the file of lineages."""
 ID_BYTES: Final = 16
 _TIME_BYTES: Final = 6
 RANDOM_BYTES: Final = ID_BYTES - _TIME_BYTES
@@ -51,6 +55,7 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
     """In the order in which this machine learned of them."""
     given_up: Annotated[tuple[Lineage, ...], msgspec.Meta(max_length=MAX_GIVEN_UP)] = ()
     """Lineages that a user gave up here: promises of nodes of this machine in them are forgotten. Oldest first."""
+    format: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 _remembered: msgspec.msgpack.Decoder[Remembered] = msgspec.msgpack.Decoder(Remembered)
@@ -75,6 +80,7 @@ def encode_remembered(remembered: Remembered) -> bytes:
 
 def decode_remembered(data: bytes) -> Remembered:
     """Decode what a machine wrote to its disk; raise ValueError for anything else."""
+    check_packed(data, 3, REMEMBERED_FORMAT)
     try:
         return _remembered.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -12,9 +12,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-from covey.wire.decoding import read_from_peer
+from covey.wire.decoding import check_packed, read_from_peer
 from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 
+BOUND_FORMAT: Final = 1
+"""The format of the file of a member."""
 MAX_GROUPS: Final = 1024
 """Groups in one answer."""
 MAX_STATE_RANKS: Final = 1 << 17
@@ -236,6 +238,7 @@ class Bound(msgspec.Struct, frozen=True, array_like=True):
     """The lineage of the whole run, which the lineages of its generations follow from."""
     tie_breaker: Rank = 0
     """The tie-breaker of the first view of the generation."""
+    format: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork | Seated
@@ -262,6 +265,7 @@ def encode_bound(bound: Bound) -> bytes:
 
 def decode_bound(data: bytes) -> Bound:
     """Decode what a member wrote to its disk; raise ValueError for anything else."""
+    check_packed(data, 4, BOUND_FORMAT)
     try:
         return _bounds.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,8 +1,9 @@
 """Control messages: the catalogue of what nodes send each other on links, in the order of tags.
 
-A new message goes after the last one, with the next tag, and into `Control` at the end of this module. A new field goes
-after the last field, with a default. Tags and fields are never changed or removed. Messages with which nodes agree on
-views, or use a store, have modules of their own: their bytes are the `body` of `Forming`, `Agreeing` and `Posting`.
+A new message goes after the last one, with the next tag, and into `Control` at the end of this module. One that earlier
+releases may skip gets the next tag from OPTIONAL_TAGS on. A new field goes after the last field, with a default. Tags
+and fields are never changed or removed. Messages with which nodes agree on views, or use a store, have modules of their
+own: their bytes are the `body` of `Forming`, `Agreeing` and `Posting`.
 
 Texts are bounded and have no control characters: the type of a name enforces it, and `Worded` cleans other texts, both
 when a message is made and when it is decoded.
@@ -17,23 +18,26 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from covey.base.config import YEAR_SECONDS
+from covey.base.errors import RemoteProtocolError
 from covey.base.limits import MAX_MEMBERS as MAX_MEMBERS
 from covey.base.limits import NAME_LIMIT as NAME_LIMIT
 from covey.base.limits import REASON_LIMIT as REASON_LIMIT
 from covey.base.numbers import Seat
 from covey.base.settings import STREAMS_LIMIT
 from covey.base.text import TEXT_LIMIT, printable
-from covey.wire.decoding import read_from_peer
+from covey.wire.decoding import UnknownMessageError, read_from_peer
+from covey.wire.versions import OURS, Speaker, Versions, only
 
-VERSION: Final = 3
+VERSION: Final = OURS.oldest
+"""What the first field of Hello says. A release that does not negotiate compares it with the one version it speaks."""
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
 """Cards in one message. If they have many addresses, fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
+"""Ranks that one message names."""
 FOUND_LIMIT: Final = 256
 """Calls of other ranks that a rank tells the others of when a rank is lost."""
-"""Ranks that one message names."""
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
 CERTIFICATES_LIMIT: Final = 6
@@ -182,6 +186,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The first message of the end that opens a link."""
 
     version: int
+    """The oldest version of the protocol that the sender speaks; `versions` has the others."""
     nonce: Bytes
     purpose: Name
     """`rank` (its launcher gave it a rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
@@ -198,6 +203,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     settings: SharedSettings = ""
     papers: Papers | None = None
     """What proves that the organisation knows the sender, if there is one."""
+    versions: Versions | None = None
+    """What the sender speaks; None: only `version`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -211,13 +218,20 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """As in Hello."""
     papers: Papers | None = None
     """As in Hello."""
+    versions: Versions | None = None
+    """What the sender speaks; None: only the `version` of the Hello."""
 
 
 Opening = TypeVar("Opening", Hello, Welcome)
 
 
+def speaker_of(card: Card, versions: Versions | None, version: int = VERSION) -> Speaker:
+    """Return a process as refusals name it; without `versions` it speaks only `version`."""
+    return Speaker(card.host_name, card.version, versions if versions is not None else only(version), card.pid)
+
+
 class Refusal(Worded, frozen=True, array_like=True, tag=3):
-    """The answer to a Hello that is refused."""
+    """The answer to a Hello that is refused; or, on a link, the reason why its sender ends it."""
 
     reason: Text
     retry: bool
@@ -377,6 +391,8 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     """Nodes that it refused because they are not on the list of the charter."""
     wait: Wait | None = None
     """What the sender waits for, if it waits."""
+    versions: Versions | None = None
+    """What the sender speaks; once it is in a run, what all members of the run speak."""
 
 
 def counted(tell: Tell, turned_away: int, too_many: int, charter: int, waiting: tuple[Waiting, ...]) -> Tell:
@@ -521,11 +537,18 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """The lineage of the whole run, from its founding on."""
     tie_breaker: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0
     """A rank: half of the members may continue if this rank is among them."""
+    versions: Versions | None = None
+    """What all members of the run speak; None: `VERSION`, and no feature."""
 
 
 def surviving(founded: Founded) -> Founded:
     """Return the same generation with `on_loss="continue"`."""
     return msgspec.structs.replace(founded, on_loss="continue")
+
+
+def with_versions(message: Opening) -> Opening:
+    """Return a Hello or Welcome that says what its sender speaks: by default what this release does."""
+    return message if message.versions is not None else msgspec.structs.replace(message, versions=OURS)
 
 
 def with_papers(message: Opening, papers: Papers) -> Opening:
@@ -818,9 +841,21 @@ def decode_handshake(data: bytes) -> HandshakeMessage:
     return read_from_peer(_handshakes, data, "a message of the handshake")
 
 
+class LinkRefusedError(RemoteProtocolError):
+    """The other end has ended the link, and says why."""
+
+
 def decode_control(data: bytes) -> Control:
-    """Decode a message of a link; raise RemoteProtocolError for anything else."""
-    return read_from_peer(_controls, data, "a control message")
+    """Decode a message of a link; raise RemoteProtocolError for anything else.
+
+    The error is a LinkRefusedError if the other end says why it ends the link.
+    """
+    try:
+        return read_from_peer(_controls, data, "a control message")
+    except UnknownMessageError as error:
+        if error.tag != Refusal.__struct_config__.tag:
+            raise
+    raise LinkRefusedError(typing.cast("Refusal", decode_handshake(data)).reason)
 
 
 def decode_cards(data: bytes) -> tuple[Card, ...]:

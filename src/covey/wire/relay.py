@@ -27,11 +27,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.decoding import read_from_peer
 from covey.wire.owner import is_signed, public_half
+from covey.wire.versions import RELEASE_LIMIT, Agreement, Versions, agree, only
 
 if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret
 
-RELAY_VERSION: Final = 1
+RELAY_SPEAKS: Final = Versions(2, 2)
+"""The versions of the protocol between nodes and relays that this release speaks."""
 RELAY_LIMIT: Final = 8192
 """Bytes of a frame: a whole list of tokens fits."""
 TOKEN_BYTES: Final = 16
@@ -47,6 +49,7 @@ ClusterKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 CallId = Annotated[bytes, msgspec.Meta(min_length=CALL_BYTES, max_length=CALL_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+ReleaseName = Annotated[str, msgspec.Meta(pattern=rf"^[ -~]{{0,{RELEASE_LIMIT}}}\Z")]
 RefusalText = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 
 
@@ -54,9 +57,19 @@ class RelayChallenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The first message on every connection, from the relay."""
 
     version: int
+    """The oldest version that the relay speaks; `versions` has the others."""
     challenge: Annotated[bytes, msgspec.Meta(min_length=RELAY_CHALLENGE_BYTES, max_length=RELAY_CHALLENGE_BYTES)]
     relay: Annotated[bytes, msgspec.Meta(max_length=RELAY_ID_BYTES)] = b""
     """Random for each start of a relay: it may have another address on each network."""
+    versions: Versions | None = None
+    """What the relay speaks; None: only `version`."""
+    release: ReleaseName = ""
+    """Its release of covey, for messages."""
+
+    @property
+    def speaks(self) -> Versions:
+        """What the relay speaks."""
+        return self.versions if self.versions is not None else only(self.version)
 
 
 class RegisterToken(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -67,6 +80,8 @@ class RegisterToken(msgspec.Struct, frozen=True, array_like=True, tag=2):
     is_listed: bool
     """Whether other nodes of the cluster are told of the token."""
     signature: Proof
+    versions: Versions | None = None
+    """What the node speaks; None: version 1, which bound nothing of this."""
 
 
 class CallToken(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -75,6 +90,8 @@ class CallToken(msgspec.Struct, frozen=True, array_like=True, tag=3):
     cluster: ClusterKey
     token: Token
     signature: Proof
+    versions: Versions | None = None
+    """As in RegisterToken."""
 
 
 class TakeCall(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -119,6 +136,13 @@ class RelayEcho(msgspec.Struct, frozen=True, array_like=True, tag=11):
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
+class RelayMismatch(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """A node says what it speaks to a relay that speaks something else, and ends the connection."""
+
+    versions: Versions
+    release: ReleaseName
+
+
 RelayMessage = (
     RelayChallenge
     | RegisterToken
@@ -131,6 +155,7 @@ RelayMessage = (
     | RelayRefusal
     | StillThere
     | RelayEcho
+    | RelayMismatch
 )
 _decoder: msgspec.msgpack.Decoder[RelayMessage] = msgspec.msgpack.Decoder(RelayMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -155,23 +180,46 @@ class RelayKey:
         self._private = Ed25519PrivateKey.from_private_bytes(secret.derive("relay"))
         self.cluster = public_half(self._private)
 
-    def register(self, challenge: bytes, token: bytes, *, is_listed: bool) -> RegisterToken:
-        """Return a registration for the relay that sent `challenge`."""
-        words = _registration(challenge, self.cluster, token, is_listed=is_listed)
-        return RegisterToken(self.cluster, token, is_listed, self._private.sign(words))
+    def register(
+        self, challenge: bytes, token: bytes, *, is_listed: bool, heard: Versions = RELAY_SPEAKS
+    ) -> RegisterToken:
+        """Return a registration for the relay that sent `challenge`, and said that it speaks what was `heard`."""
+        words = _registration(challenge, self.cluster, token, is_listed=is_listed) + _spoken(heard, RELAY_SPEAKS)
+        return RegisterToken(self.cluster, token, is_listed, self._private.sign(words), RELAY_SPEAKS)
 
-    def call(self, challenge: bytes, token: bytes) -> CallToken:
-        """Return a call for the relay that sent `challenge`."""
-        return CallToken(self.cluster, token, self._private.sign(_call(challenge, self.cluster, token)))
+    def call(self, challenge: bytes, token: bytes, *, heard: Versions = RELAY_SPEAKS) -> CallToken:
+        """Return a call for the relay that sent `challenge`, and said that it speaks what was `heard`."""
+        words = _call(challenge, self.cluster, token) + _spoken(heard, RELAY_SPEAKS)
+        return CallToken(self.cluster, token, self._private.sign(words), RELAY_SPEAKS)
+
+
+def relay_objection(relay: Versions, relay_release: str, node: Versions, node_release: str) -> str:
+    """Return why a relay and a node cannot talk, with both releases and which to update; empty if they can."""
+    found = agree(relay, node)
+    if isinstance(found, Agreement):
+        return ""
+    older = "the relay" if found.mine_is_old else "the node"
+    return f"relay protocol {relay} (covey {relay_release}), node {node} (covey {node_release}): update {older}"
 
 
 def is_proved(message: RegisterToken | CallToken, challenge: bytes) -> bool:
-    """Tell whether a registration or a call was signed for this challenge with the key of its cluster."""
+    """Tell whether a registration or a call was signed for this challenge with the key of its cluster.
+
+    The signature also covers what both sides speak, so that nothing on the way can make them speak less.
+    """
+    if message.versions is None:
+        return False
     if isinstance(message, RegisterToken):
         words = _registration(challenge, message.cluster, message.token, is_listed=message.is_listed)
     else:
         words = _call(challenge, message.cluster, message.token)
-    return is_signed(message.cluster, words, message.signature)
+    return is_signed(message.cluster, words + _spoken(RELAY_SPEAKS, message.versions), message.signature)
+
+
+def _spoken(relay: Versions, node: Versions) -> bytes:
+    """Return what both sides speak, as it is signed: each follows its length."""
+    packed = (_encoder.encode(each) for each in (relay, node))
+    return b"".join(struct.pack(">I", len(each)) + each for each in packed)
 
 
 def _registration(challenge: bytes, cluster: bytes, token: bytes, *, is_listed: bool) -> bytes:

@@ -6,8 +6,11 @@ from typing import Annotated, Final
 
 import msgspec
 
+from covey.wire.decoding import check_packed
 from covey.wire.messages import Bytes, Ip, Name, NodeId  # noqa: TC001 - msgspec reads the annotations
 
+FIGURES_FORMAT: Final = 1
+"""The format of the file of figures."""
 MAX_FIGURES: Final = 2048
 """Figures that a machine keeps, of all its clusters together: the latest."""
 SLOWEST, FASTEST = 1e3, 1e12
@@ -46,6 +49,7 @@ class SavedFigures(msgspec.Struct, frozen=True, array_like=True):
     machine: NodeId
     """The key of this machine: a file that was copied from another one says nothing about this one."""
     figures: Annotated[tuple[SavedFigure, ...], msgspec.Meta(max_length=MAX_FIGURES)] = ()
+    format: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 _saved: msgspec.msgpack.Decoder[SavedFigures] = msgspec.msgpack.Decoder(SavedFigures)
@@ -59,6 +63,7 @@ def encode_saved_figures(saved: SavedFigures) -> bytes:
 
 def decode_saved_figures(data: bytes) -> SavedFigures:
     """Decode what a machine wrote to its disk; raise ValueError for anything else."""
+    check_packed(data, 2, FIGURES_FORMAT)
     try:
         return _saved.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

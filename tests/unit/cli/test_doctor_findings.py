@@ -213,7 +213,7 @@ def test_another_secret_nearby_matters_where_no_node_was_found(nodes: tuple[MetN
     [
         ("says: node a (k) is denied on beta", "covey deny --undo"),
         ("identity k is in use by process 3 on beta (10.0.0.2)", "Remove the `identities` folder"),
-        ("south speaks protocol 2 (covey 9.0), north speaks 1 (covey 8.0): update covey on north", "same version"),
+        ("south speaks protocol 2 (covey 9.0), north speaks 1 (covey 8.0): update covey on north", "Update covey"),
     ],
 )
 def test_a_refusal_is_a_problem_with_its_reason(reason: str, advice: str) -> None:
@@ -294,10 +294,10 @@ def test_wifi_is_fine_where_no_cable_leads_there() -> None:
     assert findings(replace(with_beta(chosen_interface="wlan0"), interfaces=(LOOPBACK, WIFI, unplugged))) == []
 
 
-def test_different_versions_are_a_warning() -> None:
-    finding = only(with_beta(version="1.1"))
-    assert (finding.weight, finding.code) == ("warning", "versions")
-    assert "this machine has 1.0, beta-x7a2 has 1.1" in finding.text
+def test_different_releases_are_noted_by_machine() -> None:
+    finding = only(with_beta(version="1.1", protocol=3))
+    assert (finding.weight, finding.code) == ("note", "versions")
+    assert "this machine has 1.0, beta has 1.1 (protocol 3)" in finding.text
 
 
 @pytest.mark.parametrize(("offset", "words"), [(3600.0, "3,600 s ahead of"), (-6.0, "6 s behind")])
@@ -313,7 +313,8 @@ def test_a_clock_a_little_off_is_no_finding() -> None:
 
 
 def test_findings_come_by_weight() -> None:
-    facts = replace(with_beta(clock_offset=99.0, version="1.1"), refusals={"gamma": "says: denied"})
+    facts = with_beta(clock_offset=99.0, chosen_interface="wlan0")
+    facts = replace(facts, interfaces=(LOOPBACK, WIFI, CABLE), refusals={"gamma": "says: denied"})
     weights = [WEIGHTS.index(finding.weight) for finding in findings(facts)]
     assert weights == [0, 1, 2]
 

@@ -83,7 +83,7 @@ def test_seeds_with_the_same_error_are_one_finding_and_a_node_that_met_others_ne
         ({"size": None, "max_size": 4}, "was started with --min 2 --max 4", "--max"),
         ({"program": "other.py"}, "this machine runs 'train.py' and beta runs 'other.py'", "same script"),
         ({"on_loss": "continue"}, "--on-loss raise and beta was started with --on-loss continue", "--on-loss"),
-        ({"version": "1.1"}, "has covey 1.0 and beta has covey 1.1", "same version"),
+        ({"version": "1.1"}, "speaks protocol 1.0 and beta speaks protocol 1.1", "Update covey"),
         ({"lanes": "tcp"}, "uses lanes 'auto' and beta uses lanes 'tcp'", "COVEY_LANES"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -16,6 +17,7 @@ from covey.cli.status.view import MOST_EVENTS, duration, local_view, millisecond
 from covey.net.local_runs import LocalRunFound
 from covey.runtime.events import Event
 from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
+from covey.wire.versions import only
 
 
 def card(number: int, host: str = "wren") -> Card:
@@ -276,3 +278,14 @@ def test_runs_of_this_machine_alone_are_a_table_and_a_hint(width: int | None) ->
     ]
     assert " ".join(lines[3:]) == "covey trace train shows what its ranks do"
     assert width is None or max(map(len, lines)) <= width
+
+
+def test_a_run_of_several_releases_shows_which_machine_has_which_and_what_they_speak() -> None:
+    answers = [msgspec.structs.replace(tell, versions=only(3)) for tell in tells(3)]
+    assert not any("releases:" in line for line in shown(draw([*answers])))
+    seen = [state(number) for number in range(1, 4)]
+    other = msgspec.structs.replace(card(2, "finch"), version="1.3")
+    seen[1] = msgspec.structs.replace(seen[1], card=other)
+    drawn = picture("lab", seen, answers, {})
+    assert "  releases: covey 1.2 on wren; covey 1.3 on finch; the run speaks protocol 3" in shown(drawn)
+    assert as_json(drawn)["runs"][0]["protocol"] == "3"

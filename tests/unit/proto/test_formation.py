@@ -17,6 +17,7 @@ from covey.proto.founders import rank_order
 from covey.proto.lineages import Lineages
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
+from covey.wire.versions import Versions
 
 LINEAGE = new_lineage(1000.0, b"l" * 10)
 OTHER = new_lineage(1001.0, b"k" * 10)
@@ -502,3 +503,57 @@ def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
         core.link_down(id_of("a"), 0.0)
     assert len(core._links._past_lives) == MOST_PAST_LIVES
     assert not core.link_up(id_of("a"), (MOST_PAST_LIVES + 98).to_bytes(16, "big"), 0.0)
+
+
+# What the members speak
+
+
+def speaking(oldest: int, newest: int, *features: str) -> Terms:
+    return msgspec.structs.replace(OPEN, versions=Versions(oldest, newest, features), release=f"0.{newest}")
+
+
+def test_a_run_speaks_the_newest_that_all_its_members_know_and_its_terms_say_so() -> None:
+    stage = Stage()
+    stage.enter("a", speaking(2, 5, "echo", "tide"))
+    stage.enter("b", speaking(3, 4, "tide"))
+    stage.enter("c", speaking(1, 9, "echo", "lull", "tide"))
+    stage.run(5.0)
+    assert set(stage.views().values()) == {"abc"}
+    fixed = Versions(4, 4, ("tide",), ("tide",))
+    assert [core.formed.versions for core in stage.cores.values() if core.formed] == [fixed] * 3
+    newer = stage.enter("d", speaking(4, 12, "tide"))
+    older = stage.enter("e", speaking(1, 3, "tide"))
+    plain = stage.enter("f", speaking(4, 4))
+    stage.run(5.0)
+    assert not {"a", "b", "c"} & {name for name, _ in newer.report().refused}
+    assert ("a", "speaks protocol 4 (covey 0.5), this node 1 to 3 (covey 0.3); update covey here") in (
+        older.report().refused
+    )
+    assert any("needs tide, which this node does not know" in why for _, why in plain.report().refused)
+    assert stage.cores["a"].newcomers() == (id_of("d"),)
+
+
+def test_a_member_that_proposes_to_speak_less_than_all_know_is_cut_off() -> None:
+    core = Formation(member("b"), speaking(2, 5), random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    core.received(id_of("a"), here("a", "b", terms=speaking(2, 4)), 0.0)
+    members = rank_order((member("a"), member("b")))
+    for wrong in (Versions(3, 3), Versions(2, 4), Versions(4, 4, ("tide",), ("tide",))):
+        with pytest.raises(RemoteProtocolError, match="did not agree on"):
+            core.received(id_of("a"), Propose(LINEAGE, members, wrong), 0.0)
+    core.received(id_of("a"), Propose(LINEAGE, members, Versions(4, 4)), 0.0)
+    assert core.accepted is not None
+
+
+def test_members_that_could_not_talk_are_neither_proposed_nor_accepted() -> None:
+    """Each of them could talk to this node, and their links would have been refused: so one of them lies."""
+    core = Formation(member("a"), speaking(2, 9), random.Random(1), 0.0, settle=0.0)
+    for name, terms in (("b", speaking(2, 3)), ("c", speaking(8, 9))):
+        core.link_up(id_of(name), member(name).life, 0.0)
+        other = "c" if name == "b" else "b"
+        core.received(id_of(name), here(name, "a", other, terms=terms), 0.0)
+    core.tick(60.0)
+    assert core.accepted is None
+    members = rank_order(member(name) for name in "abc")
+    with pytest.raises(RemoteProtocolError, match="cannot be a view"):
+        core.received(id_of("b"), Propose(LINEAGE, members, Versions(3, 3)), 60.0)

@@ -226,8 +226,8 @@ def test_the_purposes_of_links_are_those_of_the_code() -> None:
 
 
 def test_a_hello_and_a_welcome_have_a_charter_and_a_hello_the_settings() -> None:
-    assert messages.Hello.__struct_fields__[-3:] == ("charter", "settings", "papers")
-    assert messages.Welcome.__struct_fields__[-2:] == ("charter", "papers")
+    assert messages.Hello.__struct_fields__[-4:] == ("charter", "settings", "papers", "versions")
+    assert messages.Welcome.__struct_fields__[-3:] == ("charter", "papers", "versions")
 
 
 def test_what_a_here_tells_is_as_written() -> None:
@@ -267,7 +267,7 @@ NUMBERS = (
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
-    f"version {relay.RELAY_VERSION}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
+    f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
     f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "

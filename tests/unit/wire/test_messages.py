@@ -113,8 +113,8 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
     assert messages.decode_handshake(msgspec.msgpack.encode([*raw, "new"])) == HELLO
-    *start, card, on_loss, charter, settings, papers = raw
-    longer = [*start, [*card, "new"], on_loss, charter, settings, papers]
+    *start, card, on_loss, charter, settings, papers, versions = raw
+    longer = [*start, [*card, "new"], on_loss, charter, settings, papers, versions]
     assert messages.decode_handshake(msgspec.msgpack.encode(longer)) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
     assert messages.decode_handshake(msgspec.msgpack.encode([*start, card[:6]])) == older

@@ -1,13 +1,17 @@
 """Messages that earlier releases sent are still read, and so are those of a later release that has added fields.
 
-`recorded.txt` has messages of every type that nodes of protocol version `messages.VERSION` send: the reader, the type
-and the bytes. A type may get new last fields with defaults. A change that makes this test fail needs a new version, and
-machines cannot be upgraded one at a time: empty the file then, and write it anew with COVEY_RECORD_MESSAGES=1, which
-otherwise only adds the types that the file does not have.
+`recorded-N.txt` has bytes of every message that processes of protocol N send, one a line: the reader, the type and the
+bytes. Every release that speaks protocol N has to read them, so the files are only added to: a new type, or a new last
+field of a type, is a new line. `MILESTONES` holds the digest of the first lines of each file at each such time, and is
+only added to as well. COVEY_RECORD_MESSAGES=1 appends what is missing, and the test then prints the next milestone.
+
+A change that makes these tests fail needs a new version of the protocol (docs/wire.md, "Versions"). A file goes when no
+release speaks its protocol any more, and OLDEST is raised.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from pathlib import Path
@@ -18,16 +22,29 @@ from tests.support.in_turn import in_turn
 
 from covey.base.errors import CoveyError
 from covey.lab.fuzz import values
-from covey.lab.fuzz.targets import message_decoders
-from covey.wire import messages
+from covey.lab.fuzz.targets import BY_HAND, message_decoders
+from covey.wire.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FILE = Path(__file__).with_name("recorded.txt")
 MOST_BYTES = 600
 """Longer examples say nothing that shorter ones do not."""
+MOST_SEED_BYTES = 1500
 READERS = {read.__name__: read for read in message_decoders()}
+BY_NAME = {target.name: target for target in BY_HAND}
+VERSIONS = range(OLDEST, NEWEST + 1)
+MILESTONES: dict[int, list[tuple[int, str]]] = {
+    3: [
+        (99, "bfc1ac377ac8936e2e8d3ae7b25c21590b8e9b227885b6bb6c39ee4f717e5e2a"),
+        (148, "1aa3452186fe8057a8af767b3f359a829dc46b4c5b1c16c0873377abbc9f4e97"),
+    ],
+}
+"""By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""
+
+
+def file_of(version: int) -> Path:
+    return Path(__file__).with_name(f"recorded-{version}.txt")
 
 
 def plain(data: bytes) -> Any:
@@ -51,49 +68,107 @@ def types_of(read: Callable[[bytes], Any]) -> dict[str, Any]:
     return {getattr(getattr(kind, "cls", None), "__name__", "all"): kind for kind in kinds}
 
 
+def fields_of(kind: Any) -> int:
+    """Return how many fields a message of a type has on the wire, its tag included; 0 for values without fields."""
+    struct = getattr(kind, "cls", None)
+    return 0 if struct is None else len(struct.__struct_fields__) + (struct.__struct_config__.tag is not None)
+
+
 def example(name: str, type_name: str) -> bytes:
-    """Return a message whose texts are printable, so that it is read as it was sent."""
+    """Return a message whose texts are printable, so that it is read as it was sent, with few fields left out."""
     read, chance = READERS[name], random.Random(f"{name} {type_name}")
     maker = values.Maker(chance, at_bounds=0.0)
+    found: list[bytes] = []
     for _ in range(10_000):
         data = msgspec.msgpack.encode(maker.plain(types_of(read)[type_name]))
         try:
             if len(data) <= MOST_BYTES and sent_again(read, data) == plain(data):
-                return data
+                found.append(data)
         except (CoveyError, ValueError):
             continue
-    raise AssertionError(f"no example of {type_name} is read as it was sent")
+        if len(found) == 100:
+            break
+    assert found, f"no example of {type_name} is read as it was sent"
+    return min(found, key=lambda data: str(plain(data)).count("None"))
 
 
-def recorded() -> dict[tuple[str, str], bytes]:
-    lines = FILE.read_text().splitlines() if FILE.exists() else []
-    version, *rest = lines or [f"version {messages.VERSION}"]
-    assert version == f"version {messages.VERSION}", "the file has messages of another version: see above"
-    return {(name, kind): bytes.fromhex(data) for name, kind, data in (line.split() for line in rest)}
+def recorded(version: int) -> list[tuple[str, str, bytes]]:
+    lines = file_of(version).read_text().splitlines()
+    return [(name, kind, bytes.fromhex(data)) for name, kind, data in (line.split(" ") for line in lines)]
 
 
-def test_messages_of_every_type_are_recorded() -> None:
-    found = recorded()
-    missing = [(name, kind) for name, read in READERS.items() for kind in types_of(read) if (name, kind) not in found]
+def missing(version: int) -> list[tuple[str, str]]:
+    """Return the types of which no message is recorded with all its fields, and the readers without a message."""
+    found = {(name, kind): 0 for name, kind, _ in recorded(version)}
+    for name, kind, data in recorded(version):
+        if name in READERS and kind != "all":
+            found[name, kind] = max(found[name, kind], len(plain(data)))
+    wanted = [(name, kind) for name, read in READERS.items() for kind in types_of(read)]
+    whole = {key: fields_of(types_of(READERS[key[0]])[key[1]]) for key in wanted}
+    lacking = [key for key in wanted if key not in found or (key[1] != "all" and found[key] < whole[key])]
+    return lacking + [("target", name) for name in BY_NAME if ("target", name) not in found]
+
+
+def seed_of(name: str) -> bytes:
+    """Return a valid input of a reader that is listed by hand."""
+    target = BY_NAME[name]
+    for data in target.seeds():
+        try:
+            target.read(data)
+        except target.promised:
+            continue
+        if len(data) <= MOST_SEED_BYTES:
+            return data
+    raise AssertionError(f"{name} has no valid input of up to {MOST_SEED_BYTES} bytes")
+
+
+def digest(lines: list[str]) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+def test_messages_of_every_type_are_recorded_with_all_their_fields() -> None:
     if os.environ.get("COVEY_RECORD_MESSAGES") == "1":
-        found |= {key: example(*key) for key in missing}
-        lines = [f"{name} {kind} {data.hex()}" for (name, kind), data in sorted(found.items())]
-        FILE.write_text("\n".join([f"version {messages.VERSION}", *lines]) + "\n")
-    assert not missing
+        lines = [
+            f"{name} {kind} {(seed_of(kind) if name == 'target' else example(name, kind)).hex()}"
+            for name, kind in missing(NEWEST)
+        ]
+        with file_of(NEWEST).open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    assert missing(NEWEST) == []
+
+
+def test_what_was_recorded_is_never_rewritten() -> None:
+    assert sorted(MILESTONES) == list(VERSIONS)
+    assert sorted(Path(__file__).parent.glob("recorded-*.txt")) == sorted(map(file_of, VERSIONS))
+    for version, milestones in MILESTONES.items():
+        lines = file_of(version).read_text().splitlines()
+        for count, expected in milestones:
+            assert digest(lines[:count]) == expected, f"the first {count} lines of recorded-{version}.txt have changed"
+        last = milestones[-1][0] if milestones else 0
+        assert last == len(lines), f"add to MILESTONES[{version}]: ({len(lines)}, {digest(lines)!r})"
 
 
 @in_turn(name=READERS)
 def test_recorded_messages_are_read_as_they_were_sent(name: str) -> None:
     read = READERS[name]
-    for (reader, kind), data in recorded().items():
-        if reader == name:
-            assert begins_with(sent_again(read, data), plain(data)), kind
+    for version in VERSIONS:
+        for reader, kind, data in recorded(version):
+            if reader == name:
+                assert begins_with(sent_again(read, data), plain(data)), kind
+
+
+@in_turn(name=BY_NAME)
+def test_recorded_bytes_that_are_no_messages_are_still_read(name: str) -> None:
+    for version in VERSIONS:
+        for reader, kind, data in recorded(version):
+            if (reader, kind) == ("target", name):
+                BY_NAME[name].read(data)
 
 
 @in_turn(name=READERS)
 def test_fields_that_a_later_release_adds_are_passed_over(name: str) -> None:
     read = READERS[name]
-    for (reader, kind), data in recorded().items():
+    for reader, kind, data in recorded(NEWEST):
         if reader == name and kind != "all":
             longer = msgspec.msgpack.encode([*sent_again(read, data), "a field of a later release"])
             assert read(longer) == read(data), kind

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from covey.wire.frame import LENGTH, frame
 from covey.wire.relay import (
     RELAY_LIMIT,
+    RELAY_SPEAKS,
     TOKENS_LIMIT,
     CallToken,
     ListedTokens,
@@ -18,8 +19,10 @@ from covey.wire.relay import (
     decode_relay,
     encode_relay,
     is_proved,
+    relay_objection,
 )
 from covey.wire.secret import ClusterSecret
+from covey.wire.versions import Versions, only
 
 SECRET = ClusterSecret("lab", bytes(range(32)))
 CHALLENGE, TOKEN = bytes(32), b"t" * 16
@@ -44,6 +47,7 @@ def test_what_was_signed_is_good_as_it_is_and_not_if_anything_is_changed(kind: s
     assert is_proved(decode_relay(encode_relay(message)), CHALLENGE)  # type: ignore[arg-type]
     assert not is_proved(message, b"\1" + CHALLENGE[1:])
     changes: dict[str, object] = {"token": b"u" * 16, "cluster": other.cluster, "signature": bytes(64)}
+    changes |= {"versions": Versions(1, 2)}
     changes |= {"is_listed": False} if kind == "register" else {}
     for field, value in changes.items():
         assert not is_proved(msgspec.structs.replace(message, **{field: value}), CHALLENGE)
@@ -54,10 +58,27 @@ def test_what_is_signed_is_as_written() -> None:
     public = Ed25519PrivateKey.from_private_bytes(SECRET.derive("relay")).public_key()
     assert public.public_bytes_raw() == key.cluster
     label = b"\0\0\0\x0dcovey/1/relay"
+    versions = msgspec.msgpack.encode([2, 2, [], []])
+    spoken = 2 * (len(versions).to_bytes(4, "big") + versions)
     for is_listed in (True, False):
-        words = label + b"R" + CHALLENGE + key.cluster + TOKEN + bytes((is_listed,))
+        words = label + b"R" + CHALLENGE + key.cluster + TOKEN + bytes((is_listed,)) + spoken
         public.verify(key.register(CHALLENGE, TOKEN, is_listed=is_listed).signature, words)
-    public.verify(key.call(CHALLENGE, TOKEN).signature, label + b"C" + CHALLENGE + key.cluster + TOKEN)
+    public.verify(key.call(CHALLENGE, TOKEN).signature, label + b"C" + CHALLENGE + key.cluster + TOKEN + spoken)
+
+
+def test_a_relay_that_was_made_to_seem_older_notices_it() -> None:
+    """What lies between a node and a relay may change the first message, but not what the node signs."""
+    key, told = RelayKey(SECRET), Versions(1, 2)
+    assert not is_proved(key.register(CHALLENGE, TOKEN, is_listed=True, heard=told), CHALLENGE)
+    assert not is_proved(key.call(CHALLENGE, TOKEN, heard=told), CHALLENGE)
+
+
+def test_a_relay_and_a_node_that_cannot_talk_are_told_which_to_update() -> None:
+    assert relay_objection(RELAY_SPEAKS, "0.2", RELAY_SPEAKS, "0.2") == ""
+    assert relay_objection(Versions(3, 4), "0.4", RELAY_SPEAKS, "0.2") == (
+        "relay protocol 3 to 4 (covey 0.4), node 2 (covey 0.2): update the node"
+    )
+    assert relay_objection(only(1), "of unknown release", RELAY_SPEAKS, "0.2").endswith("update the relay")
 
 
 def test_a_registration_is_no_call() -> None:

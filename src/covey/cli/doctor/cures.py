@@ -51,7 +51,7 @@ _SIGNS: Final = {
     Obstacle.CLOCK_THERE: ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_EXPIRED"),
     Obstacle.DENIED: ("denied", "approv"),
     Obstacle.IDENTITY: ("identity",),
-    Obstacle.VERSION: ("speaks protocol", "incompatible version of covey"),
+    Obstacle.VERSION: ("update covey", "incompatible version of covey"),
 }
 
 
@@ -81,6 +81,6 @@ def cure(problem: str, where: str, cluster: str = "") -> str:
         "folder in the copy; covey then makes a new identity.",
         Obstacle.DENIED: "If that is a mistake, let it in again on the machine that denies it: covey deny --undo "
         "NODE. If the owner approves nodes: covey allow NODE, on the owner's machine.",
-        Obstacle.VERSION: "Install the same version of covey on both machines.",
+        Obstacle.VERSION: "Update covey on the machine that the message names.",
         Obstacle.UNKNOWN: UNKNOWN_CURE,
     }[obstacle(problem)]

@@ -150,6 +150,9 @@ class MetNode:
     host_name: str
     pid: int
     version: str
+    """Its release of covey."""
+    protocol: int = 0
+    """The version of the protocol that it and this machine speak."""
     purpose: str
     """`candidate` (in a run, or waits for one) or `visitor` (another doctor, for example)."""
     run: str = ""

@@ -267,11 +267,13 @@ def _wireless(facts: Facts) -> Iterator[Finding]:
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
+    """Tell which machines have another release; those that cannot talk to this one are refused, and named above."""
     ours = facts.machine.versions.get("covey", "")
-    others = [f"{node.name} has {node.version}" for node in facts.nodes if node.version not in ("", ours)]
+    by_host = {node.host_name: node for node in facts.nodes if node.version not in ("", ours)}
+    others = [f"{host} has {node.version} (protocol {node.protocol})" for host, node in sorted(by_host.items())]
     if others:
-        text = f"Versions of covey differ: this machine has {ours}, {some(others)}."
-        yield Finding("warning", "versions", text, "Install the same version everywhere.")
+        text = f"Releases of covey differ: this machine has {ours}, {some(others)}. They work together."
+        yield Finding("note", "versions", text, "Update the machines one after the other, when it suits.")
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:

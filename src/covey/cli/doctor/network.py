@@ -197,6 +197,7 @@ class Search:
             host_name=card.host_name,
             pid=card.pid,
             version=card.version,
+            protocol=link.agreed.version,
             purpose=remote.purpose,
             is_here=card.contact.host == mesh.card.contact.host,
             found_by=found_by,

@@ -171,7 +171,9 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
     without_run = "an agent (covey up)" if node.purpose == "agent" else "another covey doctor or status"
     doing = f"{node.state} {node.run!r}" if node.run else without_run
     where = "this machine" if node.is_here else node.host_name
-    head.append(f"  {doing}; process {node.pid} on {where}, covey {node.version}", style="not bold")
+    head.append(
+        f"  {doing}; process {node.pid} on {where}, covey {node.version}, protocol {node.protocol}", style="not bold"
+    )
     grid = _grid(7)
     found = {
         "same host": "on this machine",

@@ -131,7 +131,8 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
         remedy = "Start all of them with the same --on-loss (in a script: on_loss=)."
         yield finding("was started with", f"--on-loss {here.on_loss}", f"--on-loss {there.on_loss}", remedy)
     if here.version != there.version:
-        yield finding("has covey", here.version, there.version, "Install the same version of covey everywhere.")
+        remedy = "Update covey on the machine that speaks the older protocol."
+        yield finding("speaks protocol", here.version, there.version, remedy)
     if here.lanes != there.lanes:
         yield finding(
             "uses lanes",

@@ -72,6 +72,8 @@ class Run:
     """What its nodes wait for, and the problems that they report."""
     events: tuple[Event, ...] = ()
     """The last events of the run, as one of its nodes knows them."""
+    protocol: str = ""
+    """The version of the protocol that its members speak; empty if none of them said so."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,9 @@ def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
     in_order = sorted(nodes.values(), key=lambda each: (each.rank is None, each.rank or 0, each.name, each.id))
     longest = max(tell.since for _, tell in told if bool(running) == (tell.state == "running"))
     waits = _waits({state.card.name: tell.wait for state, tell in told if tell.wait is not None})
-    return Run(name, "running" if running else "joining", longest, tuple(in_order), waits)
+    spoken = next((str(tell.versions) for tell in running if tell.versions is not None), "")
+    state = "running" if running else "joining"
+    return Run(name, state, longest, tuple(in_order), waits, protocol=spoken)
 
 
 def _refused(told: list[tuple[PeerReport, Tell]]) -> set[str]:

@@ -35,6 +35,7 @@ def view(picture: Picture, width: int | None) -> Text:
     blocks = [
         [
             *_headline(picture.cluster, run, width),
+            *_releases(run, width),
             *_waits(run, width),
             *_nodes(run, width),
             *_links(run, width),
@@ -101,6 +102,18 @@ def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:
         line.highlight_words([f"run {run.name}"], "bold")
         line.highlight_words([f"{run.state} for"], _style(run.state))
     return lines
+
+
+def _releases(run: Run, width: int | None) -> list[Text]:
+    """Return which machines have which release of covey, if they have several, and what the run speaks."""
+    hosts: dict[str, set[str]] = {}
+    for node in run.nodes:
+        hosts.setdefault(node.version or "unknown", set()).add(node.host)
+    if len(hosts) < 2:
+        return []
+    said = "; ".join(f"covey {release} on {', '.join(sorted(found))}" for release, found in sorted(hosts.items()))
+    spoken = f"; the run speaks protocol {run.protocol}" if run.protocol else ""
+    return [Text(line) for line in _wrapped(f"  releases: {said}{spoken}", width)]
 
 
 def _members(run: Run) -> list[Node]:

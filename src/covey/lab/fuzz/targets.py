@@ -108,7 +108,8 @@ def _message_target(read: Callable[[bytes], Any]) -> Target:
         maker = Maker(random.Random(read.__name__))
         kinds = values.variants(values.return_type(read))
         valid = [data for kind in kinds for data in values.examples(kind, maker, read, _VALUES_OF_EACH)]
-        return valid + [data for kind in kinds for data in values.refused(kind, maker, read)]
+        refused = [data for kind in kinds for data in values.refused(kind, maker, read)]
+        return [*valid, *refused, *OF_LATER_RELEASES, *map(msgspec.msgpack.encode, _odd(read.__name__))]
 
     return Target(
         name=read.__name__.removeprefix("decode_"),
@@ -118,6 +119,41 @@ def _message_target(read: Callable[[bytes], Any]) -> Target:
         seeds=seeds,
         prefix=0,
     )
+
+
+OF_LATER_RELEASES: Final = (
+    *(
+        b"\x91\x63",
+        b"\x91\xcc\xff",
+        b"\x91\xcd\x03\xe8",
+        b"\xdc\x00\x01\xce\x00\x01\x00\x00",
+        b"\xdd\x00\x00\x00\x01\x63",
+    ),
+    *(b"", b"\x91", b"\x91\xc0", b"\x91\xcd\x03", b"\xdd\x00", b"\x80"),
+)
+"""Messages of types that are not known, and the starts of some."""
+ODD_VERSIONS: Final[tuple[list[Any], ...]] = (
+    *([4, 3], [0, 3], [3, 1 << 16], [3, 1 << 64 - 1], [3.5, 4], [float("nan"), 4], [None, 4], []),
+    *([3, 4, ["a", "a"]], [3, 4, ["b", "a"]], [3, 4, ["A"]], [3, 4, [f"f{n:04}" for n in range(4000)]]),
+    *([3, 4, ["a"], ["b"]], [3, 4, ["a"], ["a", "a"]], [3, 4, ["a"], ["a"]]),
+)
+"""What a hostile process may claim to speak; only the last one can be."""
+
+
+def _odd(name: str) -> list[Any]:
+    """Return messages with odd values that random ones seldom have."""
+    card = [b"", b"", "", "", 0, ["", [], ""]]
+    hello = [1, 3, b"", "", "", 0, 0, "", card, "raise", None, "", None]
+    member = [bytes(32), bytes(16), "", "", b""]
+    odd: dict[str, list[Any]] = {
+        "decode_control": [[3, "why", False], [3]],
+        "decode_handshake": [[*hello, versions] for versions in ODD_VERSIONS],
+        "decode_formation": [
+            [1, ["run", "program", size, 1, 2, version, "auto"], member, [], 0]
+            for size, version in ((0, "3"), (2, "x"))
+        ],
+    }
+    return odd.get(name, [])
 
 
 # QUIC.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.net.home import existing, home, private_folder, read_private, write_private
 from covey.net.keys.identity import ID_BYTES
 from covey.net.locks import only_one
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+FORMAT: Final = 1
+"""The format of cluster files."""
 MAX_KNOWN: Final = 1000
 GRACE: Final = 600
 """Seconds for which the previous secret stays valid, so that nodes without the new one can still be reached."""
@@ -68,6 +71,12 @@ class Cluster:
         return f"{self.name}/{files_tag(self.owner) if self.owner else self.secret.derive('files')[:16].hex()}"
 
 
+class _ClusterFormat(msgspec.Struct):
+    """The one field of a cluster's file that every release reads first."""
+
+    version: int = FORMAT
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     """The format of a cluster's file; bytes are hexadecimal."""
 
@@ -87,6 +96,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     waiting: dict[str, str] = {}
     """The names of machines that wait for the owner's approval, by id."""
     relays: list[str] = []
+    version: int = FORMAT
+    """The format of the file."""
 
     def cluster(self) -> Cluster:
         secret = ClusterSecret(self.name, bytes.fromhex(self.key))
@@ -277,6 +288,7 @@ def _read(name: str) -> _File:
     except FileNotFoundError:
         raise ConfigError(_unknown(name)) from None
     try:
+        check_format(msgspec.json.decode(data, type=_ClusterFormat).version, FORMAT)
         file = msgspec.json.decode(data, type=_File)
         named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
         ids = [*file.cluster().denied, *map(bytes.fromhex, named)]
@@ -284,6 +296,8 @@ def _read(name: str) -> _File:
             raise ValueError
         if len(file.cluster().owner) not in (0, OWNER_BYTES):
             raise ValueError
+    except NewerFormatError as error:
+        raise newer_file(path, error) from None
     except (ValueError, msgspec.DecodeError, RemoteProtocolError):
         raise ConfigError(
             f"the cluster file {path} is damaged; run `covey clusters --forget {name}`, then enroll again"

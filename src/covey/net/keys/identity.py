@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
-from covey.net.home import existing, home, private_folder, read_private, write_private
+from covey.net.home import existing, home, key_words, private_folder, read_private, write_private
 from covey.net.locks import LockHolder, only_one, try_lock
 from covey.wire.machine import machine_words
 
@@ -277,7 +277,7 @@ def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:
 
 def _read_key(path: Path) -> Ed25519PrivateKey:
     """Return the key in a file; FileNotFoundError if there is none."""
-    words = read_private(path).split()
+    words = key_words(path)
     with contextlib.suppress(ValueError):
         secret, public = (bytes.fromhex(word.decode("ascii")) for word in words)
         private = Ed25519PrivateKey.from_private_bytes(secret)

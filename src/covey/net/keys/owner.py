@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
-from covey.net.home import read_private, sync_folder, write_private
+from covey.net.home import key_words, sync_folder, write_private
 from covey.net.keys.clusters import cluster_path, made_folder
 from covey.wire.owner import public_half
 
@@ -37,7 +37,7 @@ def held(cluster: Cluster) -> Ed25519PrivateKey | None:
     """
     path = _path(cluster.name)
     try:
-        words = read_private(path).split()
+        words = key_words(path)
     except FileNotFoundError:
         return None
     with contextlib.suppress(ValueError):

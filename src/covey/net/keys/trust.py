@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.net.home import existing, home, read_private, write_private
 from covey.net.keys import charter
 from covey.net.keys.identity import ID_BYTES, node_name, stored_machine
@@ -113,10 +114,12 @@ def _read() -> _TrustFile:
         version = msgspec.json.decode(data, type=_Version).version
     except msgspec.DecodeError:
         raise damaged from None
-    if version != FORMAT:
-        raise ConfigError(
-            f"{_path()} has format {version}, and this covey reads {FORMAT}; use the covey that wrote it, or {advice}"
-        )
+    if version < 1:
+        raise damaged
+    try:
+        check_format(version, FORMAT)
+    except NewerFormatError as error:
+        raise newer_file(_path(), error) from None
     try:
         file = msgspec.json.decode(data, type=_TrustFile)
         sizes = {len(bytes.fromhex(each)) for entries in file.clusters.values() for each in entries}

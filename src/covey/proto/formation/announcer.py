@@ -28,7 +28,7 @@ class Announcer:
     """Says when to send `Here` to all peers, and what it contains."""
 
     def __init__(self, me: Member, terms: Terms, links: JoinerLinks, lineages: Lineages, now: float) -> None:
-        self._me, self._terms, self._links, self._lineages = me, terms, links, lineages
+        self._me, self.terms, self._links, self._lineages = me, terms, links, lineages
         self.at = now
         """When to announce."""
 
@@ -49,11 +49,11 @@ class Announcer:
         endings = (*endings, *self._lineages.latest_endings())[: wire.MAX_ENDINGS]
         if formed is not None:
             names = tuple(member.name for member in formed.view)
-            return Here(self._terms, self._me, hears, Phase.FORMED, names, formed.lineage, formed.generation, endings)
+            return Here(self.terms, self._me, hears, Phase.FORMED, names, formed.lineage, formed.generation, endings)
         phase = Phase.LOCKED if is_locked else Phase.JOINING
         lineage = self._lineages.current
         names = self._lineages.names(lineage)
-        return Here(self._terms, self._me, hears, phase, names, lineage or None, endings=endings)
+        return Here(self.terms, self._me, hears, phase, names, lineage or None, endings=endings)
 
     def pause(self) -> float:
         """Return how long to wait for more announcements before acting on one: not at all if there are few peers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +17,7 @@ from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
+from covey.wire.versions import common
 
 if TYPE_CHECKING:
     import random
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from covey.proto.decision import Decision
     from covey.proto.founders import RemoteJoiner
+    from covey.wire.versions import Versions
 
 Message: TypeAlias = wire.Formation
 
@@ -38,6 +41,8 @@ class Formed:
     lost: tuple[bytes, ...] = ()
     """Ids of members without a link when the decision became known."""
     generation: int = 0
+    versions: Versions | None = None
+    """What all members speak; None if that is not known, as to a node that came back to its run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,13 +153,21 @@ class Formation:
 
     # Inputs
 
-    def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
-        """Note that this node is in a generation of the run, with these members."""
+    def entered(
+        self,
+        view: tuple[Member, ...],
+        lineage: bytes,
+        generation: int,
+        now: float,
+        versions: Versions | None = None,
+    ) -> None:
+        """Note that this node is in a generation of the run, with these members, which all speak `versions`."""
         self._deciding.drop()
         self._founding.propose_at = math.inf
         self.lineages.learn(lineage, (member.name for member in view), is_ours=True)
         self.lineages.commit(lineage)
-        self.formed = Formed(view, lineage, generation=generation)
+        self.formed = Formed(view, lineage, generation=generation, versions=versions)
+        self._fix(versions)
         self._announcer.at = now
 
     def ended(self, ending: Ending, now: float, teller: bytes | None = None) -> None:
@@ -281,13 +294,29 @@ class Formation:
             self._founding.wait()
         elif (view := self._founding.view_due(now)) is not None:
             lineage = new_lineage(self._wall(), self._random.randbytes(RANDOM_BYTES))
-            self._accept(lineage, view, now, is_mine=True)
+            with contextlib.suppress(ValueError):  # two members have said of themselves what their links belie
+                self._accept(lineage, view, self._spoken_by(view), now, is_mine=True)
 
-    def _accept(self, proposal: bytes, members: tuple[Member, ...], now: float, *, is_mine: bool) -> None:
+    def _accept(
+        self, proposal: bytes, members: tuple[Member, ...], versions: Versions, now: float, *, is_mine: bool
+    ) -> None:
         self.lineages.accept(proposal, (member.name for member in members))
         self._founding.propose_at = math.inf
         self._announcer.soon(now)
-        self._deciding.accept(proposal, members, now, is_mine=is_mine)
+        self._deciding.accept(proposal, members, versions, now, is_mine=is_mine)
+
+    def _spoken_by(self, members: tuple[Member, ...]) -> Versions:
+        """Return what members that this node has met all speak; ValueError if two of them could not talk."""
+        heard = (self._links.peers[member.id].here for member in members if member.id != self._me.id)
+        return common([self._terms.speaks, *(here.terms.speaks for here in heard if here is not None)]).fixed()
+
+    def _fix(self, versions: Versions | None) -> None:
+        """Speak what all members of the run speak; a node that does not is none of its newcomers."""
+        if versions is not None and versions != self._terms.versions:
+            self._terms = self._announcer.terms = self._terms.fixed(versions)
+            for peer in self._links.peers.values():
+                if peer.here is not None:
+                    peer.objection = difference(self._terms, peer.here.terms)
 
     def _received_proposal(self, peer: RemoteJoiner, message: Propose, now: float) -> None:
         known = self._deciding.decisions.get(message.proposal)
@@ -306,7 +335,13 @@ class Formation:
         if not refusal:
             unmet = [member.name for member in members if not self._links.is_met(member)]
             if not unmet:
-                self._accept(message.proposal, members, now, is_mine=False)
+                try:
+                    spoken = self._spoken_by(members)
+                except ValueError as error:
+                    raise RemoteProtocolError(f"{peer.name} proposed members that cannot be a view: {error}") from None
+                if message.versions not in (None, spoken):
+                    raise RemoteProtocolError(f"{peer.name} proposed to speak what its members did not agree on")
+                self._accept(message.proposal, members, spoken, now, is_mine=False)
                 return
             if self._deciding.holds(message.proposal, now):
                 return
@@ -333,7 +368,8 @@ class Formation:
         if decision.outcome is Outcome.COMMIT:
             lost = tuple(member.id for member in decision.members if not self._links.is_linked(member))
             self.lineages.commit(decision.proposal)
-            self.formed = Formed(decision.members, decision.proposal, lost)
+            self.formed = Formed(decision.members, decision.proposal, lost, versions=decision.versions)
+            self._fix(decision.versions)
             self._announcer.at = now
         else:
             self.lineages.end(Ending(decision.proposal, False))

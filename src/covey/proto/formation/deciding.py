@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from covey.proto.formation.links import JoinerLinks
     from covey.proto.founders import RemoteJoiner
     from covey.wire.formation import Member, Standing
+    from covey.wire.versions import Versions
 
 PATIENCE: Final = 2.0
 """Seconds in which a proposal should be decided, or a joiner with a smaller id propose; then another one steps in."""
@@ -57,9 +58,11 @@ class Deciding:
 
     # Answers
 
-    def accept(self, proposal: bytes, members: tuple[Member, ...], now: float, *, is_mine: bool) -> None:
-        """Accept a proposal; this node is locked on it until it has an outcome."""
-        self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED)
+    def accept(
+        self, proposal: bytes, members: tuple[Member, ...], versions: Versions, now: float, *, is_mine: bool
+    ) -> None:
+        """Accept a proposal; this node is locked on it until it has an outcome. All members speak `versions`."""
+        self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED, versions=versions)
         self._ballot_at = now + self._patience + self._stagger(lock)
         self._repeat_at, self._repeats = now + REPEAT_EVERY, 0
         lock.advance(all_here=True)
@@ -80,10 +83,17 @@ class Deciding:
             self._held.clear()
         return now < self._held.setdefault(proposal, now) + self._patience / 2
 
-    def _answer(self, proposal: bytes, members: tuple[Member, ...], answer: Answer, reason: str = "") -> Decision:
+    def _answer(
+        self,
+        proposal: bytes,
+        members: tuple[Member, ...],
+        answer: Answer,
+        reason: str = "",
+        versions: Versions | None = None,
+    ) -> Decision:
         rank = next(rank for rank, member in enumerate(members) if member.id == self._me.id)
         self._held.pop(proposal, None)
-        self.decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason)
+        self.decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason, versions)
         if len(self.decisions) > REMEMBERED:
             del self.decisions[next(old for old, it in self.decisions.items() if it.outcome is Outcome.ABORT)]
         return decision
@@ -165,7 +175,7 @@ class Deciding:
 
     def _propose(self, lock: Decision) -> None:
         """Send the proposal to the members that have not answered it."""
-        proposal = Propose(lock.proposal, lock.members)
+        proposal = Propose(lock.proposal, lock.members, lock.versions)
         for member, row in zip(lock.members, lock.rows, strict=True):
             if row.answer is Answer.NONE and self._links.is_linked(member):
                 self._links.send(member.id, proposal)

@@ -10,6 +10,7 @@ from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.numbers import Seat
+from covey.base.version import __version__
 from covey.net.lanes import shm
 from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
@@ -22,6 +23,7 @@ from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
 from covey.wire import messages
 from covey.wire.formation import Terms
+from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
@@ -66,10 +68,12 @@ def join_run(target: JoinTarget) -> Group:
         size=wanted.size,
         min_size=wanted.min_size,
         max_size=wanted.max_size,
-        version=f"{messages.VERSION}",
+        version=f"{OURS.oldest}",
         lanes=config.lanes,
         on_loss=config.on_loss,
         settings=config.agreed(),
+        versions=OURS,
+        release=__version__,
     )
 
     async def become_a_node() -> Node:

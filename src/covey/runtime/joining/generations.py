@@ -289,7 +289,15 @@ def _founded(
     old, config = generation.founded, node.config
     tie_breaker = _tie_breaker(generation, members)
     return messages.Founded(
-        number, lineage, old.is_kept, tuple(members), config.on_loss, config.patience, old.origin, tie_breaker
+        number,
+        lineage,
+        old.is_kept,
+        tuple(members),
+        config.on_loss,
+        config.patience,
+        old.origin,
+        tie_breaker,
+        old.versions,
     )
 
 

@@ -13,17 +13,26 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError, QuorumLostError
+from covey.base.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    CoveyError,
+    DeadlineError,
+    QuorumLostError,
+    RemoteProtocolError,
+)
 from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
 from covey.runtime.links.acceptor import remote_ip
-from covey.runtime.links.handshake import RefusedError, admit, dial
+from covey.runtime.links.handshake import Greeter, RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.node import Node
 from covey.runtime.members.remote_process import RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
+from covey.wire.versions import fixed_by
 
 if TYPE_CHECKING:
     import socket
@@ -117,8 +126,9 @@ class Newcomer:
             await tries.rest()
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        on_objection = functools.partial(self._endpoint.audit.refused_key, remote_ip(sock))
-        admitted = await admit(sock, self._endpoint.credentials, said, self._judge, on_objection)
+        on_stranger = functools.partial(self._endpoint.audit.refused_key, remote_ip(sock))
+        greeter = Greeter(self._endpoint.card, self._judge, on_stranger)
+        admitted = await admit(sock, self._endpoint.credentials, said, greeter)
         if admitted is not None:
             self._hold(admitted[0], admitted[1].card, is_dialled=False, is_newcomer=True)
 
@@ -166,6 +176,10 @@ class Newcomer:
         """Accept a generation, if it has a seat for this process."""
         mine = messages.key_of(self._endpoint.card)
         if any(messages.key_of(member.card) == mine for member in founded.members) and not self._founded.done():
+            try:
+                fixed_by(founded.versions)
+            except ValueError as error:
+                raise RemoteProtocolError(f"a seat for a process that cannot be in the run: {error}") from None
             self._founded.set_result(founded)
 
     @property
@@ -237,7 +251,7 @@ class Newcomer:
         node.enter(founded)
         for seat, process in peers.items():
             for message in process.early.take():
-                node.heard(seat, message)
+                node.heard_early(seat, message)
         return node
 
     def _seated(self, member: messages.SeatedMember, own: Seat) -> RemoteProcess:

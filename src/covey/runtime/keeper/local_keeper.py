@@ -27,11 +27,12 @@ from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.links.handshake import LinkCredentials, admit, version_objection
+from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
 from covey.runtime.members.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
+from covey.wire.versions import common
 
 if TYPE_CHECKING:
     import socket
@@ -136,7 +137,8 @@ class LocalKeeper:
     # Links with processes
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self._credentials, said, self._judge)
+        greeter = Greeter(self._card, self._judge, on_incompatible=self._incompatible)
+        admitted = await admit(sock, self._credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if self._is_closing:
@@ -146,9 +148,7 @@ class LocalKeeper:
                 self._link_up(link, hello.card)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
-        if reason := version_objection(hello, self._card):
-            pass
-        elif hello.purpose != "kept":
+        if hello.purpose != "kept":
             reason = "a keeper only talks to the processes of its run"
         elif len(hello.card.life) != LIFE_BYTES:
             reason = "the card is not filled in"
@@ -159,6 +159,9 @@ class LocalKeeper:
         else:
             return messages.Welcome(-1, self._card, "keeper")
         return messages.Refusal(reason, retry=False)
+
+    def _incompatible(self, hello: messages.Hello, reason: str) -> None:
+        logger.warning("process %d is not kept: %s", hello.card.pid, reason)
 
     def _link_up(self, link: Link, card: messages.Card) -> None:
         life = card.life
@@ -310,7 +313,14 @@ class LocalKeeper:
             for number, life in enumerate(waiting)
         )
         lineage = secrets.token_bytes(PROPOSAL_BYTES)
-        founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience, lineage)
+        try:
+            versions = common(self._links[life].there.versions for life in waiting).fixed()
+        except ValueError as error:
+            self._dismiss(waiting, str(error))
+            return
+        founded = messages.Founded(
+            last.number + 1, lineage, True, seated, "continue", last.patience, lineage, versions=versions
+        )
         for life in waiting:
             self._links[life].send(messages.encode(founded))
 

@@ -1,5 +1,9 @@
 """Opens and accepts authenticated connections: first the door's challenge, then Hello and Welcome. On the control loop.
 
+Hello and Welcome say which versions of the protocol each end speaks. Both are sent inside TLS, or under a proof of the
+token, so that no third party can make two ends speak an older version than they would. Each end computes what they
+speak (`Link.agreed`); if there is nothing, both ends raise or report the same sentence.
+
 `LinkCredentials` are what the nodes of a run share: the door's key, and a token (one host, or insecure) or TLS.
 """
 
@@ -26,12 +30,14 @@ from covey.runtime.links.sockets import receive_exactly as receive_exactly
 from covey.runtime.links.sockets import spell as spell
 from covey.wire import door, messages, proofs
 from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
+from covey.wire.versions import OURS, objection
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
+    from covey.wire.versions import Speaker
 
     Judge = Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal]
 
@@ -182,6 +188,7 @@ async def dial(
         AuthError: what answers is not of this run or cluster, or rejects this node's certificate.
         RefusedError: a member answered and refused.
     """
+    hello = messages.with_versions(hello)
     *others, last = credentials.good()
     for each in others:
         with contextlib.suppress(HungUpError):
@@ -229,6 +236,11 @@ async def _dial(
                     raise AuthError(f"{spell(where)} poses as a node whose key it does not have")
                 if problem := await _objection(credentials, peer, welcome.papers):
                     raise AuthError(f"{spell(where)}: {problem}")
+                here = messages.speaker_of(hello.card, hello.versions)
+                there = messages.speaker_of(welcome.card, welcome.versions, hello.version)
+                if problem := objection(here, there):  # the other end should have said so
+                    raise RefusedError(problem, retry=False)
+                link.introduce(here, there)
                 return link, welcome, peer
             case messages.Refusal(reason, retry):
                 raise RefusedError(reason, retry=retry)
@@ -257,17 +269,26 @@ async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages
     return answer
 
 
+@dataclass(frozen=True, slots=True)
+class Greeter:
+    """Decides about the processes that ask for a link, and hears which of them are refused before that."""
+
+    card: messages.Card
+    """The card of this process."""
+    judge: Judge
+    """Answers a Hello that is proved, and whose sender speaks a version that this process speaks."""
+    on_stranger: Callable[[str], None] = lambda _reason: None
+    """Gets the reason if the key or the certificate of a Hello is not accepted."""
+    on_incompatible: Callable[[messages.Hello, str], None] = lambda _hello, _reason: None
+    """Gets a proved Hello whose sender speaks no version that this process speaks, and the words of the refusal."""
+
+
 async def admit(
-    sock: socket.socket,
-    credentials: LinkCredentials,
-    said: bytes,
-    judge: Judge,
-    on_objection: Callable[[str], None] = lambda _reason: None,
+    sock: socket.socket, credentials: LinkCredentials, said: bytes, greeter: Greeter
 ) -> tuple[Link, messages.Hello, bytes] | None:
     """Shake hands on a connection that passed the door; return the link, its Hello and proven id, or None if refused.
 
-    `judge` decides about a proven Hello. Raises OSError, TimeoutError or a CoveyError if the Hello is not proven.
-    `on_objection` gets the reason if the Hello does not come as far as that: its key or certificate is not accepted.
+    Raises OSError, TimeoutError or a CoveyError if the Hello is not proven.
 
     Owns the socket from now on. It is never closed while a transport has it: that would free its descriptor for other
     sockets, which the transport would then disturb.
@@ -281,14 +302,15 @@ async def admit(
                 is_ours = False
                 link, peer = await Link.accepted(sock, tls, first)
                 hello = _as_hello(await link.receive())
-                answer = await _answer(credentials, judge, hello, peer, on_objection)
+                answer = await _answer(credentials, greeter, hello, peer)
                 link.send(messages.encode(answer))
             else:
-                hello, answer, peer = *await _check(sock, credentials.token, said, judge, on_objection), b""
+                hello, answer, peer = *await _check(sock, credentials.token, said, greeter), b""
                 is_ours = not isinstance(answer, messages.Welcome)
                 link = None if is_ours else await Link.plain(sock)
         if isinstance(answer, messages.Welcome):
             assert link is not None
+            link.introduce(messages.speaker_of(answer.card, answer.versions), _speaker(hello))
             return link, hello, peer
         if link is not None:
             link.close()
@@ -303,6 +325,10 @@ async def admit(
         raise
 
 
+def _speaker(hello: messages.Hello) -> Speaker:
+    return messages.speaker_of(hello.card, hello.versions, hello.version)
+
+
 async def _objection(credentials: LinkCredentials, peer: bytes, papers: messages.Papers | None) -> str:
     """Return why the papers of the node at the other end are not accepted; empty if they are, or are not needed."""
     if credentials.organisation is None or credentials.tls is None:
@@ -311,61 +337,42 @@ async def _objection(credentials: LinkCredentials, peer: bytes, papers: messages
 
 
 async def _answer(
-    credentials: LinkCredentials,
-    judge: Judge,
-    hello: messages.Hello,
-    peer: bytes,
-    on_objection: Callable[[str], None],
+    credentials: LinkCredentials, greeter: Greeter, hello: messages.Hello, peer: bytes
 ) -> messages.Welcome | messages.Refusal:
     """Return the answer to a Hello over TLS, with papers if the organisation needs them."""
     if problem := await _objection(credentials, peer, hello.papers):
-        on_objection(problem)
+        greeter.on_stranger(problem)
         return messages.Refusal(problem, retry=True)  # it may get a new certificate
-    answer = _judge(judge, hello, peer, on_objection)
+    answer = _judge(greeter, hello, peer)
     if isinstance(answer, messages.Welcome) and credentials.organisation is not None:
         return messages.with_papers(answer, await control.aside(credentials.organisation.papers, answer.card.id))
     return answer
 
 
-def _judge(
-    judge: Judge, hello: messages.Hello, peer: bytes, on_objection: Callable[[str], None]
-) -> messages.Welcome | messages.Refusal:
+def _judge(greeter: Greeter, hello: messages.Hello, peer: bytes) -> messages.Welcome | messages.Refusal:
     if hello.card.id != peer:
-        on_objection("it gave an id whose key it does not have")
+        greeter.on_stranger("it gave an id whose key it does not have")
         return messages.Refusal("your key does not fit the id you gave", retry=False)
-    return judge(hello, peer)
+    if reason := objection(messages.speaker_of(greeter.card, OURS), _speaker(hello)):
+        greeter.on_incompatible(hello, reason)
+        return messages.Refusal(reason, retry=False)
+    answer = greeter.judge(hello, peer)
+    return answer if isinstance(answer, messages.Refusal) else messages.with_versions(answer)
 
 
 async def _check(
-    sock: socket.socket,
-    token: bytes,
-    said: bytes,
-    judge: Judge,
-    on_objection: Callable[[str], None],
+    sock: socket.socket, token: bytes, said: bytes, greeter: Greeter
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
     proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     body = await _receive_frame(sock)
     if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
-    answer = _judge(judge, hello, b"", on_objection)
+    answer = _judge(greeter, hello, b"")
     encoded = messages.encode(answer)
     accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)
     return hello, answer
-
-
-def version_objection(hello: messages.Hello, own: messages.Card) -> str:
-    """Return why this process and the one that says `hello` cannot talk, the same words for both; empty if they can."""
-    if hello.version == messages.VERSION:
-        return ""
-    there, here = hello.card, own
-    older = there if hello.version < messages.VERSION else here
-    which = older.host_name if there.host_name != here.host_name else f"{older.host_name} for process {older.pid}"
-    return (
-        f"{there.host_name} speaks protocol {hello.version} (covey {there.version or 'of unknown release'}), "
-        f"{here.host_name} speaks {messages.VERSION} (covey {here.version}): update covey on {which}"
-    )
 
 
 def _as_hello(body: bytes) -> messages.Hello:

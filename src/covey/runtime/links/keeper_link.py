@@ -76,7 +76,7 @@ class KeeperLink:
                 self.is_up.clear()
                 link.abort()
             if isinstance(link.error, CoveyError):
-                logger.warning("the keeper sent nonsense and is cut off: %s", printable(str(link.error)))
+                logger.warning("the link with the keeper was ended: %s", printable(str(link.error)))
             self._on_down()
 
     def _hello(self) -> messages.Hello:

@@ -8,11 +8,14 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.base.errors import AuthError, ConnectError, CoveyError, RemoteProtocolError
 from covey.net import tcp
 from covey.net.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket
+from covey.wire import messages
+from covey.wire.decoding import SkippedMessageError, UnknownMessageError
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
+from covey.wire.versions import OURS, Agreement, Speaker, agree, unknown_message
 
 if TYPE_CHECKING:
     import socket
@@ -26,6 +29,8 @@ BACKLOG_LIMIT: Final = 1 << 20
 """Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
 UNREAD_LIMIT: Final = 256
 """Frames that may wait before `attach`; then reading pauses."""
+UNNAMED: Final = Speaker("", "")
+"""An end of a link before the greeting."""
 HANDSHAKE_SECONDS: Final = 5.0
 """How long each step of a handshake may take: TLS, then Hello and Welcome."""
 
@@ -41,6 +46,10 @@ class Link(asyncio.Protocol):
             self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
         self.relay = self.address if isinstance(sock, RelayedSocket) else ""
         """The address of the relay that the connection goes through; then `address` and `remote_ip` are the relay's."""
+        self.here = self.there = UNNAMED
+        """The two ends, as they introduced themselves."""
+        self.agreed = Agreement(OURS.newest)
+        """What the two ends speak; what concerns a run is said in what all its members speak (`Node.speaks`)."""
         self.ended = asyncio.Event()
         self.heard_at = time.monotonic()
         """When something arrived last."""
@@ -130,6 +139,8 @@ class Link(asyncio.Protocol):
                 data = self._channel.decrypt(data)
             self._frames.extend(self._framer.feed(data))
             self._deliver()
+        except UnknownMessageError as error:
+            self._refuse(unknown_message(self.here, self.there, str(error)))
         except CoveyError as error:
             self._error = error
             self._frames.clear()
@@ -159,13 +170,28 @@ class Link(asyncio.Protocol):
     def _deliver(self) -> None:
         if self._on_frame is not None:
             while self._frames:
-                self._on_frame(self._frames.popleft())
+                with contextlib.suppress(SkippedMessageError):  # a later release does without an answer to it
+                    self._on_frame(self._frames.popleft())
         elif self._frames:
             self._arrived.set()
             if len(self._frames) > UNREAD_LIMIT and self._transport is not None:
                 self._transport.pause_reading()
 
+    def _refuse(self, reason: str) -> None:
+        """End the link, because the other end sent what this one does not know; tell it so."""
+        self._frames.clear()
+        self.send(messages.encode(messages.Refusal(reason, retry=False)))
+        self._error = RemoteProtocolError(reason)
+        self.close()
+        asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self.abort)  # if the other end does not read
+
     # What the owner calls
+
+    def introduce(self, here: Speaker, there: Speaker) -> None:
+        """Note what the two ends have said of themselves; they can talk to each other."""
+        agreed = agree(here.versions, there.versions)
+        assert isinstance(agreed, Agreement)
+        self.here, self.there, self.agreed = here, there, agreed
 
     @property
     def is_open(self) -> bool:
@@ -198,6 +224,13 @@ class Link(asyncio.Protocol):
             await self._arrived.wait()
         return self._frames.popleft()
 
+    async def receive_message(self) -> messages.Control:
+        """Return the next message; only before `attach`. Raises what `receive` and `decode_control` raise."""
+        while True:
+            body = await self.receive()
+            with contextlib.suppress(SkippedMessageError):
+                return messages.decode_control(body)
+
     def attach(
         self,
         on_frame: Callable[[bytes], None],
@@ -206,8 +239,8 @@ class Link(asyncio.Protocol):
     ) -> None:
         """Pass every frame, waiting ones first, to `on_frame`; call `on_end` once, when the link ends.
 
-        A CoveyError from `on_frame` means that the peer broke the protocol, and ends the link. `on_room` is called when
-        `has_room` is true again.
+        A CoveyError from `on_frame` means that the peer broke the protocol, and ends the link; a SkippedMessageError,
+        that the frame is not for this release. `on_room` is called when `has_room` is true again.
         """
         self._on_frame, self._on_end, self._on_room = on_frame, on_end, on_room
         if self._transport is not None and not self._transport.is_closing():

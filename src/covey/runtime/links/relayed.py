@@ -14,19 +14,24 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.base.text import printable
+from covey.base.version import __version__
 from covey.net.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket, no_delay, receive_exactly, spell
+from covey.wire.decoding import SkippedMessageError
 from covey.wire.frame import LENGTH, frame, frame_length
 from covey.wire.relay import (
     RELAY_LIMIT,
-    RELAY_VERSION,
+    RELAY_SPEAKS,
     CallJoined,
     RelayChallenge,
+    RelayMismatch,
     RelayRefusal,
     TakeCall,
     decode_relay,
     encode_relay,
+    relay_objection,
 )
+from covey.wire.versions import RELEASE_LIMIT
 
 if TYPE_CHECKING:
     from covey.runtime.links.sockets import RelayedWay
@@ -45,7 +50,8 @@ async def be_joined(sock: socket.socket, way: RelayedWay) -> None:
         OSError: the connection broke.
     """
     try:
-        await _ask(sock, way.key.call((await challenged(sock)).challenge, way.token))
+        first = await challenged(sock)
+        await _ask(sock, way.key.call(first.challenge, way.token, heard=first.speaks))
     except ConnectError as error:
         raise ConnectError(f"{spell(way)}: {error}") from error
 
@@ -90,8 +96,11 @@ async def challenged(sock: socket.socket) -> RelayChallenge:
     """
     keep_alive(sock)
     first = await answer_of(sock)
-    if not isinstance(first, RelayChallenge) or first.version != RELAY_VERSION:
-        raise ConnectError("a relay of another version of covey, or another program, answers there")
+    if not isinstance(first, RelayChallenge):
+        raise ConnectError("no relay answers there")
+    if reason := relay_objection(first.speaks, first.release or "of unknown release", RELAY_SPEAKS, __version__):
+        await send_message(sock, RelayMismatch(RELAY_SPEAKS, __version__[:RELEASE_LIMIT]))  # so that it can say so
+        raise ConnectError(reason)
     return first
 
 
@@ -118,8 +127,10 @@ async def receive_message(sock: socket.socket) -> RelayMessage:
         OSError: the connection ended.
         RemoteProtocolError: it is no message of a relay.
     """
-    length = frame_length(await receive_exactly(sock, LENGTH.size), RELAY_LIMIT)
-    return decode_relay(await receive_exactly(sock, length))
+    while True:
+        length = frame_length(await receive_exactly(sock, LENGTH.size), RELAY_LIMIT)
+        with contextlib.suppress(SkippedMessageError):
+            return decode_relay(await receive_exactly(sock, length))
 
 
 async def send_message(sock: socket.socket, message: RelayMessage) -> None:

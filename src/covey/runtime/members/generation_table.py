@@ -19,6 +19,7 @@ from covey.runtime.members.generation import Generation
 from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.wire import membership as wire
 from covey.wire import messages
+from covey.wire.decoding import SkippedMessageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +141,12 @@ class GenerationTable:
         is_kept = self.keeper is not None
         origin = lineage or digest
         config = node.config
-        self.found(messages.Founded(0, origin, is_kept, members, config.on_loss, config.patience, origin, tie_breaker))
+        versions = node.speaks.fixed()
+        self.found(
+            messages.Founded(
+                0, origin, is_kept, members, config.on_loss, config.patience, origin, tie_breaker, versions
+            )
+        )
 
     def found(self, founded: messages.Founded, record: Record | None = None) -> Generation:
         """Begin a generation; newcomers that have a seat in it become peers, and are told.
@@ -190,11 +196,12 @@ class GenerationTable:
             node.on_founded(founded)
         for newcomer in seated:  # another member may have told it of its seat first
             for message in newcomer.early.take():
-                node.heard(newcomer.seat, message)
+                node.heard_early(newcomer.seat, message)
         early, self._early = self._early, {}
         for seat, early_messages in early.items():
             for message in early_messages.take():
-                self.agreeing(seat, message)
+                with contextlib.suppress(SkippedMessageError):
+                    self.agreeing(seat, message)
         return generation
 
     def agreeing(self, seat: Seat, message: messages.Agreeing) -> None:

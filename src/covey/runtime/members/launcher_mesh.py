@@ -24,10 +24,11 @@ from covey.runtime import loop as control
 from covey.runtime.backoff import Backoff
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
-from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, admit, version_objection
+from covey.runtime.links.handshake import SILENCE, Greeter, HungUpError, RefusedError, admit
 from covey.runtime.members.rank_visitors import RankVisitors
 from covey.runtime.members.remote_process import RemoteProcess
 from covey.wire import messages
+from covey.wire.versions import OURS, common, objection
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
@@ -139,8 +140,13 @@ class LauncherMesh:
         if linked:
             self._tell_ready()
         if linked and not self._missing():
+            try:
+                speaks = common((OURS, *(peer.versions for peer in self._node.peers.values())))
+            except ValueError as error:
+                self._complain(ConfigError(str(error)))
+                return
             self._formed.set_result(None)
-            self._node.begin()
+            self._node.begin(speaks)
 
     def _tell_ready(self) -> None:
         """Tell every peer, once on each link, that this rank is linked with every rank."""
@@ -286,9 +292,13 @@ class LauncherMesh:
     async def accept(self, sock: socket.socket, said: bytes) -> None:
         """Take a connection that has passed the door: another rank, a newcomer, or a command of this user."""
         is_local, ip = sock.family == socket.AF_UNIX, remote_ip(sock)
-        judge = functools.partial(self._judge, source=ip, is_local=is_local)
-        on_objection = functools.partial(self._node.audit.refused_key, ip)
-        admitted = await admit(sock, self._node.credentials, said, judge, on_objection)
+        greeter = Greeter(
+            self._node.card,
+            functools.partial(self._judge, source=ip, is_local=is_local),
+            functools.partial(self._node.audit.refused_key, ip),
+            functools.partial(self._incompatible, source=ip),
+        )
+        admitted = await admit(sock, self._node.credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "visitor":
@@ -316,11 +326,13 @@ class LauncherMesh:
             self._node.audit.refused(source, answer.reason, hello.card)
         return answer
 
+    def _incompatible(self, hello: messages.Hello, reason: str, *, source: str) -> None:
+        """Note that a process was refused because it speaks no version that this one speaks."""
+        self._node.audit.refused(source, reason, hello.card)
+        if hello.purpose == "rank" and hello.run == self._node.run:
+            self._complain(ConfigError(f"rank {hello.rank} cannot join: {reason}"))
+
     def _answer(self, hello: messages.Hello, *, is_local: bool) -> messages.Welcome | messages.Refusal:
-        if reason := version_objection(hello, self._node.card):
-            if hello.purpose == "rank" and hello.run == self._node.run:
-                self._complain(ConfigError(f"rank {hello.rank} cannot join: {reason}"))
-            return messages.Refusal(reason, retry=False)
         if objection := self._node.objection(hello.card):
             return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
@@ -373,6 +385,9 @@ class LauncherMesh:
     def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
         if self._node.generation is None:
             return messages.Refusal("the run has not begun", retry=True)
+        fixed = messages.speaker_of(self._node.card, self._node.speaks.fixed())
+        if reason := objection(fixed, messages.speaker_of(hello.card, hello.versions, hello.version)):
+            return messages.Refusal(f"the run speaks what all its members do: {reason}", retry=False)
         config = self._node.config
         for what, here, there in (
             ("lanes", config.lanes, hello.lanes),

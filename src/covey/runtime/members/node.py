@@ -8,6 +8,7 @@ the links come from the mesh in which the run was agreed on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -44,6 +45,8 @@ from covey.runtime.members.stream_trials import StreamTrials
 from covey.runtime.members.stripes import Stripes
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
+from covey.wire.decoding import SkippedMessageError
+from covey.wire.versions import OURS, Agreement, fixed_by
 
 if TYPE_CHECKING:
     import asyncio
@@ -107,6 +110,8 @@ class Node:
         self.since = time.time()
         """When this process was about to be in the run, in seconds since 1970."""
         self.credentials, self.card = credentials, card
+        self.speaks = Agreement(OURS.newest, frozenset(OURS.features))
+        """What all members of the run speak, once it is formed."""
         self.objection = objection
         self.host = card.contact.host
         self.acceptor, self.audit, self.cluster = acceptor, audit, cluster
@@ -177,6 +182,7 @@ class Node:
         if before is not None:
             before.abort()  # its other end has given it up
         peer.card = card
+        peer.versions = link.there.versions
         self.acceptor.member_ips.add(link.remote_ip)
         self.attach(peer, link)
         if peer.is_ready:
@@ -198,7 +204,7 @@ class Node:
             return
         if isinstance(link.error, CoveyError):
             name = self.generation_table.name_of(peer.seat)
-            logger.warning("%s sent nonsense and is cut off: %s", name, printable(str(link.error)))
+            logger.warning("the link with %s was ended: %s", name, printable(str(link.error)))
         if peer.link is link:
             self.losses.link_ended(peer.seat)
 
@@ -281,6 +287,11 @@ class Node:
         self.losses.noticed(peer.seat)
         self.heard(peer.seat, messages.decode_control(body))
 
+    def heard_early(self, seat: Seat, message: messages.Control) -> None:
+        """Take a message that a process sent before this node knew its seat."""
+        with contextlib.suppress(SkippedMessageError):
+            self.heard(seat, message)
+
     def heard(self, seat: Seat, message: messages.Control) -> None:
         """Take a message from a seat of the run; from one that a view has excluded, only what concerns views."""
         peer = self.peers[seat]
@@ -347,8 +358,9 @@ class Node:
         """The first seat that no process has had, as far as this node knows."""
         return Seat(1 + max((self.seat, *self.peers)))
 
-    def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
-        """Judge the other ranks and found the first generation, now that the run is formed."""
+    def begin(self, speaks: Agreement, lineage: bytes = b"", tie_breaker: int = 0) -> None:
+        """Judge the other ranks and found the first generation, now that the run is formed and all speak the same."""
+        self.speaks = speaks
         self.losses.start()
         if self.size <= messages.MAX_MEMBERS:
             self.generation_table.found_first(lineage, tie_breaker)
@@ -373,6 +385,7 @@ class Node:
         """Take this node's seat in a generation of a running run; `record` is what it has promised there."""
         if self.launcher_mesh is not None:
             self.acceptor.on_link = self.launcher_mesh.accept
+        self.speaks = fixed_by(founded.versions)
         self.generation_table.meet_keeper()
         self.losses.start()
         self.generation_table.found(founded, record)

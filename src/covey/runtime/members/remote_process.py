@@ -18,6 +18,7 @@ from covey.net.discovery.interfaces import describe
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.handshake import spell
 from covey.wire import messages
+from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -135,6 +136,8 @@ class RemoteProcess:
         """The last link in use, while there is none: how it ended tells of the path, or of the process."""
         self.told: Link | None = None
         """The link on which it was told what a process with a new link has to be told."""
+        self.versions = OURS
+        """What it speaks, as its last greeting said."""
         self.way: Where | None = None
         """The fastest address of those that work, if this end dials."""
         self.measured = asyncio.Event()

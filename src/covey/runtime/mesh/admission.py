@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError
 from covey.net.keys.identity import LIFE_BYTES, short_id
-from covey.runtime.links.handshake import version_objection
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -65,9 +64,6 @@ class Admission:
 
     def judge(self, hello: messages.Hello, _id: bytes, *, source: str) -> messages.Welcome | messages.Refusal:
         """Return the answer to a node that dialled from address `source`."""
-        if reason := version_objection(hello, self._host.card):
-            self._problems.refuse(hello.card, reason, source)
-            return messages.Refusal(reason, retry=False)
         if self.is_this_process(hello.card):
             return messages.Welcome(-1, self._host.card, self._purpose)  # the dialling side notices
         self._heard_charter(hello)
@@ -78,6 +74,10 @@ class Admission:
             self._problems.refuse(hello.card, reason, source)
             return messages.Refusal(reason, retry=False)
         return messages.Welcome(-1, self._host.card, self._purpose, self._rules.charter)
+
+    def incompatible(self, hello: messages.Hello, reason: str, *, source: str) -> None:
+        """Note that a node at address `source` was refused, because it speaks no version that this one speaks."""
+        self._problems.refuse(hello.card, reason, source)
 
     def welcomed(self, welcome: messages.Welcome, source: str) -> bool:
         """Tell whether this node wants a link with a node that it dialled at address `source` and that accepts it."""

@@ -28,6 +28,7 @@ from covey.wire import formation as forming
 from covey.wire import membership, messages
 from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
+from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -198,7 +199,7 @@ class Joiner(MeshListener):
             node.enter(formed, record)
         else:
             tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
-            node.begin(formed.lineage, tie_breaker)
+            node.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
         member.deliver_early()
         self._driver.settle()
 
@@ -211,7 +212,7 @@ class Joiner(MeshListener):
     def _enter(self, founded: messages.Founded) -> None:
         """Note that this node is in a generation; this is on disk before any promise in the generation is made."""
         members = tuple(map(_as_member, founded.members))
-        self._core.entered(members, founded.origin, founded.generation, time.monotonic())
+        self._core.entered(members, founded.origin, founded.generation, time.monotonic(), founded.versions)
         self._driver.settle()
 
     # Effects of the core
@@ -373,6 +374,8 @@ class Joiner(MeshListener):
             return
         # A generation of an elastic run may have lost members that the next one waits for.
         check_founded(founded, 1 if self._is_elastic else self._terms.smallest, self._terms.largest)
+        if founded.versions is not None and isinstance(agree(OURS, founded.versions), Disagreement):
+            raise RemoteProtocolError(f"generation {founded.generation} speaks what this node said it does not")
         if self._core.may_enter(founded.origin, founded.generation):
             self._founded.set_result(founded)
 
@@ -394,6 +397,7 @@ class Joiner(MeshListener):
             peers=tuple(peers),
             rank=member.node.generation_table.rank_of(member.node.seat) if member is not None else NO_RANK,
             wait=self._wait(),
+            versions=OURS if member is None else member.node.speaks.fixed(),
         )
 
     def _wait(self) -> messages.Wait | None:

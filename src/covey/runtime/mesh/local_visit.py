@@ -81,7 +81,7 @@ class LocalVisit:
             with contextlib.suppress(CoveyError, TimeoutError):
                 async with asyncio.timeout(within):
                     while True:
-                        answer = messages.decode_control(await link.receive())
+                        answer = await link.receive_message()
                         if isinstance(answer, messages.Inspected) and answer.page == question.page:
                             return answer
             return None
@@ -103,7 +103,7 @@ class LocalVisit:
             with contextlib.suppress(CoveyError, TimeoutError):
                 async with asyncio.timeout(within):
                     while True:
-                        answer = messages.decode_control(await link.receive())
+                        answer = await link.receive_message()
                         if isinstance(answer, messages.CheckpointProgress):
                             return answer
             return None

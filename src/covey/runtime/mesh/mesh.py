@@ -23,7 +23,7 @@ from covey.net.discovery.interfaces import advertised, usable_interfaces
 from covey.net.keys import clusters
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.dial_limits import DialLimits
-from covey.runtime.links.handshake import admit
+from covey.runtime.links.handshake import Greeter, admit
 from covey.runtime.loop import aside
 from covey.runtime.members.checkpoints import answer_visitor
 from covey.runtime.members.remote_process import RemoteProcess
@@ -220,9 +220,13 @@ class Mesh:
 
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
         ip = remote_ip(sock)
-        judge = functools.partial(self._admission.judge, source=ip)
-        on_objection = functools.partial(self.audit.refused_key, ip)
-        admitted = await admit(sock, self.endpoint.credentials, said, judge, on_objection)
+        greeter = Greeter(
+            self.card,
+            functools.partial(self._admission.judge, source=ip),
+            functools.partial(self.audit.refused_key, ip),
+            functools.partial(self._admission.incompatible, source=ip),
+        )
+        admitted = await admit(sock, self.endpoint.credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
             if self._admission.is_this_process(hello.card):
@@ -332,7 +336,7 @@ class Mesh:
         if link not in remote.links:
             return
         if isinstance(link.error, CoveyError):
-            reason = f"it broke the protocol: {printable(str(link.error))}"
+            reason = f"the link was ended: {printable(str(link.error))}"
             self.problems.refuse(remote.card, reason, link.remote_ip)
         if not self._links.remove(remote, link):
             self.part(remote)

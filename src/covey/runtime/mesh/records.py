@@ -11,6 +11,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, newer_file
 from covey.net import home
 from covey.net.locks import only_one
 from covey.proto.lineages import Lineages, merge
@@ -88,5 +89,7 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
         return decode(home.read_private(path))
     except FileNotFoundError:
         return None
+    except NewerFormatError as error:
+        raise newer_file(path, error) from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); remove it, and start anew") from error

@@ -149,7 +149,8 @@ class RelayRegistration:
             sock, first = await self._greeted(address)
             try:
                 token, is_listed = self._node.token, self._node.is_listed
-                await send_message(sock, self._key.register(first.challenge, token, is_listed=is_listed))
+                heard = first.speaks
+                await send_message(sock, self._key.register(first.challenge, token, is_listed=is_listed, heard=heard))
                 if not isinstance(await answer_of(sock), TokenRegistered):
                     raise ConnectError("it did not register this node")
                 self.relay = first.relay

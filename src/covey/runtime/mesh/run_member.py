@@ -67,7 +67,7 @@ class RunMember:
                 self._redial_lost(peer)
             else:
                 for message in peer.early.take():
-                    self.node.heard(seat, message)
+                    self.node.heard_early(seat, message)
 
     def recall(self, card: messages.Card) -> RemoteProcess | None:
         """Return the member that a card is of; None if it is of none, or of one that a view has excluded."""

@@ -32,7 +32,7 @@ def of_joiner(formation: Formation, terms: Terms, problems: Mapping[str, str], s
         size=terms.size,
         min_size=terms.min_size,
         max_size=terms.max_size,
-        version=terms.version,
+        version=str(terms.speaks),
         lanes=terms.lanes,
         on_loss=terms.on_loss,
         here=report.here[:MAX_MEMBERS],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.base.pace import Bucket
+from covey.base.version import __version__
 from covey.net.descriptors import raise_limit
 from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.driver import CoreDriver
@@ -33,17 +34,20 @@ from covey.wire.relay import (
     CALL_BYTES,
     RELAY_CHALLENGE_BYTES,
     RELAY_ID_BYTES,
-    RELAY_VERSION,
+    RELAY_SPEAKS,
     CallToken,
     RegisterToken,
     RelayChallenge,
     RelayEcho,
+    RelayMismatch,
     RelayRefusal,
     StillThere,
     TakeCall,
     encode_relay,
     is_proved,
+    relay_objection,
 )
+from covey.wire.versions import RELEASE_LIMIT, only
 
 if TYPE_CHECKING:
     import socket
@@ -213,7 +217,9 @@ class RelayServer:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 challenge = secrets.token_bytes(RELAY_CHALLENGE_BYTES)
-                first = frame(encode_relay(RelayChallenge(RELAY_VERSION, challenge, self._id)))
+                release = __version__[:RELEASE_LIMIT]
+                said = RelayChallenge(RELAY_SPEAKS.oldest, challenge, self._id, RELAY_SPEAKS, release)
+                first = frame(encode_relay(said))
                 await asyncio.get_running_loop().sock_sendall(sock, first)
                 wanted = await receive_message(sock)
             is_stranger = False
@@ -237,6 +243,8 @@ class RelayServer:
                     self._tenants[source] += 1
                     self._table.registered(number, cluster, token, is_listed=is_listed, now=now)
                     self._driver.settle()
+                case RelayMismatch(versions, release):
+                    raise RemoteProtocolError(relay_objection(RELAY_SPEAKS, __version__, versions, release))
                 case _:
                     raise RemoteProtocolError(f"a client began with {type(wanted).__name__}")
             await self._hear_registration(number, sock)
@@ -270,6 +278,9 @@ class RelayServer:
 
     def _unproved(self, wanted: RegisterToken | CallToken, challenge: bytes) -> str:
         """Return why a registration or a call is refused, or ""."""
+        spoken = wanted.versions if wanted.versions is not None else only(1)
+        if reason := relay_objection(RELAY_SPEAKS, __version__, spoken, "of unknown release"):
+            return reason[:100]
         if self._clusters is not None and wanted.cluster not in self._clusters():
             return NOT_SERVED
         return "" if is_proved(wanted, challenge) else NOT_PROVED

@@ -1,7 +1,7 @@
 """The folder of checkpoints on disk: names and versions, manifests, and the check for damage.
 
     FOLDER/step-0000000200/
-        manifest.json        step, size and BLAKE2b of every file, and its own BLAKE2b
+        manifest.json        format, step, size and BLAKE2b of every file, and its own BLAKE2b
         structure.pickle     everything but the tensors, and where these go
         .metadata, __0_0.distcp ...   the tensors, as torch.distributed.checkpoint writes them
 
@@ -16,13 +16,16 @@ import json
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.base.formats import NewerFormatError, check_format, newer_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FORMAT: Final = 1
+"""The format of checkpoints."""
 MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
 NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 """A step, and the version of its checkpoint; the highest version is the current one."""
@@ -67,6 +70,7 @@ def find(folder: Path, step: int | None) -> tuple[int, str]:
 def write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
     """Write the manifest of a checkpoint whose `files` have these sizes and digests, and sync it to disk."""
     manifest = {
+        "format": FORMAT,
         "step": step,
         "files": {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in files.items()},
     }
@@ -76,11 +80,18 @@ def write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -
 
 
 def verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
-    """Return the damaged files among those that this rank checks, each with what is wrong."""
+    """Return the damaged files among those that this rank checks, each with what is wrong.
+
+    Raises:
+        ConfigError: a later release has written the checkpoint.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
+        check_format(int(manifest.get("format", 1)), FORMAT)
         digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
         intact = digest == _digest_of(manifest)
+    except NewerFormatError as error:
+        raise newer_file(folder / MANIFEST, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
