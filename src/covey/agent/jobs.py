@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.agent.requests import StartRequest
-    from covey.runtime.processes import Child, Printed
+    from covey.runtime.processes import Child, ChildOutput
 
 RUNNING_LIMIT: Final = 16
 """Programs that run at a time."""
@@ -159,7 +159,7 @@ class StartedJob:
         self.log.end(code)
         self.has_ended.set()
 
-    def _note(self, printed: list[Printed]) -> None:
+    def _note(self, printed: list[ChildOutput]) -> None:
         for each in printed:
             if each.data:
                 self.log.append(each.target, each.data)

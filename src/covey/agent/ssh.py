@@ -101,7 +101,7 @@ class SshShare:
                 self._input = child.process.stdin
             self._say()
 
-            def relay(printed: list[processes.Printed]) -> None:
+            def relay(printed: list[processes.ChildOutput]) -> None:
                 for each in printed:
                     if each.data:
                         report(Printed(each.target, each.data))

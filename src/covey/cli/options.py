@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 _Request = TypeVar("_Request")
 
+RelayLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
+        show_default="off",
+    ),
+]
+
 
 def command_of(request: Callable[..., _Request], name: str, then: Callable[[_Request], None]) -> Callable[..., None]:
     """Return a function from which typer makes the command `name`: it calls `then` with what was typed.

@@ -22,7 +22,7 @@ import typer.core
 
 from covey.base.errors import ConfigError
 from covey.base.settings import RUN, SETTINGS
-from covey.cli.options import command_of, variables_of
+from covey.cli.options import RelayLimit, command_of, variables_of
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
@@ -78,14 +78,7 @@ class RunRequest:
     new: Annotated[
         bool, typer.Option("--new", help="Give up an earlier run of this name that is not known to be over.")
     ] = False
-    relay_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
-            show_default="off",
-        ),
-    ] = None
+    relay_limit: RelayLimit = None
     on: Annotated[
         str | None,
         typer.Option(

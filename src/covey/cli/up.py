@@ -17,7 +17,7 @@ from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import UP
 from covey.cli.charter import machine_of
-from covey.cli.options import command_of, variables_of, words_of
+from covey.cli.options import RelayLimit, command_of, variables_of, words_of
 from covey.cli.relay import parse_relay_limit
 from covey.cli.terminal import say
 from covey.net.keys import clusters, trust
@@ -54,14 +54,7 @@ class UpRequest:
             show_default="only this machine itself",
         ),
     ] = None
-    relay_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Be a relay for nodes of the cluster that cannot connect: pass on at most this, like 20M or 2.5MB.",
-            show_default="off",
-        ),
-    ] = None
+    relay_limit: RelayLimit = None
     unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings that were given as options, by name."""

@@ -94,7 +94,7 @@ class Child:
         return self.process.poll() is None or signal_group(self.pid, 0, reaped=True)
 
 
-class Printed(NamedTuple):
+class ChildOutput(NamedTuple):
     """What a child wrote; no data at the end of its pipe."""
 
     child: Child
@@ -167,7 +167,7 @@ class Children:
 
     # Hearing
 
-    def outputs(self, within: float | None) -> list[Printed]:
+    def outputs(self, within: float | None) -> list[ChildOutput]:
         """Wait until a child prints or ends, or a watched descriptor is readable; return what was printed.
 
         Waits up to `within` seconds; without limit if None.
@@ -195,7 +195,7 @@ class Children:
                 found.append(child)
         return sorted(found, key=lambda child: (child.code or 0) > 0)
 
-    def rest_of(self, child: Child) -> list[Printed]:
+    def rest_of(self, child: Child) -> list[ChildOutput]:
         """Return what an ended child has left in its pipes, though another process may hold them open."""
         printed = []
         for target in list(child.pipes):
@@ -206,11 +206,11 @@ class Children:
                         break
         return printed
 
-    def _read(self, child: Child, target: int) -> Printed:
+    def _read(self, child: Child, target: int) -> ChildOutput:
         data = os.read(child.pipes[target].fileno(), READ_BYTES)
         if not data:
             self._selector.unregister(child.pipes.pop(target))
-        return Printed(child, target, data)
+        return ChildOutput(child, target, data)
 
     # Ending
 

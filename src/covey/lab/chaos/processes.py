@@ -22,7 +22,7 @@ from covey.runtime.processes import describe_end, exit_status
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.runtime.processes import Child, Printed
+    from covey.runtime.processes import Child, ChildOutput
 
 EVENTS_CHECK_EVERY: Final = 0.02
 """How often the events of the run are read while nothing is printed."""
@@ -204,7 +204,7 @@ class JobProcesses:
             self.run.children.forget(worker.child)
         return Turn(ended, told)
 
-    def _pass_on(self, printed: Printed) -> None:
+    def _pass_on(self, printed: ChildOutput) -> None:
         self._listener.heard(self._by_pid[printed.child.pid], printed.target, printed.data)
 
     def _read_events(self) -> list[tuple[JobProcess | None, Told]]:

@@ -57,7 +57,8 @@ def join(run: str | None = None, **arguments: Unpack[JoinArguments]) -> Group:
 
     Args:
         run: the name of the run; nodes that give the same name are in it together.
-        arguments: the settings and places below; docs/reference/settings.md has the table.
+        arguments: settings by name, and the place of this process (`rank`, `size`, `address`, `peers`, `new`); each is
+            explained by `help(covey.join)`, and the settings by docs/reference/settings.md.
 
     A setting that is not given here comes from its COVEY_ variable, else from `covey.toml` in the working folder, else
     from `covey.toml` in the configuration folder.

@@ -87,7 +87,7 @@ def takes_join_arguments(**defaults: Any) -> Callable[[_Joining], _Joining]:
     """Decorate a function that takes `JoinArguments`: its signature and documentation name each of them.
 
     `defaults` are those that the function has instead of None. Explanations of the arguments that the docstring does
-    not mention follow its line `arguments:`.
+    not mention are put before its line `arguments:`.
     """
 
     def decorate(function: _Joining) -> _Joining:
@@ -107,10 +107,9 @@ def takes_join_arguments(**defaults: Any) -> Callable[[_Joining], _Joining]:
         function.__signature__ = shown.replace(parameters=[*kept, *made])  # type: ignore[attr-defined]
         doc = function.__doc__ or ""
         untold = [name for name in names if f"\n        {name}: " not in doc]
-        begin, line, after = doc.partition("\n        arguments:")
-        told, _, end = after.partition("\n")
-        lines = [f"        {name}: {_explained(own.get(name), name)}\n" for name in untold]
-        function.__doc__ = begin + line + told + "\n" + "".join(lines) + end
+        lines = "".join(f"        {name}: {_explained(own.get(name), name)}\n" for name in untold)
+        begin, line, end = doc.partition("        arguments: ")
+        function.__doc__ = begin + lines + line + end
         return function
 
     return decorate

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from covey.runtime.keeper.keeper import HostRun
-    from covey.runtime.processes import Child, Printed
+    from covey.runtime.processes import Child, ChildOutput
 
 SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C kills them at once."""
@@ -208,7 +208,7 @@ class _Supervisor:
             due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _relay(self, printed: Printed) -> None:
+    def _relay(self, printed: ChildOutput) -> None:
         """Write what a rank has printed."""
         child, target, data = printed
         if not data:
