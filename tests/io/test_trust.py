@@ -76,7 +76,7 @@ def test_a_file_that_is_damaged_open_or_of_a_later_covey_is_an_error_and_never_o
     for text, words in (
         ("{", "is damaged; remove"),
         (whole.replace(NORTH.hex(), "00"), "is damaged"),
-        (whole.replace('"version": 1', '"version": 2'), "has format 2, and this covey reads 1"),
+        (whole.replace('"version": 1', '"version": 2'), "format 2, and this release reads up to 1"),
     ):
         path().write_text(text)
         for use in (lambda: trust.trusted(cluster), lambda: trust.remember(cluster, {SOUTH: "south-bbbb"})):
