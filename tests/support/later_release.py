@@ -32,7 +32,7 @@ _EDITS: Final = {
             "class Demand(msgspec.Struct, frozen=True, array_like=True, tag=900):\n    text: Name\n\n\n"
             "HandshakeMessage = Hello",
         ),
-        ("    | Allowance\n)", "    | Allowance\n    | Rumour\n    | Demand\n)"),
+        ("    | StreamNews\n)", "    | StreamNews\n    | Rumour\n    | Demand\n)"),
     ],
     "runtime/links/link.py": [
         (
