@@ -143,7 +143,13 @@ def _extensions() -> list[Ext]:
     tails = [b"", (1).to_bytes(4, "little"), bytes(4), (9).to_bytes(4, "little"), b"12345678", bytes(64)]
     arrays = [Ext(code, head + shape + tail) for code in (1, 2) for head in heads for shape in shapes for tail in tails]
     references = [bytes((whose,)) + number.to_bytes(8, "little") for whose in (0, 1, 2) for number in (0, 7, 1 << 61)]
-    return [*arrays[::7], *(Ext(3, each + b"Type") for each in references), Ext(3, b""), Ext(1, b""), Ext(9, b"123")]
+    return [
+        *arrays[::7],
+        *(Ext(3, each + name) for each in references for name in (b"Type", b"T" * 120)),
+        Ext(3, b""),
+        Ext(1, b""),
+        Ext(9, b"123"),
+    ]
 
 
 def argument_seeds() -> list[bytes]:
