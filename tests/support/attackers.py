@@ -326,7 +326,9 @@ def nonsense(kind: Any, rng: random.Random) -> Any:
         return messages.Address(ip, rng.choice([0, 1, 9, 65535, 65536, -1, 2**63 - 1]), _bounded(_text(rng), rng))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind, include_extras=True)
-        return kind(**{name: nonsense(hints[name], rng) for name in kind.__struct_fields__})
+        while True:  # until a decoder would accept it
+            with contextlib.suppress(ValueError):
+                return kind(**{name: nonsense(hints[name], rng) for name in kind.__struct_fields__})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _bounded(nonsense(args[0], rng), rng)
