@@ -89,6 +89,19 @@ def paced(group: Group) -> Group:
     return part
 
 
+def measure_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks of a paced group measure, and note what would be measured on a machine that never stands still."""
+    real = measuring.LinkProbes._rotate
+
+    def exact(self: Any, attempt: Any, step: int) -> None:
+        real(self, attempt, step)
+        source = (attempt.slot - step) % attempt.size
+        assert self._speeds[source, attempt.slot] > 0
+        self._speeds[source, attempt.slot] = SLOW if source == attempt.size - 1 else FAST
+
+    monkeypatch.setattr(measuring.LinkProbes, "_rotate", exact)
+
+
 def told(group: Group) -> list[str]:
     return [event.text for event in group.events() if event.kind == "plan"]
 
@@ -98,16 +111,7 @@ def test_on_uneven_links_all_ranks_change_to_the_same_faster_plan(
     executors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_executors(monkeypatch, executors)
-    real = measuring.LinkProbes._rotate
-
-    def exact(self: Any, attempt: Any, step: int) -> None:
-        """Measure, and note what would be measured on a machine that never stands still."""
-        real(self, attempt, step)
-        source = (attempt.slot - step) % attempt.size
-        assert self._speeds[source, attempt.slot] > 0
-        self._speeds[source, attempt.slot] = SLOW if source == attempt.size - 1 else FAST
-
-    monkeypatch.setattr(measuring.LinkProbes, "_rotate", exact)
+    measure_exactly(monkeypatch)
 
     def body(group: Group) -> tuple[Any, ...]:
         with paced(group) as part:
@@ -190,6 +194,7 @@ def test_a_plan_that_turns_out_to_be_slower_is_given_up_by_all(monkeypatch: pyte
 
 
 def test_a_plan_that_was_slower_than_a_burst_comes_back_when_the_burst_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_exactly(monkeypatch)
     agreed, plain = planner._agreed, [0] * 3
 
     def took(attempt: Any, kind: Any) -> float:
