@@ -22,7 +22,12 @@ from tests.support.waiting import DEADLINE
 
 from covey.testing.netns import Lan, require_namespaces
 
-PREFIX = f"covey-lantest{os.getpid()}"
+
+def prefix() -> str:
+    """Begin the names of what this process makes: other tests of this file may run in another one at the same time."""
+    return f"covey-lantest{os.getpid()}"
+
+
 """Other workers may be in this file, too."""
 FACTS = """
 import json, os, socket
@@ -69,13 +74,13 @@ def left_behind() -> list[str]:
     found = []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
-            found += [name for name in os.listdir(folder) if name.startswith(f"{PREFIX}-")]
+            found += [name for name in os.listdir(folder) if name.startswith(f"{prefix()}-")]
     return found
 
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
 def test_all_hosts_reach_each_other_on_all_networks_and_are_gone_at_the_end(kind: Literal["bridge", "switch"]) -> None:
-    with Lan(hosts=3, kind=kind, two_networks=True, prefix=PREFIX) as lan:
+    with Lan(hosts=3, kind=kind, two_networks=True, prefix=prefix()) as lan:
         assert [host.ip4s for host in lan.hosts] == [[f"10.213.{net}.{i}" for net in (0, 1)] for i in (1, 2, 3)]
         for host, other in ((0, 1), (1, 2), (2, 0)):
             for address in (*lan.hosts[other].ip4s, *lan.hosts[other].ip6s):
@@ -85,7 +90,7 @@ def test_all_hosts_reach_each_other_on_all_networks_and_are_gone_at_the_end(kind
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
 def test_a_network_without_ipv4_has_no_address_of_it_and_works_at_once(kind: Literal["bridge", "switch"]) -> None:
-    with Lan(hosts=2, kind=kind, ipv4=False, prefix=PREFIX) as lan:
+    with Lan(hosts=2, kind=kind, ipv4=False, prefix=prefix()) as lan:
         assert "inet " not in lan.hosts[0].run(["ip", "address", "show", "dev", "eth0"]).stdout
         assert lan.hosts[0].ip4 == ""
         reach(lan, 0, lan.hosts[1].ip6, 1)
@@ -93,7 +98,7 @@ def test_a_network_without_ipv4_has_no_address_of_it_and_works_at_once(kind: Lit
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
 def test_a_network_may_have_link_local_addresses_only(kind: Literal["bridge", "switch"]) -> None:
-    with Lan(hosts=2, kind=kind, ipv4=False, ula=False, prefix=PREFIX) as lan:
+    with Lan(hosts=2, kind=kind, ipv4=False, ula=False, prefix=prefix()) as lan:
         assert all(host.ip6.startswith("fe80::") for host in lan.hosts)
         assert "scope global" not in lan.hosts[0].run(["ip", "address"]).stdout
         index = int(lan.hosts[1].run(["cat", "/sys/class/net/eth0/ifindex"]).stdout)
@@ -101,7 +106,7 @@ def test_a_network_may_have_link_local_addresses_only(kind: Literal["bridge", "s
 
 
 def test_a_rate_holds_for_each_host_and_direction() -> None:
-    with Lan(hosts=2, rate="200mbit", prefix=PREFIX) as lan:
+    with Lan(hosts=2, rate="200mbit", prefix=prefix()) as lan:
         assert "tbf" in lan.hosts[0].run(["tc", "qdisc", "show", "dev", "eth0"]).stdout
         for here, there in (lan.hosts, lan.hosts[::-1]):
             with there.socket() as listener, here.socket() as client:
@@ -115,7 +120,7 @@ def test_a_rate_holds_for_each_host_and_direction() -> None:
 
 
 def test_an_unplugged_host_has_no_carrier_and_reaches_no_other_until_it_is_plugged_in_again() -> None:
-    with Lan(hosts=2, prefix=PREFIX) as lan:
+    with Lan(hosts=2, prefix=prefix()) as lan:
         lan.unplug(lan.hosts[1])
         assert "NO-CARRIER" in lan.hosts[1].run(["ip", "link", "show", "eth0"]).stdout
         with lan.hosts[1].socket() as client:
@@ -129,7 +134,7 @@ def test_an_unplugged_host_has_no_carrier_and_reaches_no_other_until_it_is_plugg
 def test_processes_have_a_host_of_their_own_and_know_of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_SECRET", "not for them")
     monkeypatch.setenv("RANK", "3")
-    with Lan(hosts=2, prefix=PREFIX) as lan:
+    with Lan(hosts=2, prefix=prefix()) as lan:
         facts = [json.loads(host.run([sys.executable, "-c", FACTS], env={"X": "1"}).stdout)[1] for host in lan.hosts]
         for host, env in zip(lan.hosts, facts, strict=True):
             assert (env["COVEY_HOME"], env["TMPDIR"], env["X"]) == (str(host.home), str(host.temp), "1")
@@ -140,14 +145,14 @@ def test_processes_have_a_host_of_their_own_and_know_of_no_launcher(monkeypatch:
 
 def test_a_hosts_file_may_say_that_this_host_is_127_0_1_1() -> None:
     before = Path("/etc/hosts").read_text()
-    with Lan(hosts=1, hosts_file=True, prefix=PREFIX) as lan:
+    with Lan(hosts=1, hosts_file=True, prefix=prefix()) as lan:
         assert json.loads(lan.hosts[0].run([sys.executable, "-c", FACTS]).stdout)[0] == "127.0.1.1"
         assert Path("/etc/hosts").read_text() == before
     assert left_behind() == []
 
 
 def test_a_process_that_fails_or_takes_too_long_is_an_error() -> None:
-    with Lan(hosts=1, prefix=PREFIX) as lan:
+    with Lan(hosts=1, prefix=prefix()) as lan:
         with pytest.raises(subprocess.CalledProcessError) as raised:
             lan.hosts[0].run(["sh", "-c", "echo because >&2; exit 3"])
         assert (raised.value.returncode, raised.value.stderr) == (3, "because\n")
@@ -156,7 +161,7 @@ def test_a_process_that_fails_or_takes_too_long_is_an_error() -> None:
 
 
 def test_everything_that_was_started_is_ended_also_what_ran_away() -> None:
-    with Lan(hosts=1, prefix=PREFIX) as lan:
+    with Lan(hosts=1, prefix=prefix()) as lan:
         shell = lan.hosts[0].popen(["sh", "-c", "setsid sleep 60 & sleep 61 & echo $!; wait"])
         assert pipes.stdout(shell).readline()
         namespace = lan.hosts[0].namespace
@@ -169,7 +174,7 @@ def test_everything_that_was_started_is_ended_also_what_ran_away() -> None:
 def test_what_a_killed_test_left_behind_is_removed_by_the_next() -> None:
     code = f"""
 from covey.testing.netns import Lan
-lan = Lan(hosts=2, kind="switch", hosts_file=True, prefix={PREFIX!r}).__enter__()
+lan = Lan(hosts=2, kind="switch", hosts_file=True, prefix={prefix()!r}).__enter__()
 lan.hosts[0].popen(["sleep", "60"])
 print("up", flush=True)
 import time; time.sleep(60)
@@ -178,7 +183,7 @@ import time; time.sleep(60)
         assert pipes.stdout(process).readline() == "up\n"
         process.kill()
     assert len(left_behind()) == 5  # two namespaces, two hosts files, a folder
-    with Lan(hosts=1, prefix=PREFIX):
+    with Lan(hosts=1, prefix=prefix()):
         pass
     assert left_behind() == []
 
@@ -188,7 +193,7 @@ def test_several_processes_may_remove_what_was_left_behind_at_the_same_time() ->
     code = f"""
 import os, sys
 from covey.testing.netns import Lan
-lan = Lan(hosts=2, prefix={PREFIX!r}).__enter__()
+lan = Lan(hosts=2, prefix={prefix()!r}).__enter__()
 if sys.argv[1:] == ["leave"]:
     os._exit(0)
 lan.__exit__()
@@ -203,7 +208,7 @@ lan.__exit__()
 
 
 def test_a_network_that_cannot_be_made_leaves_nothing() -> None:
-    with pytest.raises(OSError, match="tbf"), Lan(hosts=2, rate="nonsense", prefix=PREFIX):
+    with pytest.raises(OSError, match="tbf"), Lan(hosts=2, rate="nonsense", prefix=prefix()):
         pass
     assert left_behind() == []
 
