@@ -50,10 +50,17 @@ class Run:
             env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def await_ready(self) -> None:
+    def await_ready(self, *others: str) -> None:
+        """Return once all ranks are ready, and one has said each of `others`: lines of ranks come in any order."""
         assert self.process.stdout is not None
-        for _ in range(3):
-            assert self.process.stdout.readline().endswith("ready\n")
+        wanted = ["ready"] * 3 + list(others)
+        while wanted:
+            line = self.process.stdout.readline()
+            assert line, "it has ended"
+            said = line.partition("] ")[2].rstrip("\n")
+            assert said in ("ready", *others), line
+            if said in wanted:
+                wanted.remove(said)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return forked.run(
@@ -119,8 +126,7 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
         "    print('they wait', flush=True)\n"
         "    __import__('time').sleep(600)"
     )
-    run.await_ready()
-    assert run.process.stdout.readline().endswith("they wait\n")
+    run.await_ready("they wait")
     run.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(run.files()) == 3)
     here = json.loads(run.command("status", "--json").stdout)

@@ -351,7 +351,8 @@ def test_ranks_that_call_something_else_are_told_so_though_the_sender_has_exited
 def test_a_mismatch_comes_before_a_loss_however_the_sender_goes(how: str, size: int) -> None:
     for case, report in run_and_go(size, GONE[:2], how, "unix"):
         assert report["error"] == "MismatchError", (case, report)
-        assert "rank 0 called broadcast(float32[6], root=0)" in report["text"], (case, report)
+        # The others wait half a second for its own words; else its header has to do.
+        assert re.search(r"rank 0 called broadcast\(float32(\[6\], root=0|, \.\.\.)\)", report["text"]), (case, report)
 
 
 @pytest.mark.parametrize("lanes", only(["shm", "tcp"], LANES))

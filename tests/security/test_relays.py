@@ -308,6 +308,7 @@ def test_a_relay_of_another_protocol_is_named_with_its_release_and_hears_which_t
             (problem,) = node.relays.problems.values()
             older = "relay" if spoken.newest < 2 else "node"
             assert f"relay protocol {spoken} (covey 9.9), node 2 (covey {__version__}): update the {older}" in problem
+            await until(lambda: heard)
             assert heard[0] == RelayMismatch(RELAY_SPEAKS, __version__)
             await node.close()
 
