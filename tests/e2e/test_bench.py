@@ -194,6 +194,7 @@ def test_every_operation_works_on_every_opponent_in_other_dtypes(bench: Bench) -
 def test_a_killed_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Bench) -> None:
     process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo")
     bench.wait_for_line("all_reduce 4 B")
+    wait_until(lambda: 1 in bench.ranks("gloo"))  # a process that was just forked has another command line
     os.kill(bench.ranks("gloo")[1], signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
