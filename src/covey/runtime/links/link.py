@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from covey.net.keys.tls import Channel, Credentials
 
+GAP_SECONDS: Final = 1.5
+"""Peers are pinged after half a second: a link on which nothing arrives for so long has lost its path, or its peer."""
 ROOM_BYTES: Final = 1 << 16
 """A link has room for more while it holds less than this, so that a message does not wait long for those before it."""
 BACKLOG_LIMIT: Final = 1 << 20
@@ -53,6 +55,8 @@ class Link(asyncio.Protocol):
         self.ended = asyncio.Event()
         self.heard_at = time.monotonic()
         """When something arrived last."""
+        self.steady_since = self.heard_at
+        """Since when there was no gap of GAP_SECONDS."""
         self._sock, self._channel = sock, channel
         self._framer = Framer(CONTROL_LIMIT)
         self._frames: collections.deque[bytes] = collections.deque()
@@ -133,7 +137,10 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if isinstance(self._error, CoveyError):
             return  # after a protocol error nothing more is read
-        self.heard_at = time.monotonic()
+        now = time.monotonic()
+        if now > self.heard_at + GAP_SECONDS:
+            self.steady_since = now
+        self.heard_at = now
         try:
             if self._channel is not None:
                 data = self._channel.decrypt(data)

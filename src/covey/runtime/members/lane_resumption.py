@@ -24,8 +24,10 @@ import asyncio
 import contextlib
 import logging
 import random
+import struct
 import time
 from dataclasses import dataclass, field
+from socket import SO_LINGER, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
@@ -54,6 +56,8 @@ RESUMPTION_ASK_EVERY: Final = 0.5
 """How often the end that does not dial asks for a connection."""
 HEARD_SECONDS: Final = 1.0
 """A link is heard if something came so recently: twice the time after which a quiet peer is pinged."""
+STEADY_SECONDS: Final = 3.0
+"""A link that was heard for so long without a gap had a path while nothing got through on a lane."""
 PUSH_SECONDS: Final = 0.01
 """How often a stream that was resumed is given more of what is to be sent again."""
 RESUME: Final = 0x80
@@ -156,10 +160,11 @@ class LaneResumption:
     def _leave_path(self, seat: Seat) -> None:
         """Avoid the path of lanes on which nothing gets through though the link is heard: it swallows long packets.
 
-        If the link is silent, too, its path may be dead, and then the first address that answers is good.
+        If the link is silent, too, or was a moment ago, its path may be dead, or was: the first address that answers is
+        good.
         """
-        link = self._node.peers[seat].link
-        if link is not None and time.monotonic() < link.heard_at + HEARD_SECONDS:
+        link, now = self._node.peers[seat].link, time.monotonic()
+        if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_SECONDS:
             self._node.paths.stuck(seat)
 
     def _tell(self, watched: _LastingLane, stream: int, what: str, position: int) -> None:
@@ -204,6 +209,7 @@ class LaneResumption:
                             return
                         await self._resume(watched, stream, sock)
                     except BaseException:
+                        _reset_at_close(sock)
                         sock.close()
                         raise
                 return
@@ -270,9 +276,13 @@ class LaneResumption:
         state.number, state.dead_since = number, state.dead_since or time.monotonic()
         watched.lane.freeze(stream)
         mine = watched.lane.leave(stream)
-        await self._say_position(watched, b"accept", stream, number, sock, mine)
-        theirs = await self._position(watched, b"go", stream, number, sock)
-        self._attach(watched, stream, number, sock, theirs)
+        try:
+            await self._say_position(watched, b"accept", stream, number, sock, mine)
+            theirs = await self._position(watched, b"go", stream, number, sock)
+            self._attach(watched, stream, number, sock, theirs)
+        except BaseException:
+            _reset_at_close(sock)
+            raise
 
     # Both
 
@@ -336,3 +346,12 @@ def _spell(sock: socket.socket) -> str:
         relay = relay_of(sock)
         return f"relay {relay}" if relay else f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"
     return ""
+
+
+def _reset_at_close(sock: socket.socket) -> None:
+    """Let the end of a connection that came to nothing be a reset: the other end may use it already.
+
+    A connection that ends in order ends its lane there.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
