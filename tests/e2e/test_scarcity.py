@@ -128,10 +128,10 @@ def test_a_rank_whose_descriptors_are_used_up_before_its_first_operation_says_so
     kind, text = ended.pop(short)
     assert kind == "ConnectError"
     assert "ulimit -n" in text
-    for kind, text in ended:  # rank 0 accepts, the others dial
-        if on_loss == "continue":
-            assert (kind, text) == ("done", 2.0)
-        else:
+    if on_loss == "continue":  # what it had sent before it failed may have been enough: then both others count it
+        assert ended in ([["done", 2.0]] * 2, [["done", 3.0]] * 2)
+    else:
+        for kind, text in ended:  # rank 0 accepts, the others dial
             assert kind == "PeerLostError"
             assert text.startswith(f"rank {short} gave up")
             assert "ulimit -n" in text
