@@ -15,9 +15,9 @@ from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
 from covey.coordinator import limits
-from covey.net import audit as audit_log
-from covey.net import descriptors
+from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
+from covey.net.host import descriptors
 from covey.net.keys import clusters
 from covey.proto import relaying
 from covey.proto import store as store_rules

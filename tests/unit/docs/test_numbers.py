@@ -32,8 +32,8 @@ from covey.lab.bench import ddp, sweep
 from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
 from covey.lab.call_stress import CallStress
 from covey.lab.chaos import faults
-from covey.net import run_folder, saved_figures, tcp
 from covey.net.discovery import responder
+from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
 from covey.net.lanes import striped
 from covey.net.quic import line
@@ -450,7 +450,7 @@ HELD = {
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
         f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
-        f"once the folder is a {every(run_folder.AGE_SECONDS)} old",
+        f"once the folder is a {every(runs.AGE_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
         f"default {environment.JOIN_SECONDS / 60:g} minutes)",
         f"Rank 0 listens at `MASTER_PORT + {environment.PORT_OFFSET}`",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.base.pace import Bucket
 from covey.base.version import __version__
-from covey.net.descriptors import raise_limit
+from covey.net.host.descriptors import raise_limit
 from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip

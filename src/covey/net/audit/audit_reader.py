@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.base.text import printable
-from covey.net.audit import (
+from covey.net.audit.audit_log import (
     KEPT,
     LINE_LIMIT,
     START,
@@ -22,13 +22,13 @@ from covey.net.audit import (
     read_head,
     read_log,
 )
-from covey.net.locks import only_one
+from covey.net.host.locks import only_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from covey.net.audit import Head
+    from covey.net.audit.audit_log import Head
 
 PROBLEMS_LIMIT: Final = 20
 

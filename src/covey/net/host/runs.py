@@ -1,4 +1,8 @@
-"""The private folder of a run on this host. Its keeper holds a lock in it as long as it lives.
+"""Runs of `covey run -n` on this host: the private folder of each, and how commands of the same user find it by name.
+
+The keeper of a run holds a lock in its folder as long as it lives, and describes the run in two files there: `about`
+has its process id, its number of ranks and its name; `token` has what proves membership. No other user may enter the
+folder. A description counts as long as the keeper holds its lock.
 
 A killed keeper cannot remove its folder, so the next one that makes a folder beside it does. Only folders that are
 certainly abandoned are removed: made by this user, on this machine since its last boot, some time ago, with a lock that
@@ -16,12 +20,13 @@ import socket
 import stat
 import tempfile
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
-from covey.net.locks import LockHolder
-from covey.net.temporary import ADVICE, host_folder, temporary_folder
+from covey.base.text import printable
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import ADVICE, host_folder, temporary_folder
+from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +42,10 @@ AGE_SECONDS: Final = 60.0
 LOOKED_AT: Final = 4096
 """The most names that are read in one folder."""
 _TRIES: Final = 100
+ABOUT: Final = "about"
+TOKEN_LIMIT: Final = 64
+ABOUT_LIMIT: Final = 1000
+MOST_RANKS: Final = 1 << 16
 
 
 class RunFolder(LockHolder):
@@ -196,3 +205,73 @@ def _is_guarded(base: str) -> bool:
     info = os.stat(base)
     others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
+
+
+class LocalRunFound(NamedTuple):
+    """A run that goes on here."""
+
+    name: str
+    pid: int
+    """Of its keeper."""
+    size: int
+    folder: str
+
+    def token(self) -> bytes:
+        """Return what proves membership; ConfigError if the run is over."""
+        try:
+            return _read(os.path.join(self.folder, TOKEN), TOKEN_LIMIT)
+        except OSError as error:
+            raise ConfigError(f"the run {self.name!r} of process {self.pid} is over") from error
+
+
+def describe(folder: str, name: str, size: int, token: bytes) -> None:
+    """Describe the run of this process in its folder; OSError if that cannot be written."""
+    for file, text in ((TOKEN, token), (ABOUT, f"{os.getpid()} {size} {printable(name, 100)}".encode())):
+        descriptor = os.open(os.path.join(folder, file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, text)
+        finally:
+            os.close(descriptor)
+
+
+def local_runs() -> list[LocalRunFound]:
+    """Return the runs of this user that go on here, by name and process."""
+    found = []
+    for base in dict.fromkeys(map(os.path.realpath, base_folders())):
+        with contextlib.suppress(OSError), os.scandir(base) as entries:
+            names = [entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(PREFIX)]
+            for name in names:
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(_read_about(os.path.join(base, name)))
+    return sorted(found)
+
+
+def find_local_run(name: str) -> LocalRunFound | None:
+    """Return the run of this name, or of the keeper with this process id; None if there is none.
+
+    Raises:
+        ConfigError: several runs have this name.
+    """
+    found = [run for run in local_runs() if name in (run.name, str(run.pid))]
+    if len(found) > 1:
+        pids = " and ".join(str(run.pid) for run in found)
+        raise ConfigError(f"{len(found)} runs {name!r} go on here; name one by its process: {pids}")
+    return found[0] if found else None
+
+
+def _read_about(folder: str) -> LocalRunFound:
+    """Read the description of a run; OSError or ValueError if the folder has none, or the run is over."""
+    if not is_of_this_user(os.lstat(folder)) or not has_keeper(folder):
+        raise ValueError("not a run of this user that goes on")
+    pid, size, name = _read(os.path.join(folder, ABOUT), ABOUT_LIMIT).decode().split(" ", 2)
+    if not 0 < int(size) < MOST_RANKS:
+        raise ValueError(f"{size} ranks")
+    return LocalRunFound(name, int(pid), int(size), folder)
+
+
+def _read(path: str, limit: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, limit)
+    finally:
+        os.close(descriptor)

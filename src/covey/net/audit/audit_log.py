@@ -25,9 +25,9 @@ import msgspec
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.base.text import printable
-from covey.net.descriptors import explain
-from covey.net.home import check_private, existing, home, private_folder
-from covey.net.locks import only_one
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import check_private, existing, home, private_folder
+from covey.net.host.locks import only_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,9 @@
-"""Judges datagrams that belong to no connection, and keeps nothing of those it refuses. Without I/O."""
+"""Datagrams that belong to no known connection: those that begin one, and those of an end whose address has changed.
+
+`FirstDatagrams` judges those that begin a connection, and keeps nothing of those that it refuses. QUIC itself follows
+only a dialler that moves; the other functions find the end that accepted a connection when its machine has another
+address. Without I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,15 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire import quic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from covey.net.quic.carrier import Address
+    from covey.net.quic.line import Line
 
 PROOFS_REMEMBERED: Final = 4096
 """Connection ids that began a connection: each may begin one."""
+PROBE_AGAIN_SECONDS: Final = 0.5
+"""The shortest time between two questions of a line."""
 
 
 class Entering(NamedTuple):
@@ -72,3 +80,27 @@ class FirstDatagrams:
             original_destination_cid=first.destination,
             retry_token=token,
         )
+
+
+def question(line: Line, source: Address, now: float) -> bytes:
+    """Return what to ask at an address from which a datagram of a line came; b"" if one was asked lately."""
+    if line.probing is not None and now < line.probing[2] + PROBE_AGAIN_SECONDS:
+        return b""
+    nonce = secrets.token_bytes(quic.PATH_NONCE_BYTES)
+    line.probing = nonce, source, now
+    return quic.path_probe(line.credentials.door_key, nonce)
+
+
+def answered(lines: Iterable[Line], data: bytes, source: Address) -> Line | None:
+    """Return the line whose question a datagram answers, which goes on at this address; None if it answers none."""
+    for line in lines:
+        nonce, address, _ = line.probing or (b"", None, 0.0)
+        if address == source and data == quic.path_answer(line.credentials.door_key, nonce):
+            line.remote, line.probing = source, None
+            return line
+    return None
+
+
+def answer_to(data: bytes, door_keys: Iterable[bytes]) -> bytes:
+    """Return the answer to a question of another process; b"" if it does not have one of the keys."""
+    return next((found for key in door_keys if (found := quic.answer_path_probe(key, data))), b"")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from covey.base.errors import ConnectError, RemoteProtocolError
-from covey.net.descriptors import explain
-from covey.net.upnp import UpnpPort
+from covey.net.host.descriptors import explain
+from covey.net.router.upnp import UpnpPort
 from covey.wire.port_mapping import (
     GATEWAY_PORT,
     MOST_BYTES,

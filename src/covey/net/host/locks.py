@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, DeadlineError
-from covey.net.descriptors import explain, explained, is_exhausted
+from covey.net.host.descriptors import explain, explained, is_exhausted
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
@@ -42,8 +42,8 @@ SPARE = """
 import errno, os, resource, sys
 from pathlib import Path
 from covey.base.errors import ConfigError
-from covey.net import descriptors
-from covey.net import home
+from covey.net.host import descriptors
+from covey.net.host import folders
 from covey.wire.membership import Record
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -58,7 +58,7 @@ except OSError as error:
     assert error.errno == errno.EMFILE
 try:
     for number in range(3):
-        home.write_private(path, b"promise %d" % number)
+        folders.write_private(path, b"promise %d" % number)
 except ConfigError as error:
     print(error)
     sys.exit(3)

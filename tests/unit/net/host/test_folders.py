@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net import temporary
-from covey.net.temporary import host_folder, temporary_folder, writing_to
+from covey.net.host import folders
+from covey.net.host.folders import host_folder, temporary_folder, writing_to
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def test_a_session_with_and_one_without_the_runtime_folder_meet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A login session has XDG_RUNTIME_DIR; a process of cron, `su` or `docker exec` has not."""
-    monkeypatch.setattr(temporary, "HOST_FOLDERS", (f"{tmp_path}/missing", f"{tmp_path}", "/tmp"))
+    monkeypatch.setattr(folders, "HOST_FOLDERS", (f"{tmp_path}/missing", f"{tmp_path}", "/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert host_folder() == str(tmp_path)
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -76,7 +76,7 @@ def test_a_session_with_and_one_without_the_runtime_folder_meet(
 
 
 def test_where_no_fixed_place_can_be_written_tmpdir_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(temporary, "HOST_FOLDERS", (f"{tmp_path}/missing",))
+    monkeypatch.setattr(folders, "HOST_FOLDERS", (f"{tmp_path}/missing",))
     monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/gone")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert host_folder() == str(tmp_path)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import from_file
 from covey.base.errors import ConfigError
 from covey.base.settings import FILE
-from covey.net.descriptors import explain
-from covey.net.home import home_path
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import home_path
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

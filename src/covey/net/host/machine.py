@@ -1,4 +1,7 @@
-"""What this machine has: cores, memory, accelerators, platform. Read from the system, without loading any library."""
+"""What this machine has: cores, memory, accelerators, platform, and which executor a process uses on it.
+
+All of it is read from the system, without loading a library that is not needed anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from covey.base.native import native
 from covey.base.text import printable
-from covey.net.cores import usable_cores
 from covey.wire.messages import Hardware
 
 MOST_ACCELERATORS: Final = 16
 NAME_CHARACTERS: Final = 60
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AMD: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def usable_cores() -> int:
+    """Return how many cores the threads of this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
@@ -66,3 +74,27 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+@cache
+def native_crypto() -> str:
+    """Find libcrypto for sealed lanes, and return "", or return why they are sealed by Python."""
+    module = native().module
+    if module is None:
+        return native().why_not
+    try:
+        import _ssl
+
+        module.load_crypto(getattr(_ssl, "__file__", "") or "")
+    except (ImportError, OSError) as error:
+        return f"libcrypto was not found ({error})"
+    return ""
+
+
+def describe_executor() -> str:
+    """Return which executor this process uses, as people read it."""
+    why_not = native().why_not
+    if why_not:
+        return f"Python, because {why_not}"
+    why_not = native_crypto()
+    return "compiled" + (f"; Python between hosts, because {why_not}" if why_not else "")

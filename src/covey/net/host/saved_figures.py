@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, newer_file
-from covey.net import home
-from covey.net.locks import only_one
+from covey.net.host import folders
+from covey.net.host.locks import only_one
 from covey.wire.saved_figures import MAX_FIGURES, SavedFigures, decode_saved_figures, encode_saved_figures
 
 if TYPE_CHECKING:
@@ -36,17 +36,17 @@ _said: set[str] = set()
 def read_figures(machine: bytes) -> tuple[SavedFigure, ...]:
     """Return what this machine keeps; `machine` is its key."""
     try:
-        saved = decode_saved_figures(home.read_private(home.existing() / FILE))
+        saved = decode_saved_figures(folders.read_private(folders.existing() / FILE))
     except FileNotFoundError:
         return ()
     except NewerFormatError as error:
-        _say(f"what was measured of links earlier is not used: {newer_file(home.existing() / FILE, error)}")
+        _say(f"what was measured of links earlier is not used: {newer_file(folders.existing() / FILE, error)}")
         return ()
     except (ConfigError, ValueError) as error:
         _say(f"what was measured of links earlier is not used: {error}")
         return ()
     if saved.machine != machine:
-        _say(f"what {home.existing() / FILE} says of links is not used: another machine has written it")
+        _say(f"what {folders.existing() / FILE} says of links is not used: another machine has written it")
         return ()
     return saved.figures
 
@@ -57,12 +57,12 @@ def keep_figures(machine: bytes, figures: Sequence[SavedFigure]) -> None:
     Blocks while the file is written, and up to 10 s if other processes write it.
     """
     try:
-        folder = home.home()
+        folder = folders.home()
         with only_one(folder / f".{FILE}.lock"):
             _refuse_newer(folder / FILE)
             latest = {_link(each): each for each in sorted((*read_figures(machine), *figures), key=_time)}
             saved = sorted(latest.values(), key=_time)[-MAX_FIGURES:]
-            home.write_private(folder / FILE, encode_saved_figures(SavedFigures(machine, tuple(saved))))
+            folders.write_private(folder / FILE, encode_saved_figures(SavedFigures(machine, tuple(saved))))
     except (ConfigError, OSError) as error:
         _say(f"what was measured of links is not kept for the next run: {error}")
 
@@ -70,7 +70,7 @@ def keep_figures(machine: bytes, figures: Sequence[SavedFigure]) -> None:
 def _refuse_newer(path: Path) -> None:
     """Raise ConfigError if a later release has written the file, which is then not changed."""
     try:
-        decode_saved_figures(home.read_private(path))
+        decode_saved_figures(folders.read_private(path))
     except NewerFormatError as error:
         raise newer_file(path, error) from None
     except (FileNotFoundError, ValueError):
