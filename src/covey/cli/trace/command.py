@@ -21,7 +21,7 @@ from covey.net.host.runs import LocalRunFound
 from covey.runtime.keeper.flights import OPERATIONS_SECONDS, collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
-from covey.wire.flight import Flight, decode_flight
+from covey.wire.reports import Flight, decode_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.recorder import clock_ns
-from covey.wire import flight as wire
+from covey.wire import reports as wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

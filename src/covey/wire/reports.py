@@ -1,8 +1,4 @@
-"""What a process tells about itself: the last operations of its groups, samples of its metrics, and its checks.
-
-All travel in `messages.Inspected`. The operations are also what a process writes to a file when a group fails;
-`covey trace` reads these.
-"""
+"""What a process tells those that ask: operations, metrics, checks, events of the run, and measured links."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from covey.wire.decoding import read_from_peer
-from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Story, Text, Worded
+from covey.wire.messages import MAX_MEMBERS, RANKS_LIMIT, Bytes, Name, Seconds, Story, Text, Worded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +20,20 @@ SAMPLES_LIMIT: Final = 10_000
 LABELS_LIMIT: Final = 8
 CHECKS_LIMIT: Final = 64
 """Checks of one process."""
-
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+encode = msgspec.msgpack.Encoder().encode
+EVENTS_LIMIT: Final = 100
+"""Events in one message: the latest ones."""
+BYTES_LIMIT: Final = 1 << 16
+"""What a sender tells at most. Every member tells a newcomer, so that a long history would cost much."""
+PHASES_LIMIT: Final = 16
+Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_encode = msgspec.msgpack.Encoder().encode
+Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Bytes per second; 0 if it is not limited, or not known."""
+NETWORK_LIMIT: Final = 256
+"""Members of a network that is told: it has two figures for each pair of them, and fits into one control frame."""
+Number = Annotated[int, msgspec.Meta(ge=0, lt=NETWORK_LIMIT)]
 
 
 class FlownOperation(msgspec.Struct, frozen=True, array_like=True):
@@ -118,9 +126,12 @@ class CheckResults(msgspec.Struct, frozen=True, array_like=True):
 
 
 _flights: msgspec.msgpack.Decoder[Flight] = msgspec.msgpack.Decoder(Flight)
+
+
 _samples: msgspec.msgpack.Decoder[Samples] = msgspec.msgpack.Decoder(Samples)
+
+
 _checks: msgspec.msgpack.Decoder[CheckResults] = msgspec.msgpack.Decoder(CheckResults)
-encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_flight(data: bytes) -> Flight:
@@ -136,3 +147,96 @@ def decode_samples(data: bytes) -> Samples:
 def decode_checks(data: bytes) -> CheckResults:
     """Decode the results of checks; raise RemoteProtocolError for anything else."""
     return read_from_peer(_checks, data, "the results of checks")
+
+
+class PastEvent(Worded, frozen=True, array_like=True):
+    """An event; the fields are those of `covey.Event`."""
+
+    kind: Name
+    time: Seconds
+    generation: Ordinal
+    view: Ordinal
+    ranks: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=RANKS_LIMIT)], ...], msgspec.Meta(max_length=MAX_MEMBERS)
+    ]
+    names: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    phases: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=PHASES_LIMIT)]
+    text: Text
+
+
+class PastEvents(msgspec.Struct, frozen=True, array_like=True):
+    """Events of a run, oldest first."""
+
+    events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=EVENTS_LIMIT)]
+
+
+_past: msgspec.msgpack.Decoder[PastEvents] = msgspec.msgpack.Decoder(PastEvents)
+
+
+def encode_past(events: list[PastEvent]) -> bytes:
+    """Encode the latest of these events, as many as the limits allow."""
+    kept: list[PastEvent] = []
+    size = 0
+    for event in reversed(events[-EVENTS_LIMIT:]):
+        size += len(_encode(event))
+        if size > BYTES_LIMIT:
+            break
+        kept.append(event)
+    return _encode(PastEvents(tuple(reversed(kept))))
+
+
+def decode_past(data: bytes) -> PastEvents:
+    """Decode events of a run; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_past, data, "events of a run")
+
+
+class NetworkMember(Worded, frozen=True, array_like=True):
+    """A member, and the links from it."""
+
+    id: Bytes
+    """Its public key; empty in a run that uses a launcher's token."""
+    name: Text
+    host_name: Text
+    host: Number
+    """Equal for members on one machine."""
+    site: Number
+    up: Speed
+    """What its machine can send to others in all."""
+    down: Speed
+    rates: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
+    """What it sends to each member."""
+    round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
+    ages: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=NETWORK_LIMIT)] = ()
+    """How much older than the network, or younger, the figures of the link to each member are; empty if none is."""
+
+
+class MeasuredNetwork(Worded, frozen=True, array_like=True):
+    """The figures that the members of one group have agreed on."""
+
+    members: Annotated[tuple[NetworkMember, ...], msgspec.Meta(max_length=NETWORK_LIMIT)]
+    trunks: Annotated[
+        tuple[Annotated[tuple[Speed, ...], msgspec.Meta(max_length=NETWORK_LIMIT)], ...],
+        msgspec.Meta(max_length=NETWORK_LIMIT),
+    ]
+    """What all members of a site together send to another one."""
+    age: Seconds
+    """Seconds since they were measured."""
+    sender: Text
+    """The name of the sender."""
+    medium: Name
+    """How the sender's machine is connected: `wired`, `wireless`, `virtual` or `unknown`."""
+    plan: Text
+    """The plan that was chosen last, and why; empty if none was."""
+
+
+_network: msgspec.msgpack.Decoder[MeasuredNetwork] = msgspec.msgpack.Decoder(MeasuredNetwork)
+
+
+def encode_network(network: MeasuredNetwork, age: float, medium: str) -> bytes:
+    """Encode what was measured so many seconds ago, for a sender whose machine is connected like this."""
+    return _encode(msgspec.structs.replace(network, age=age, medium=medium))
+
+
+def decode_network(data: bytes) -> MeasuredNetwork:
+    """Decode what was measured of a network; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_network, data, "a measured network")

@@ -9,8 +9,8 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
-from covey.proto import relaying
-from covey.proto.relaying import CloseConnection, JoinConnections, RelayTable, SendTo
+from covey.proto import relay_table
+from covey.proto.relay_table import CloseConnection, JoinConnections, RelayTable, SendTo
 from covey.wire.relay import (
     TOKENS_LIMIT,
     CallJoined,
@@ -56,7 +56,7 @@ def test_a_call_for_a_token_that_its_cluster_has_not_registered_is_refused(clust
     table.registered(1, HOME if cluster == LAB else LAB, ONE, is_listed=True, now=0.0)
     table.effects()
     table.called(2, cluster, ONE, 1.0)
-    assert table.effects() == [SendTo(2, RelayRefusal(relaying.UNKNOWN)), CloseConnection(2)]
+    assert table.effects() == [SendTo(2, RelayRefusal(relay_table.UNKNOWN)), CloseConnection(2)]
 
 
 def test_a_call_is_taken_once_and_only_with_its_id() -> None:
@@ -65,7 +65,7 @@ def test_a_call_is_taken_once_and_only_with_its_id() -> None:
     table.effects()
     table.called(2, LAB, ONE, 1.0)
     _, call = call_in(table)
-    refused = [SendTo(3, RelayRefusal(relaying.OVER)), CloseConnection(3)]
+    refused = [SendTo(3, RelayRefusal(relay_table.OVER)), CloseConnection(3)]
     table.taken(3, bytes(16))
     assert table.effects() == refused
     table.taken(4, call)
@@ -80,9 +80,9 @@ def test_a_call_that_is_not_taken_in_time_is_refused() -> None:
     table.called(2, LAB, ONE, 1.0)
     table.called(3, LAB, ONE, 2.0)
     table.effects()
-    assert table.next_deadline() == 1.0 + relaying.CALL_SECONDS
-    table.tick(1.0 + relaying.CALL_SECONDS)
-    assert table.effects() == [SendTo(2, RelayRefusal(relaying.UNANSWERED)), CloseConnection(2)]
+    assert table.next_deadline() == 1.0 + relay_table.CALL_SECONDS
+    table.tick(1.0 + relay_table.CALL_SECONDS)
+    assert table.effects() == [SendTo(2, RelayRefusal(relay_table.UNANSWERED)), CloseConnection(2)]
     assert table.waiting == 1
 
 
@@ -90,11 +90,11 @@ def test_calls_that_wait_for_one_node_are_bounded_and_do_not_affect_another() ->
     table = new_table()
     table.registered(1, LAB, ONE, is_listed=True, now=0.0)
     table.registered(2, LAB, OTHER, is_listed=True, now=0.0)
-    for caller in range(3, 3 + relaying.CALLS_AT_ONCE):
+    for caller in range(3, 3 + relay_table.CALLS_AT_ONCE):
         table.called(caller, LAB, ONE, 1.0)
     table.effects()
     table.called(1000, LAB, ONE, 1.0)
-    assert table.effects() == [SendTo(1000, RelayRefusal(relaying.BUSY)), CloseConnection(1000)]
+    assert table.effects() == [SendTo(1000, RelayRefusal(relay_table.BUSY)), CloseConnection(1000)]
     table.called(1001, LAB, OTHER, 1.0)
     assert call_in(table)[0] == 2
     table.closed(3)
@@ -143,12 +143,12 @@ def test_news_of_tokens_are_bounded_and_a_new_node_hears_of_all() -> None:
     table = new_table()
     table.registered(1, LAB, ONE, is_listed=True, now=0.0)
     table.effects()
-    many, told = int(relaying.NEWS_BURST) + 20, 0
+    many, told = int(relay_table.NEWS_BURST) + 20, 0
     for number in range(many):
         table.registered(2, LAB, number.to_bytes(16, "big"), is_listed=True, now=1.0)
         told += sum(effect == SendTo(1, ListedTokens((number.to_bytes(16, "big"),))) for effect in table.effects())
         table.closed(2)
-    assert told == relaying.NEWS_BURST
+    assert told == relay_table.NEWS_BURST
     table.registered(3, HOME, OTHER, is_listed=True, now=1.0)
     table.registered(4, HOME, ONE, is_listed=True, now=1.0)
     assert table.effects()[-1] == SendTo(3, ListedTokens((ONE,)))

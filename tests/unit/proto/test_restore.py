@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.proto.transferring import WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
+from covey.proto.restore import WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
 from covey.wire.manifest import CHUNK_BYTES, Entry, Manifest, Tagger
 
 TAGGER = Tagger([b"a", b"b"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from covey.proto.keeping import Outcome, lost_ranks, without_members
+from covey.proto.keeper import Outcome, lost_ranks, without_members
 
 SIZES = range(5)
 
