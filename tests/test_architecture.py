@@ -79,7 +79,15 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "relaying",
         },
     },
-    "net": {"lanes": set(), "discovery": set(), "keys": set(), "quic": set()},
+    "net": {
+        "host": set(),
+        "audit": {"host"},
+        "keys": {"host"},
+        "lanes": {"host"},
+        "discovery": {"host"},
+        "router": {"host"},
+        "quic": {"host", "keys"},
+    },
     "torch": {"backend": set(), "training": {"backend"}},
     "lab": {"fuzz": set(), "chaos": set(), "bench": {"chaos"}, "demo": set()},
 }

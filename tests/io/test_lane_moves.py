@@ -14,7 +14,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import PeerLostError
 from covey.base.numbers import Seat
-from covey.net import descriptors
+from covey.net.host import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
 from covey.runtime.lanes.tuning import stream_choice, stream_trials

@@ -10,7 +10,7 @@ import pytest
 from tests.support.nodes import PORT, Cluster, check_members, check_run, seconds_to_first_result
 
 from covey.base.native import native
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.runtime.lanes.kinds import STREAMS_FAR, streams_for
 from covey.testing.netns import Lan
 

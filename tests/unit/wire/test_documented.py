@@ -16,7 +16,7 @@ from tests.support.in_turn import in_turn
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, message, message_link, relaying, views
+from covey.proto import health, message, message_link, relay_table, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
@@ -270,11 +270,11 @@ NUMBERS = (
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
-    f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
-    f"{relaying.REGISTRATION_SILENCE:.0f} s without a word end",
+    f"every {relay_table.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
+    f"{relay_table.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
     f"the label `{relay._LABEL.decode()}`",
-    f"A call that is not taken within {relaying.CALL_SECONDS:.0f} s",
+    f"A call that is not taken within {relay_table.CALL_SECONDS:.0f} s",
 )
 
 

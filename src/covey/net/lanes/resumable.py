@@ -32,7 +32,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.sealed_pipe import SealedPipe

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.lanes.tuning.urgency import Urgency

@@ -15,8 +15,8 @@ from covey.base.arithmetic import reduction
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
 from covey.base.pace import Growing
-from covey.net import tcp
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host import tcp
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
 from covey.plan import barrier, choose

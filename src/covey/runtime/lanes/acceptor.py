@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
-from covey.net import descriptors
-from covey.net.lanes import memory, shm
+from covey.net.host import descriptors
+from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
 from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
@@ -186,7 +186,7 @@ class LaneAcceptor:
                 raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
             segment = shm.attach(received[0], nbytes)
         else:
-            segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
+            segment = shm.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
                 raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])

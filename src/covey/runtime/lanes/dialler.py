@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain
-from covey.net.lanes import memory, shm
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain
+from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
 from covey.runtime.lanes.kinds import (
@@ -179,7 +179,7 @@ class LaneDialler:
                 if kind == "shm":
                     descriptor, segment = shm.create(memory_bytes(capacity))
                 else:
-                    name, segment = memory.offer(memory_bytes(capacity))
+                    name, segment = shm.offer(memory_bytes(capacity))
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # a unix socket would need one, too
                     raise ScarceError(explain(error)) from error
@@ -214,7 +214,7 @@ class LaneDialler:
                 sock.close()
             raise
         finally:
-            memory.take(name)  # if the peer has not taken it
+            shm.take(name)  # if the peer has not taken it
             if descriptor >= 0:
                 os.close(descriptor)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.net.lanes import shm
 from covey.runtime.links.sockets import RelayedSocket
 

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.lanes.acceptor import LaneAcceptor

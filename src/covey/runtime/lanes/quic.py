@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
 from covey.runtime.links.link import plain_ip
 from covey.runtime.links.sockets import QuicWay, RelayedWay

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.leaving import Closeable
     from covey.wire.membership import Bound, Record
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 logger = logging.getLogger("covey")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Rank
-from covey.net.descriptors import ScarceError
+from covey.net.host.descriptors import ScarceError
 from covey.runtime import loop as control
 
 if TYPE_CHECKING:

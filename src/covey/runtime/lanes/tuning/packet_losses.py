@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.net.lanes.stream import is_resumable
 from covey.runtime.lanes.table import TOLD_KINDS
 from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality

@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.lanes.tuning.rate_shares import Demand, RateBudget, divide
 from covey.runtime.lanes.tuning.sending_limit import own_limit
 from covey.runtime.lanes.tuning.urgency import Urgency

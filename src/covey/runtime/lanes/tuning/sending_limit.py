@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.lanes.tuning.rate_shares import Demand, RateBudget, divide
 from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.tasks import Recurring

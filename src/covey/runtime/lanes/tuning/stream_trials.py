@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.settings import STREAMS_LIMIT
-from covey.net import descriptors, tcp
+from covey.net.host import descriptors, tcp
 from covey.runtime.lanes.kinds import stream_count
 from covey.runtime.lanes.tuning.stream_choice import SpeedWindow, StreamChoice
 from covey.runtime.lanes.tuning.stripes import is_striped

@@ -18,7 +18,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
 from covey.runtime.links.sockets import RelayedWay
 
