@@ -54,13 +54,10 @@ from covey.runtime.joining import generations
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
 from covey.runtime.links import sockets
 from covey.runtime.members import (
-    group_limits,
     lane_kinds,
     leaving,
-    losses,
     packet_losses,
     path_monitor,
-    process_table,
     receiving_limit,
     sending_limit,
     stream_choice,
@@ -68,11 +65,12 @@ from covey.runtime.members import (
     stripes,
     trials,
 )  # fmt: skip
-from covey.runtime.members.remote_process import PeerState
-from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
+from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
+from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
     checkpoint,
     door,
