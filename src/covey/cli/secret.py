@@ -23,13 +23,13 @@ from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import GRACE, MAX_GRACE
 from covey.net.keys.identity import resolve_id, short_id
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 from covey.wire.secret import MAX_RELAYS, encode_join_code
 
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 KEEP_SECONDS: Final = 15.0
 """How long a node may take to store the secret: it may wait for a file lock."""

@@ -64,12 +64,13 @@ from covey.runtime.lanes.tuning import (
     trials,
 )
 from covey.runtime.links import sockets
-from covey.runtime.members import group_limits, leaving, losses, process_table
-from covey.runtime.members.remote_process import PeerState
-from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
+from covey.runtime.members import leaving
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
+from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
+from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
     checkpoint,  # fmt: skip
     door,  # fmt: skip
