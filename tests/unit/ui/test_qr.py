@@ -9,7 +9,7 @@ import pytest
 from covey.base.errors import ConfigError
 from covey.ui.qr import correction_codewords, qr_rows
 
-HELLO_WORLD = """
+HELLO_WORLD = """\
 111111100010101111111
 100000101110001000001
 101110100010101011101
@@ -31,11 +31,11 @@ HELLO_WORLD = """
 101110101111011101001
 100000100001110001011
 111111101101011100001
-""".split()
+"""
 
 
 def test_codes_are_those_of_another_encoder() -> None:
-    assert qr_rows("HELLO WORLD") == HELLO_WORLD
+    assert qr_rows("HELLO WORLD") == HELLO_WORLD.splitlines()
     for length, version, digest in KNOWN:
         rows = qr_rows(("COVEY1-7K2MQ-X9F3A-0B1C2-D3E4F-" * 40)[:length])
         assert len(rows) == 17 + 4 * version
@@ -69,4 +69,4 @@ KNOWN = [
     (790, 18, "3edd7dec1715dddc4fe3e52935ec72b09dcab4e1e64dc54c291df91b9761dd50"),
     (970, 20, "e6c280b2c029b37db2b98682fe5a313091af7b14fe17c1a29cc85fcc2c94bdac"),
 ]
-"""Length of the text, version, and SHA-256 of the rows, made with the mask that is best by the rules of the standard."""
+"""Length of the text, version, and SHA-256 of the rows, with the mask that suits it best."""
