@@ -47,7 +47,7 @@ def _create(options: Any, _pg_options: Any) -> Any:
 
     made = create(options)
     if made.compresses:
-        from covey.torch.training.ddp import compress_gradients
+        from covey.torch.training.hooks import compress_gradients
 
         compress_gradients()
     return made
