@@ -296,4 +296,4 @@ def play_of(seed: int) -> RestingPlay:
 
 
 if __name__ == "__main__":
-    main(play_of, "resting_churn")
+    main(play_of, "resting")
