@@ -53,22 +53,19 @@ from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
-from covey.runtime.links import sockets
-from covey.runtime.members import (
-    group_limits,
-    lane_kinds,
-    leaving,
-    losses,
+from covey.runtime.lanes import kinds as lane_kinds
+from covey.runtime.lanes.tuning import (
     packet_losses,
     path_monitor,
-    process_table,
     receiving_limit,
     sending_limit,
     stream_choice,
     stream_trials,
     stripes,
     trials,
-)  # fmt: skip
+)
+from covey.runtime.links import sockets
+from covey.runtime.members import group_limits, leaving, losses, process_table
 from covey.runtime.members.remote_process import PeerState
 from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving

@@ -23,8 +23,8 @@ from covey.proto.calling import outgoing
 from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import attempt as attempt
+from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import link
-from covey.runtime.members import lane_dialler
 from covey.wire import (
     beacon,
     calls,

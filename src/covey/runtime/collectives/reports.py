@@ -12,7 +12,7 @@ from covey.base.numbers import Rank
 from covey.net.host import tcp
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError

@@ -1,4 +1,4 @@
-"""The members of a run: this process (`Node`), its peers, generations, views, health, and lanes.
+"""The members of a run: this process (`Node`), its peers, generations, views and health.
 
-Imports `links`. Used by all rooms above. State changes on the control loop only.
+Imports `links` and `lanes`. Used by all rooms above. State changes on the control loop only.
 """

@@ -26,23 +26,23 @@ from covey.runtime.clocks import ClockOffsets
 from covey.runtime.counters import process
 from covey.runtime.events import Events
 from covey.runtime.fault import Fault
+from covey.runtime.lanes.lanes import Lanes
+from covey.runtime.lanes.table import lane_key
+from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+from covey.runtime.lanes.tuning.stream_trials import StreamTrials
+from covey.runtime.lanes.tuning.stripes import Stripes
 from covey.runtime.members.audit import SILENT, Auditor
 from covey.runtime.members.checkpoints import Checkpoints
 from covey.runtime.members.departures import DeparturesTold
 from covey.runtime.members.generation_table import GenerationTable
 from covey.runtime.members.group_registry import GroupRegistry
-from covey.runtime.members.lane_table import lane_key
-from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.leaving import GOODBYE_SECONDS, leave
 from covey.runtime.members.losses import Losses
 from covey.runtime.members.newcomers import Newcomers
-from covey.runtime.members.path_monitor import PathMonitor
 from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
-from covey.runtime.members.stream_trials import StreamTrials
-from covey.runtime.members.stripes import Stripes
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
     from covey.runtime.counters import MessageTraffic
-    from covey.runtime.members.lanes import Lanes
-    from covey.runtime.members.path_monitor import PathMonitor
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 

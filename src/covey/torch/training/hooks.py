@@ -1,29 +1,23 @@
 """Communication hooks for DistributedDataParallel: how the gradients of a bucket are combined.
 
-`compress_gradients` is what `COVEY_COMPRESS` means there: gradients are compressed, with error feedback.
+    hook = covey.torch.weighted_hook()
+    ddp.register_comm_hook(None, hook)  # None, or the process group of ddp, as for torch's own hooks
+
+DDP reads the annotations of a hook and needs types, not strings: this module does not postpone annotations.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
+from covey.compress.feedback import ErrorFeedback
+from covey.compress.policy import CompressValue
 from covey.torch.backend.lost import there
 from covey.torch.training.drift import DriftCheck
 from covey.torch.training.gradient_mean import GradientMean, consecutive
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from covey.compress.feedback import ErrorFeedback
-    from covey.compress.policy import CompressValue
 
 
 class _Hook:
@@ -175,27 +169,3 @@ def _mean_of_contributors(mean: torch.Tensor, work: Any, group: Any) -> torch.Te
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return a dtype in which sums and numbers of samples stay exact."""
     return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-@functools.cache
-def compress_gradients() -> None:
-    """Let every DDP on a process group of covey that compresses register `compress_hook` at its first forward pass.
-
-    A program that registers a hook of its own before that keeps it. Calling this again does nothing.
-    """
-    register_module_forward_pre_hook(_before_forward)
-
-
-def _before_forward(module: Any, _inputs: Any) -> None:
-    if isinstance(module, DistributedDataParallel) and not hasattr(module, "_covey_looked"):
-        module._covey_looked = True
-        _register(module)
-
-
-def _register(ddp: DistributedDataParallel) -> None:
-    # A DDP that torch.compile reduces in Python calls hooks with other arguments.
-    if not getattr(ddp.process_group, "compresses", False) or getattr(ddp, "_use_python_reducer", False):
-        return
-    if not getattr(ddp, "_comm_hooks", None):
-        with contextlib.suppress(RuntimeError):  # one of torch's built-in hooks is registered
-            ddp.register_comm_hook(ddp.process_group, compress_hook(None, model=ddp.module))

@@ -13,7 +13,7 @@ import enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.proto.relay_trips import is_clearly_shorter
-from covey.runtime.members.trials import Rests
+from covey.runtime.lanes.tuning.trials import Rests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

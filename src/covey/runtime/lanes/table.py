@@ -1,7 +1,7 @@
 """The lanes of one node as a table: which are open, which are waited for, and which may not open any more.
 
 A lane has one future, which any thread may wait for. Lanes for collectives are made anew in every view. A lane for
-messages is replaced when it breaks; its connections are numbered (`members.epochs`). No lane opens with a process that
+messages is replaced when it breaks; its connections are numbered (`lanes.epochs`). No lane opens with a process that
 a view has excluded.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.base.errors import ClosedError, ConnectError
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.ring_socket import RingSocket
-from covey.runtime.members.epochs import Epochs
+from covey.runtime.lanes.epochs import Epochs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
 
 REPLACEMENT: Final = "replacement"
-"""The purpose of a lane that is to replace one for collectives (`members.lane_moves`)."""
+"""The purpose of a lane that is to replace one for collectives (`lanes.tuning.moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
 TOLD_KINDS: Final = ("tcp", "secure", "quic")
 """Lanes over a network, of whose opening an event tells."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from covey.net.host import tcp
-from covey.runtime.members.rate_shares import Demand, RateBudget, divide
-from covey.runtime.members.sending_limit import own_limit
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.rate_shares import Demand, RateBudget, divide
+from covey.runtime.lanes.tuning.sending_limit import own_limit
+from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.tasks import Recurring
 from covey.wire import messages
 

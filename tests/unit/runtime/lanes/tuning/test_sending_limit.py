@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from covey.base.numbers import Seat
-from covey.runtime.members.rate_shares import PARTS_SHARE, Demand, RateBudget, divide
-from covey.runtime.members.sending_limit import capped
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.rate_shares import PARTS_SHARE, Demand, RateBudget, divide
+from covey.runtime.lanes.tuning.sending_limit import capped
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 LIMIT = 1_000_000
 CASES = [

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.host import tcp
+from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.members.trials import LaneTrial, Rests, TrialVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.tuning.path_choice import Quality
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.path_choice import Quality
     from covey.runtime.members.remote_process import RemoteProcess
 
 TEND_SECONDS: Final = 0.2

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.pace import Growing
 from covey.runtime import loop as control
+from covey.runtime.lanes.dialler import LaneShape
+from covey.runtime.lanes.table import REPLACEMENT, TOLD_KINDS, LaneKey
+from covey.runtime.lanes.tuning.stripes import is_striped
 from covey.runtime.links.sockets import relay_of
-from covey.runtime.members.lane_dialler import LaneShape
-from covey.runtime.members.lane_table import REPLACEMENT, TOLD_KINDS, LaneKey
-from covey.runtime.members.stripes import is_striped
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.dialler import LaneDialler
+    from covey.runtime.lanes.table import LaneTable
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.lane_dialler import LaneDialler
-    from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
 
 logger = logging.getLogger("covey")

@@ -1,7 +1,7 @@
 """The lanes of groups: what groups, links and views ask of them.
 
-Any thread can ask for a lane; it is opened on the control loop. One end of each pair dials (`members.lane_dialler`),
-the other accepts (`members.lane_acceptor`). `members.lane_table` has the lanes; `members.lane_kinds` has the rules for
+Any thread can ask for a lane; it is opened on the control loop. One end of each pair dials (`lanes.dialler`),
+the other accepts (`lanes.acceptor`). `lanes.table` has the lanes; `lanes.kinds` has the rules for
 their kind.
 """
 
@@ -14,16 +14,16 @@ from covey.base.errors import ConnectError, DeadlineError
 from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
-from covey.runtime.members.lane_acceptor import LaneAcceptor
-from covey.runtime.members.lane_dialler import LaneDialler
-from covey.runtime.members.lane_kinds import SEALED_KINDS, kind_to, offered_kind
-from covey.runtime.members.lane_moves import LaneMoves
-from covey.runtime.members.lane_resumption import LaneResumption
-from covey.runtime.members.lane_table import LaneKey, LaneTable
-from covey.runtime.members.packet_losses import PacketLosses
-from covey.runtime.members.quic_paths import QuicPaths
-from covey.runtime.members.receiving_limit import ReceivingLimit
-from covey.runtime.members.sending_limit import SendingLimit
+from covey.runtime.lanes.acceptor import LaneAcceptor
+from covey.runtime.lanes.dialler import LaneDialler
+from covey.runtime.lanes.kinds import SEALED_KINDS, kind_to, offered_kind
+from covey.runtime.lanes.quic import QuicPaths
+from covey.runtime.lanes.resumption import LaneResumption
+from covey.runtime.lanes.table import LaneKey, LaneTable
+from covey.runtime.lanes.tuning.moves import LaneMoves
+from covey.runtime.lanes.tuning.packet_losses import PacketLosses
+from covey.runtime.lanes.tuning.receiving_limit import ReceivingLimit
+from covey.runtime.lanes.tuning.sending_limit import SendingLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

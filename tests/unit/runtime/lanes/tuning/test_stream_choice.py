@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tests.support.in_turn import in_turn
 
 from covey.base.settings import STREAMS_LIMIT
-from covey.runtime.members.stream_choice import (
+from covey.runtime.lanes.tuning.stream_choice import (
     LEAST_GROWTH,
     LEAST_SHARE,
     LOOKS,
@@ -18,7 +18,7 @@ from covey.runtime.members.stream_choice import (
     SpeedWindow,
     StreamChoice,
 )
-from covey.runtime.members.trials import CLEAR_GAIN, FIRST_REST_SECONDS, MOST_REST_SECONDS, LaneTrial, TrialVerdict
+from covey.runtime.lanes.tuning.trials import CLEAR_GAIN, FIRST_REST_SECONDS, MOST_REST_SECONDS, LaneTrial, TrialVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from covey.runtime.members.lane_table import LaneKey
+    from covey.runtime.lanes.table import LaneKey
 
 
 class Epochs:

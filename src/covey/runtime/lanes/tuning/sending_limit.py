@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.net.host import tcp
-from covey.runtime.members.rate_shares import Demand, RateBudget, divide
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.rate_shares import Demand, RateBudget, divide
+from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:

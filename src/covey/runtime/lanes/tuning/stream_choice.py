@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from covey.runtime.members.trials import LaneTrial, Rests, TrialVerdict
+from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,10 +21,7 @@ from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.address_race import connect_any
-from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
-from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.runtime.members.lane_kinds import (
+from covey.runtime.lanes.kinds import (
     SEALED_KINDS,
     is_ring,
     lane_of_memory,
@@ -33,15 +30,18 @@ from covey.runtime.members.lane_kinds import (
     ring_capacity,
     stream_count,
 )
-from covey.runtime.members.lane_table import PURPOSES, LaneKey, lane_key
+from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
+from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.table import LaneTable
     from covey.runtime.links.handshake import LinkCredentials, Where
-    from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
     from covey.runtime.members.remote_process import RemoteProcess
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.runtime.members.lane_kinds import streams_for
+from covey.runtime.lanes.kinds import streams_for
 
 
 @pytest.mark.parametrize(

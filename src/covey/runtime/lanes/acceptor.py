@@ -20,10 +20,8 @@ from covey.net.host import descriptors
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.handshake import receive_exactly
-from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.runtime.members.lane_dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
-from covey.runtime.members.lane_kinds import (
+from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.lanes.kinds import (
     SEALED_KINDS,
     acceptable_capacities,
     acceptable_kinds,
@@ -32,12 +30,14 @@ from covey.runtime.members.lane_kinds import (
     lane_of_memory,
     lane_of_sockets,
 )
-from covey.runtime.members.lane_table import PURPOSES, REPLACEMENT, lane_key
+from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
+from covey.runtime.links.handshake import receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
-    from covey.runtime.members.lane_table import LaneTable
+    from covey.runtime.lanes.table import LaneTable
     from covey.runtime.members.node import Node
 
 LANES_LIMIT: Final = 100_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from covey.runtime.lanes.tuning.path_choice import Quality
+from covey.runtime.lanes.tuning.stripes import MOST_NETWORKS, WIRELESS, networks_beside, worth_using
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.members.path_choice import Quality
-from covey.runtime.members.stripes import MOST_NETWORKS, WIRELESS, networks_beside, worth_using
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where

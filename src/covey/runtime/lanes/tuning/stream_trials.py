@@ -1,8 +1,8 @@
 """Tries whether lanes with more streams are faster, and replaces lanes accordingly. On the control loop.
 
 With `streams="auto"`, a sealed lane between machines begins with a number that follows from its round trip
-(`members.lane_kinds`). While it carries much, the end of the pair that dials measures it and lets
-`members.stream_choice` decide; a lane with another number of streams takes its place at an operation's boundary, as in
+(`lanes.kinds`). While it carries much, the end of the pair that dials measures it and lets
+`tuning.stream_choice` decide; a lane with another number of streams takes its place at an operation's boundary, as in
 any move. A group whose lane carries little keeps the few streams it has: descriptors are not for nothing.
 
 A lane is measured by what its own end sends. What the other end sends over it is not known here.
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors, tcp
-from covey.runtime.members.lane_kinds import stream_count
-from covey.runtime.members.stream_choice import SpeedWindow, StreamChoice
-from covey.runtime.members.stripes import is_striped
-from covey.runtime.members.trials import TrialVerdict
+from covey.runtime.lanes.kinds import stream_count
+from covey.runtime.lanes.tuning.stream_choice import SpeedWindow, StreamChoice
+from covey.runtime.lanes.tuning.stripes import is_striped
+from covey.runtime.lanes.tuning.trials import TrialVerdict
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.table import LaneKey
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.lane_table import LaneKey
     from covey.runtime.members.node import Node
     from covey.runtime.members.remote_process import RemoteProcess
 

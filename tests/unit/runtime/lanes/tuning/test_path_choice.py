@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
-from covey.runtime.members.trials import FIRST_REST_SECONDS
+from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality
+from covey.runtime.lanes.tuning.trials import FIRST_REST_SECONDS
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where

@@ -1,8 +1,8 @@
 """Looks for better paths to the peers while the run goes on, and moves their lanes. On the control loop.
 
 A cable is plugged in, Wi-Fi fades, an address changes: the end of a pair that dials probes the other one's addresses
-every few seconds, and at once when interfaces of this machine or addresses of the peer change. `members.path_choice`
-decides; `members.lane_moves` moves. The link stays where it is as long as it works: if its path dies, it is replaced.
+every few seconds, and at once when interfaces of this machine or addresses of the peer change. `tuning.path_choice`
+decides; `lanes.tuning.moves` moves. The link stays where it is as long as it works: if its path dies, it is replaced.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_resumable
+from covey.runtime.lanes.table import TOLD_KINDS
+from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality
 from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_limit
-from covey.runtime.members.lane_table import TOLD_KINDS
-from covey.runtime.members.path_choice import MoveReason, PathChoice, Quality
 from covey.wire import messages
 
 if TYPE_CHECKING:
