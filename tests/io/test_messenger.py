@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import (
     ClosedError,
     ConfigError,

@@ -16,7 +16,7 @@ from tests.support.attackers import LOOPBACK, call_on_loop, new_cluster, run_nod
 from tests.support.runs import node_of
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control

@@ -21,7 +21,7 @@ from tests.support.compiled import needs_native
 from tests.support.guarded import GuardedMemory
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import RemoteProtocolError
 from covey.net.lanes.ring import memory_bytes
 from covey.net.lanes.ring_socket import RingSocket

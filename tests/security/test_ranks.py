@@ -18,8 +18,8 @@ import pytest
 from tests.support.hostile_ranks import HOSTILE, SIZE, attack
 from tests.support.waiting import DEADLINE
 
+from covey.base.arithmetic import dtype_code
 from covey.base.config import GroupConfig
-from covey.base.dtypes import dtype_code
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.base.numbers import Rank, Slot
 from covey.runtime.buffers import Operand, readable

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import MismatchError, PeerLostError
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire

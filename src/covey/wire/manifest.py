@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import RemoteProtocolError
 from covey.wire.message_header import MAX_BYTES, MAX_NDIM, array_bytes
 

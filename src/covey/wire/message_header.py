@@ -22,7 +22,7 @@ import math
 import struct
 from typing import Final, NamedTuple
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import RemoteProtocolError
 
 EAGER: Final = 1

@@ -9,8 +9,8 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.cli.test_doctor_findings import ALONE, BETA, CABLE, LOOPBACK, MACHINE, WELL, found, only
 
-from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.facts import Facts, Folder, MetNode, Seed, Wait
+from covey.cli.doctor.finding import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.findings import findings
 
 WAIT = Wait(
@@ -312,7 +312,7 @@ def test_an_error_that_covey_does_not_know_gets_no_guessed_cure() -> None:
 
 @in_turn(kind=Obstacle)
 def test_every_obstacle_has_a_cure(kind: Obstacle) -> None:
-    from covey.cli.doctor.cures import _SIGNS
+    from covey.cli.doctor.finding import _SIGNS
 
     sign = next(iter(_SIGNS.get(kind, ("?",))))
     assert obstacle(sign) is kind

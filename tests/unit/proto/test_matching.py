@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import HEADER_COST, Operation, Receive, Send

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import PeerLostError, RemoteProtocolError
 from covey.proto import message_link, message_stream
 from covey.proto.matching import ANY, RESERVED_TAGS, Matcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.proto import message_stream
 from covey.proto.matching import Matcher
 from covey.proto.message import HEADER_COST

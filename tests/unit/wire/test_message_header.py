@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import RemoteProtocolError
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header

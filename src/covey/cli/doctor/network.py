@@ -13,7 +13,7 @@ from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.cli.doctor.facts import LimitingLink, MetNode, Network, Seed, Wait, Way
 from covey.cli.doctor.limits import limiting_links
-from covey.cli.doctor.multicast_listener import MulticastListener
+from covey.cli.doctor.probes import MulticastListener
 from covey.cli.status.asking import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control

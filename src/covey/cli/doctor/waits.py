@@ -7,8 +7,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from covey.cli.doctor.cures import Obstacle, cure, obstacle
-from covey.cli.doctor.finding import Finding, some
+from covey.cli.doctor.finding import Finding, Obstacle, cure, obstacle, some
 from covey.cli.doctor.own_machine import connecting, is_on_no_network, physical_and_down
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey import wire
 from covey.base import errors
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
 from covey.lab.fuzz import call_targets, upnp_targets, values
 from covey.lab.fuzz.values import Maker

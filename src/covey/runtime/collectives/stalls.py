@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.numbers import Rank
 from covey.base.operations import operation_name
 from covey.runtime import loop as control

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import DeadlineError
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.group.movements import PHYSICAL_BYTES
