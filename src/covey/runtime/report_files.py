@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

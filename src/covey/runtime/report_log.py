@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.text import listed, printable, spell_error
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 from covey.runtime.counters import process
 from covey.runtime.events import REPORT, Event
 from covey.runtime.recorder import clock_ns

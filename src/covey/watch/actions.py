@@ -12,11 +12,11 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import ConfigError, CoveyError
-from covey.net import audit
+from covey.net.audit import audit_log as audit
 from covey.net.discovery.own_seeds import current_seeds
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import machine_name, own_machine, resolve_id, short_id
-from covey.net.settings_files import effective_environment
 from covey.watch.sources import ClusterSource, LocalSource
 from covey.wire.secret import MAX_RELAYS, encode_join_code
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, Self
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError
 from covey.base.text import printable
+from covey.net.host.readings import MachineReader
+from covey.net.host.runs import find_local_run
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys.identity import own_machine
-from covey.net.local_runs import find_local_run
-from covey.net.readings import MachineReader
-from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.watch.books import RunBooks
 from covey.watch.overview import Overview

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from covey.watch.answers import Heard
     from covey.watch.overview import Level, RankState, RunState
     from covey.watch.waits import Waits
-    from covey.wire.past import PastEvent
     from covey.wire.progress import RankProgress, ReportRow
+    from covey.wire.reports import PastEvent
 
 HAPPENINGS_LIMIT: Final = 200
 SILENT_AFTER: Final = 2.5

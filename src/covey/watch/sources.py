@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError, RemoteProtocolError
 from covey.base.text import printable
+from covey.net.host.runs import local_runs
 from covey.net.keys import charter, owner, trust
 from covey.net.keys.identity import id_text, machine_name, own_machine, short_id
-from covey.net.local_runs import local_runs
 from covey.proto.health import Vouch
-from covey.runtime.members.process_table import ProcessStatus
-from covey.runtime.mesh.local_visit import LocalVisit
 from covey.runtime.metrics.inspection import PROGRESS, READINGS, REPORTS
+from covey.runtime.peers.local_visit import LocalVisit
+from covey.runtime.views.process_table import ProcessStatus
 from covey.watch.answers import Heard, LookRound, MachineHeard
 from covey.watch.overview import Applicant
 from covey.wire import messages
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from covey.agent.callers import Terminal
-    from covey.net.local_runs import LocalRunFound
+    from covey.net.host.runs import LocalRunFound
     from covey.watch.answers import Process
     from covey.wire.progress import RankProgress, Readings, ReportRow
 

@@ -12,7 +12,7 @@ import msgspec
 
 from covey.wire.decoding import read_from_peer
 from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Text, Worded
-from covey.wire.past import PastEvent  # noqa: TC001 - msgspec reads the annotations
+from covey.wire.reports import PastEvent  # noqa: TC001 - msgspec reads the annotations
 
 BYTES_LIMIT: Final = 2000
 """Of one answer of a rank about its progress."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.limits import NAME_LIMIT
 from covey.base.text import printable
 from covey.base.version import __version__
-from covey.net import tcp
 from covey.net.discovery.interfaces import all_interfaces
+from covey.net.host import tcp
 from covey.net.lanes.stream import SocketLane
 from covey.runtime.counters import process
 from covey.runtime.recorder import clock_ns
 from covey.wire import progress as wire
-from covey.wire.past import PastEvent
+from covey.wire.reports import PastEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
