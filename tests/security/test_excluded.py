@@ -51,7 +51,7 @@ def poison(number: int) -> bytes:
     """Return the frame of a message that no rank should get."""
     data = POISON.tobytes()
     code = dtype_code(POISON.dtype)
-    header = wire.Header(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
+    header = wire.MessageHeader(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
     return wire.encode(header) + data
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 from covey.lab.churn import Play, main
-from covey.lab.world import SimulatedLink, SimulatedNode, World, pair_of
+from covey.lab.world import SimulatedLink, SimulatedNode, SimulatedWorld, pair_of
 from covey.proto.changes import Quorum
 from covey.proto.overlay import Overlay, Topology
 
@@ -39,7 +39,7 @@ class RestingLink(SimulatedLink):
         return one if here is other else other
 
 
-class RestingWorld(World):
+class RestingWorld(SimulatedWorld):
     """A world in which a link rests once it is idle, unless one of its ends wants it awake.
 
     A link of which only one end has learned that it is down stays up for the other end, as a resting one, until that

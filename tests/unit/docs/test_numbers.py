@@ -73,19 +73,19 @@ from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
 from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
-    checkpoint,  # fmt: skip
-    door,  # fmt: skip
-    frame,  # fmt: skip
-    header,  # fmt: skip
-    lineage,  # fmt: skip
-    manifest,  # fmt: skip
-    membership,  # fmt: skip
-    port_mapping,  # fmt: skip
-    reports,  # fmt: skip
-    seal,  # fmt: skip
-    secret,  # fmt: skip
-    store,  # fmt: skip
-    upnp,  # fmt: skip
+    checkpoint,
+    door,
+    frame,
+    header,
+    lineage,
+    manifest,
+    membership,
+    port_mapping,
+    reports,
+    seal,
+    secret,
+    store,
+    upnp,
 )
 from covey.wire import reports as measured
 from covey.wire import saved_figures as figures

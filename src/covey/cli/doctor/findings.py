@@ -27,7 +27,7 @@ from covey.cli.doctor.waits import silent_members, waiting_runs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from covey.cli.doctor.facts import Facts, Network, Seed
+    from covey.cli.doctor.facts import Facts, NetworkFacts, SeedFacts
 
 CLOCK_SECONDS: Final = 5.0
 MOST_DROPPED: Final = 50
@@ -175,7 +175,7 @@ def _unreachable(facts: Facts) -> Iterator[Finding]:
 def _seeds(facts: Facts) -> Iterator[Finding]:
     weight: Weight = "warning" if facts.nodes else "problem"
     told = {seed for node in facts.nodes if node.wait is not None for seed in node.wait.seeds}
-    silent: dict[Obstacle, list[Seed]] = {}
+    silent: dict[Obstacle, list[SeedFacts]] = {}
     for seed in facts.seeds:
         if seed.hung_up:
             text = f"The node at seed {seed.text} closed the connection at the door: it has another secret."
@@ -358,7 +358,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | None:
+def _shared(networks: Iterable[NetworkFacts], addresses: Iterable[str]) -> NetworkFacts | None:
     """Return the first of these interfaces whose network contains one of `addresses`."""
     ips = [ip for ip in map(ipaddress.ip_address, addresses) if not ip.is_link_local]
     for each in networks:

@@ -37,7 +37,7 @@ ENOUGH_SECONDS: Final = 8.0
 
 
 @dataclass
-class Heard:
+class PacketsHeard:
     """Packets that arrived on one interface."""
 
     own: int = 0
@@ -53,7 +53,7 @@ class MulticastListener(asyncio.DatagramProtocol):
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._interfaces = interfaces
         self._own = {ip for interface in interfaces for ip in interface.addresses}
-        self.heard = {interface.name: Heard() for interface in interfaces}
+        self.heard = {interface.name: PacketsHeard() for interface in interfaces}
         self._transports: list[asyncio.BaseTransport] = []
 
     async def open(self) -> None:

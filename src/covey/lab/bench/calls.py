@@ -21,7 +21,7 @@ import numpy as np
 
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted
+from covey.cli.terminal import FittedTable
 from covey.lab.bench.sweep import LANES, format_bytes
 from covey.runtime.keeper.launch import launch
 
@@ -352,7 +352,7 @@ def _call_at_once(group: Group, count: int, in_flight: int) -> None:
     _expect(wrong, [])
 
 
-def table(trial: CallTrial, figures: CallFigures) -> Fitted:
+def table(trial: CallTrial, figures: CallFigures) -> FittedTable:
     """Return what was measured as a table."""
     mebibytes = [f"{statistics.median(each) / 2**20:.0f} MiB/s" for each in (
         figures.call_bytes_per_second, figures.lane_bytes_per_second)]  # fmt: skip
@@ -374,7 +374,7 @@ def table(trial: CallTrial, figures: CallFigures) -> Fitted:
             (f"{name}: {trial.in_flight} in flight", f"{statistics.median(other['calls_per_second']):.0f} /s"),
         ]
     titles, cells = (f"calls, {trial.lanes}", "median"), zip(*rows, strict=True)
-    return Fitted([Column(*each, is_right=each[0] == "median") for each in zip(titles, cells, strict=True)])
+    return FittedTable([Column(*each, is_right=each[0] == "median") for each in zip(titles, cells, strict=True)])
 
 
 def as_json(trial: CallTrial, figures: CallFigures, facts: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted, Paragraph
+from covey.cli.terminal import FittedTable, Paragraph
 from covey.lab.demo.reports import (
     PROMPT,
     JoinedReport,
@@ -238,7 +238,7 @@ def _is_back(team: Progress, node: int) -> bool:
     return team.rows[node].losses > 0 and not team.is_away(node) and team.rows[node].state == "done"
 
 
-def _comparison(team: Progress, alone: Progress | None) -> Fitted:
+def _comparison(team: Progress, alone: Progress | None) -> FittedTable:
     disturbed = {0: "", 1: ", one lost"}.get(team.losses, f", {team.losses} losses")
     lines = [(team.name + disturbed, team, team.last)]
     if alone:
@@ -253,7 +253,7 @@ def _comparison(team: Progress, alone: Progress | None) -> Fitted:
         Column("samples/s", [f"{run.samples_per_second:,.0f}" for _, run, _ in lines], is_right=True),
         Column("held-out loss", [(f"{point.loss:.3f}", "bold") for point in points], is_right=True),
     ]
-    return Fitted(columns, "dim")
+    return FittedTable(columns, "dim")
 
 
 def _point(run: Progress, point: LossPoint) -> dict[str, Any]:
