@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
+from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
 
 
 def test_codes_on_the_wire_never_change() -> None:

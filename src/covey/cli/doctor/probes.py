@@ -1,6 +1,6 @@
-"""Counts multicast DNS packets on this machine: its own packets that come back, and those of other machines.
+"""What the doctor tries on the network while it looks at the rest: it counts multicast packets, and asks the router.
 
-It sends nothing. It binds to the group's address, so it takes no packets away from other programs.
+Counted are packets of this machine that come back, and those of other machines. Both probes run beside the examination.
 """
 
 from __future__ import annotations
@@ -8,10 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import secrets
 import socket
 import struct
+import threading
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+from covey.base.errors import ConnectError
+from covey.net.router import port_mapping
+from covey.net.router.upnp import UpnpPort
+from covey.wire.port_mapping import NONCE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +30,14 @@ PORT: Final = 5353
 GROUP4, GROUP6 = "224.0.0.251", "ff02::fb"
 MOST_SOURCES: Final = 256
 _COVEY: Final = b"\x06_covey\x04_tcp"
+UNUSED_PORT: Final = 9
+"""The port of the discard service."""
+ENOUGH_SECONDS: Final = 8.0
+"""From the first question: the whole examination has little more."""
 
 
 @dataclass
-class Heard:
+class PacketsHeard:
     """Packets that arrived on one interface."""
 
     own: int = 0
@@ -41,7 +53,7 @@ class MulticastListener(asyncio.DatagramProtocol):
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._interfaces = interfaces
         self._own = {ip for interface in interfaces for ip in interface.addresses}
-        self.heard = {interface.name: Heard() for interface in interfaces}
+        self.heard = {interface.name: PacketsHeard() for interface in interfaces}
         self._transports: list[asyncio.BaseTransport] = []
 
     async def open(self) -> None:
@@ -118,3 +130,46 @@ def _join(
         return sock
     sock.close()
     return None
+
+
+class RouterFacts(NamedTuple):
+    """With which protocol the router maps ports and its address outside if that is private, or why it does not."""
+
+    protocol: str = ""
+    private_ip: str = ""
+    problem: str = ""
+
+
+class RouterQuestion:
+    """A question that is asked from `__enter__` until `__exit__`, at most.
+
+    The router is asked to end the mapping of a port that covey never maps or, with UPnP, for its address outside. So
+    nothing is mapped, and none of a run's mappings ends.
+    """
+
+    def __init__(self) -> None:
+        self._facts = RouterFacts(problem="the router has not answered in time")
+        self._until, self._ending = time.monotonic() + ENOUGH_SECONDS, threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="covey-doctor-router", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+
+    def answer(self) -> RouterFacts:
+        """Wait for the answer, until it is too late for one."""
+        self._thread.join(max(0.0, self._until - time.monotonic()))
+        return self._facts
+
+    def _ask(self) -> None:
+        nonce, upnp = secrets.token_bytes(NONCE_BYTES), UpnpPort(UNUSED_PORT, self._ending)
+        try:
+            gateway = port_mapping.default_gateway()
+            said = port_mapping.ask_gateway(gateway, UNUSED_PORT, nonce, 0, port_mapping.TRIES[:2], upnp)
+        except (ConnectError, OSError) as error:
+            self._facts = RouterFacts(problem=str(error))
+        else:
+            self._facts = RouterFacts(said.protocol, said.ip if said.is_private else "")

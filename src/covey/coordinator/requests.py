@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base import seeds
 from covey.base.errors import ConfigError
-from covey.coordinator.limits import MAX_WORKERS
 from covey.coordinator.records import Sizes, ViewRecord
-from covey.coordinator.refusal import Reason, RefusalError
+from covey.coordinator.refusal import MAX_WORKERS, Reason, RefusalError
 from covey.coordinator.run import Assignment, Registration
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from tests.support.in_turn import in_turn
 from tests.unit.plan.networks import MBIT, NETWORKS, random_network, uneven
 
 from covey.plan import check, choose
-from covey.plan.coded import coded
+from covey.plan.coded import CodedArray, coded, coded_plan_of, fit_coded
 from covey.plan.cost import CodecPace
 from covey.plan.fit import PLAIN
-from covey.plan.fit_coded import CodedArray, coded_plan_of, fit_coded
 from covey.plan.network import Network, uniform
 
 SIZES = choose.DEFAULT_SIZES

@@ -9,8 +9,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.coordinator import checking
 from covey.coordinator import coordinator_pb2 as pb
+from covey.coordinator import requests
 from covey.coordinator.records import RunRecord, Sizes
 from covey.coordinator.refusal import RefusalError
 from covey.coordinator.run import CoordinatedRun
@@ -46,12 +46,12 @@ def test_no_request_and_no_view_breaks_a_run(calls: list[tuple[pb.RegisterWorker
     run = CoordinatedRun(RunRecord("run", Sizes(1, 1, 0.0)), now=0.0)
     for now, (request, view) in enumerate(calls):
         with contextlib.suppress(RefusalError):
-            asked = checking.registration(request, "identity", Sizes(1, 1, 0.0))
+            asked = requests.registration(request, "identity", Sizes(1, 1, 0.0))
             assert 1 <= asked.sizes.least <= asked.sizes.most <= 1024
             run.register(asked, now=float(now))
             run.outlook(asked.worker_id, asked.life, now=float(now))
             beat = pb.HeartbeatRequest(worker_id=asked.worker_id, life=asked.life, view=view)
-            run.hear(asked.worker_id, "identity", asked.life, checking.view(beat), view.sequence, now=float(now))
+            run.hear(asked.worker_id, "identity", asked.life, requests.view(beat), view.sequence, now=float(now))
         ranks = [each.rank for each in run.record.workers.values() if each.state.value == "seated"]
         assert len(set(ranks)) == len(ranks)
 
@@ -59,11 +59,11 @@ def test_no_request_and_no_view_breaks_a_run(calls: list[tuple[pb.RegisterWorker
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_that_is_checked_or_none(data: bytes) -> None:
     with contextlib.suppress(DecodeError, RefusalError):
-        checking.registration(pb.RegisterWorkerRequest.FromString(data), "identity", None)
+        requests.registration(pb.RegisterWorkerRequest.FromString(data), "identity", None)
 
 
 def test_a_worker_that_declares_no_size_needs_a_coordinator_that_does() -> None:
     request = pb.RegisterWorkerRequest(run="r", worker_id="w", life=bytes(16), address="127.0.0.1:1")
-    assert checking.registration(request, "identity", Sizes(2, 3, 1.0)).sizes == Sizes(2, 3, 1.0)
+    assert requests.registration(request, "identity", Sizes(2, 3, 1.0)).sizes == Sizes(2, 3, 1.0)
     with pytest.raises(RefusalError, match="declare how many workers"):
-        checking.registration(request, "identity", None)
+        requests.registration(request, "identity", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.agent.paths import DEPTH_LIMIT, PathSet, check_path
+from covey.agent.requests import DEPTH_LIMIT, PathSet, check_path
 from covey.base.errors import ConfigError
 
 GOOD = ["train.py", "a/b/c.py", ".hidden", "with space.txt", "größe.py", "日本.txt", "a..b", "..a/b", "-x", "~/x"]
