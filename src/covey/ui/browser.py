@@ -9,7 +9,7 @@ import sys
 import webbrowser
 from typing import TYPE_CHECKING
 
-from covey.net.home import write_private
+from covey.net.host.folders import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

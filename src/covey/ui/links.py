@@ -15,8 +15,8 @@ import msgspec
 
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, check_format, newer_file
-from covey.net.home import existing, home, private_folder, read_private, write_private
-from covey.net.locks import LockHolder
+from covey.net.host.folders import existing, home, private_folder, read_private, write_private
+from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
     from pathlib import Path
