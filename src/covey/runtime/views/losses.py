@@ -13,9 +13,9 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConnectError
+from covey.proto.health import Cause, ProcessState
 from covey.runtime.peers.remote_process import PeerEvent
 from covey.runtime.views.health_monitor import HealthMonitor
-from covey.proto.health import Cause, ProcessState
 from covey.wire import messages
 
 if TYPE_CHECKING:
