@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from covey.watch.overview import Overview
 
-GUARD = 8.0
+GUARD = 60.0
 """Seconds after which a check gives up waiting for the browser."""
 NO_NAMES = "--host-resolver-rules=MAP evil.example 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 """Every name but that of the attacker cannot be resolved: what works so works without a network."""
@@ -192,6 +192,8 @@ class Command:
                 self.process.kill()
                 self.process.wait(DEADLINE)
         self._reader.join(DEADLINE)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def __enter__(self) -> Self:
         return self
