@@ -62,7 +62,7 @@ function redraw() {
   const chosen = names.includes(report) || !names.length ? report : names.includes("loss") ? "loss" : names[0];
   options(byId("report"), names.map((name) => [name, name]), chosen);
   show(byId("report").parentElement, names.length > 1);
-  put(byId("loss-title"), names.length ? chosen.slice(0, 1).toUpperCase() + chosen.slice(1) : "Loss");
+  put(byId("loss-title"), names.length > 1 ? "Report" : names.length ? chosen.slice(0, 1).toUpperCase() + chosen.slice(1) : "Loss");
   const has_report = points.some((point) => point.reports && chosen in point.reports);
   show(byId("loss-plot"), has_report);
   show(byId("loss-hint"), !has_report);

@@ -71,14 +71,19 @@ function hardware(machine) {
 
 function usage(machine) {
   const parts = [`CPU ${share(machine.processor)}`];
-  if (machine.memory_used !== null && machine.memory_used !== undefined) parts.push(`memory ${memory(machine.memory_used)} of ${memory(machine.memory_total)}`);
+  if (is_known(machine.memory_used)) parts.push(`memory ${part(machine.memory_used, machine.memory_total)}`);
   for (const gpu of machine.gpus ?? []) {
-    parts.push(`GPU ${share(gpu.busy)}${gpu.memory_used ? `, ${memory(gpu.memory_used)} of ${memory(gpu.memory_total)}` : ""}`);
+    parts.push(`GPU ${share(gpu.busy)}${is_known(gpu.memory_used) ? `, ${part(gpu.memory_used, gpu.memory_total)}` : ""}`);
   }
-  if (machine.temperature) parts.push(`${Math.round(machine.temperature)} °C`);
+  if (is_known(machine.temperature)) parts.push(`${Math.round(machine.temperature)} °C`);
   if (machine.age > 3) parts.push(`${seconds(machine.age)} ago`);
   return parts.join(" · ");
 }
+
+const is_known = (value) => value !== null && value !== undefined;
+
+/** "6.0/32 GiB" */
+const part = (used, total) => (is_known(total) ? `${(used / 2 ** 30).toPrecision(2)}/${memory(total)}` : memory(used));
 
 /** Links of both directions together, by pair. */
 function pairs(links) {
@@ -157,9 +162,9 @@ function show_links(machines, links, is_graph) {
   show(list, wanted.length);
   keyed(list, wanted, (link) => `${link.source} ${link.target}`, () => make("li", {}, make("span", { class: "route" }), make("span", { class: "speeds" })), (item, link) => {
     put(item.children[0], `${names.get(link.source)} → ${names.get(link.target)}`);
-    const speed = link.bytes_per_second === null || link.bytes_per_second === undefined ? `speed ${UNKNOWN}` : bits(link.bytes_per_second);
+    const speed = !is_known(link.bytes_per_second) ? `speed ${UNKNOWN}` : bits(link.bytes_per_second);
     const parts = [speed, link.medium, link.lane, link.interface, link.relay ? `by relay ${link.relay}` : ""];
-    if (link.round_trip !== null && link.round_trip !== undefined) parts.push(seconds(link.round_trip));
+    if (is_known(link.round_trip)) parts.push(seconds(link.round_trip));
     if (link.sent_per_second) parts.push(`now ${bits(link.sent_per_second)}`);
     put(item.children[1], parts.filter(Boolean).join(" · "));
   });

@@ -4,7 +4,9 @@ import { byId, keyed, make, mark, put, show } from "./elements.js";
 import { STATES, UNKNOWN, bytes, number, seconds, share } from "./words.js";
 
 const CELLS_FROM = 17;
+const CELLS_FROM_ON_PHONE = 5;
 const STALE = 3;
+const is_phone = matchMedia("(max-width: 640px)");
 const panel = byId("ranks");
 const cells = panel.querySelector(".cells");
 const rows = panel.querySelector("tbody");
@@ -26,6 +28,8 @@ byId("slowest").addEventListener("click", () => {
   if (shown) show_ranks(...shown);
 });
 
+is_phone.addEventListener("change", () => { if (shown) show_ranks(...shown); });
+
 const time_of = (rank) => (rank.compute ?? 0) + (rank.state === "lost" || rank.state === "silent" ? 1e9 : 0);
 
 export function show_ranks(run, machines) {
@@ -33,11 +37,12 @@ export function show_ranks(run, machines) {
   const names = new Map(machines.map((machine) => [machine.id, machine.name]));
   let ranks = run?.ranks ?? [];
   if (slowest_first) ranks = [...ranks].sort((one, other) => time_of(other) - time_of(one) || one.rank - other.rank);
-  const is_grid = ranks.length >= CELLS_FROM && !wants_table;
+  const is_many = ranks.length >= (is_phone.matches ? CELLS_FROM_ON_PHONE : CELLS_FROM);
+  const is_grid = is_many && !wants_table;
   show(byId("no-ranks"), ranks.length === 0);
   show(cells, is_grid);
   show(table, ranks.length > 0 && !is_grid);
-  show(byId("as-table"), ranks.length >= CELLS_FROM);
+  show(byId("as-table"), is_many);
   show(byId("slowest"), ranks.length > 1);
   mark(byId("as-table"), "aria-pressed", wants_table);
   mark(byId("slowest"), "aria-pressed", slowest_first);
