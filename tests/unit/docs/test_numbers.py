@@ -23,7 +23,6 @@ from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
 from covey.cli.doctor import command as doctor
-from covey.cli.status import command as status
 from covey.compress import choice, policy, quantisers
 from covey.coordinator import run as coordinator
 from covey.coordinator import session
@@ -473,7 +472,6 @@ HELD = {
     "docs/reference/commands.md": (
         f"the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
-        f"Look again every {spelled(status.WATCH_SECONDS)} seconds",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
     ),
