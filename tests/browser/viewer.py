@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support import scenes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from playwright.sync_api import BrowserContext, Page
+    from playwright.sync_api import BrowserContext, Dialog, Page
 
     from covey.watch.overview import Overview
 
@@ -94,12 +95,16 @@ class Viewer:
         """Messages of the console, errors, dialogs."""
         self.requests: list[str] = []
 
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.complaints.append("a dialog")
+        dialog.dismiss()
+
     def page(self, address: str = "") -> Page:
         """Return a new tab; with an address, it shows the overview there."""
         page = self.context.new_page()
         page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.complaints.append("a dialog"), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on("request", lambda request: self.requests.append(request.url))
         if address:
             page.goto(address)
@@ -141,7 +146,7 @@ def living(player: Player, every: float = 0.2) -> Iterator[None]:
     def show() -> None:
         while not is_over.wait(every):
             newest = player.newest()
-            player.show(scenes.replace(newest, taken=newest.taken + every))
+            player.show(replace(newest, taken=newest.taken + every))
 
     thread = threading.Thread(target=show)
     thread.start()
