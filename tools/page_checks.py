@@ -33,7 +33,8 @@ class Lines:
 
 def main() -> None:
     lines = Lines()
-    code = pytest.main(["-p", "no:terminal", "-k", "not without_a_browser", TESTS], plugins=[lines])
+    options = ["-p", "no:terminal", "-o", "addopts=--import-mode=importlib", "-k", "not without_a_browser"]
+    code = pytest.main([*options, TESTS], plugins=[lines])
     for failure in lines.failures:
         print(f"\n{failure}", file=sys.stderr)
     sys.exit(code)
