@@ -55,7 +55,6 @@ from covey.runtime.keeper import keeper, local_keeper, output_descriptor, superv
 from covey.runtime.links import sockets
 from covey.runtime.members import (
     lane_kinds,
-    leaving,
     packet_losses,
     path_monitor,
     receiving_limit,
@@ -65,6 +64,9 @@ from covey.runtime.members import (
     stripes,
     trials,
 )  # fmt: skip
+from covey.runtime.members import (
+    node as member_node,
+)
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
 from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
@@ -190,7 +192,7 @@ HELD = {
         f"a rule of its own from {deciding.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
-        f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
+        f"leaves waits up to a {every(member_node.GOODBYE_SECONDS)} for links",
         f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
         f"for {spelled(hearing.PATIENCE)} seconds at most, for ranks that are alive",
         f"them to call its last operation, and {spelled(parting.PATIENCE)} seconds at most",
