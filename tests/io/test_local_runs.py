@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.local_runs import LocalRunFound, describe, find_local_run, local_runs
+from covey.net.host.runs import LocalRunFound, describe, find_local_run, local_runs
 from covey.runtime import loop as control
 from covey.runtime.group.internals import node_of
 from covey.runtime.keeper.flights import collect

@@ -18,7 +18,7 @@ from covey.agent.callers import calling
 from covey.agent.link_transport import SESSIONS_PER_LINK
 from covey.agent.requests import FileEntry, StartRequest
 from covey.base.errors import AuthError, ConfigError, ConnectError
-from covey.net import audit_reader
+from covey.net.audit import audit_reader
 from covey.runtime import loop as control
 from covey.runtime.links.link import BACKLOG_LIMIT
 from covey.runtime.peers.listener import MeshListener

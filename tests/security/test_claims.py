@@ -15,11 +15,11 @@ from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
 from covey.coordinator import limits
-from covey.net import audit as audit_log
-from covey.net import descriptors
+from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
+from covey.net.host import descriptors
 from covey.net.keys import clusters
-from covey.proto import relaying
+from covey.proto import relay_table
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
@@ -202,6 +202,8 @@ def test_the_numbers_about_relays_are_those_of_the_code() -> None:
     )
     strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
     assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
-    calls = f"calls that wait for up to {relaying.CALL_SECONDS:.0f} s, {relaying.CALLS_AT_ONCE} of them for one node"
+    calls = (
+        f"calls that wait for up to {relay_table.CALL_SECONDS:.0f} s, {relay_table.CALLS_AT_ONCE} of them for one node"
+    )
     assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words
     assert f"uses at most {relays.OFFERS_LIMIT} such relays" in words

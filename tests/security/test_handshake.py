@@ -39,11 +39,10 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat
-from covey.net import audit_reader
-from covey.net.certificates import signed_certificate
+from covey.net.audit import audit_reader
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
-from covey.net.keys.tls import Credentials
+from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.launcher_mesh import LauncherMesh, launched_node

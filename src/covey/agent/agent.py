@@ -9,7 +9,7 @@ from covey.agent.link_transport import LinkTransport
 from covey.agent.requests import CALL_BYTES
 from covey.agent.service import AgentService
 from covey.base.config import GroupConfig, ports_from
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
 from covey.runtime.keeper.member_relay import MemberRelay

@@ -12,9 +12,9 @@ from covey.base.errors import CoveyError
 from covey.base.pace import Growing
 from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import meant_ids, resolve_id, short_id
-from covey.net.settings_files import effective_environment
 from covey.runtime.backoff import Backoff
 from covey.runtime.peers.visit import visiting
 from covey.wire import messages

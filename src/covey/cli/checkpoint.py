@@ -14,7 +14,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.cli.runs import find_run, visiting_members
 from covey.cli.terminal import working
-from covey.net.local_runs import LocalRunFound
+from covey.net.host.runs import LocalRunFound
 from covey.wire import messages
 from covey.wire.checkpoint import check_order
 

@@ -10,7 +10,7 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.cli.ps import trusted_reports
 from covey.cli.terminal import working
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.cli.options import words_of
 from covey.cli.terminal import working
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.cli.status.network import combined
 from covey.runtime.metrics.inspection import NETWORK
 from covey.wire import messages
-from covey.wire.network import decode_network
+from covey.wire.reports import decode_network
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.cli.status.network import RunNetwork
     from covey.runtime.peers.visit import Visit
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 
 def measured_networks(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.messages.routing import MessageNode, MessageRouting
 
 if TYPE_CHECKING:

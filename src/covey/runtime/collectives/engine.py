@@ -18,7 +18,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import NO_RANK, Seat
 from covey.base.operations import OPERATIONS
-from covey.net.descriptors import explained
+from covey.net.host.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import Attempt, DisagreedError

@@ -7,7 +7,7 @@ import types
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

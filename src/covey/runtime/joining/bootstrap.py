@@ -15,9 +15,9 @@ from covey.base.errors import ConfigError, DeadlineError
 from covey.base.limits import MAX_MEMBERS
 from covey.base.native import native
 from covey.base.numbers import Seat
-from covey.net.descriptors import explained
+from covey.net.host.descriptors import explained
+from covey.net.host.settings_files import effective_environment
 from covey.net.lanes import shm
-from covey.net.settings_files import effective_environment
 from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait

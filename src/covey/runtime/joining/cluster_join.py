@@ -11,8 +11,8 @@ from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.base.version import __version__
+from covey.net.host.settings_files import effective_environment
 from covey.net.lanes import shm
-from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group

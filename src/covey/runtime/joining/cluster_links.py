@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from covey.base.errors import AuthError
     from covey.base.numbers import Seat
     from covey.proto.joining import Joining
+    from covey.runtime.lanes.lanes import Lanes
     from covey.runtime.links.link import Link
-    from covey.runtime.members.lanes import Lanes
     from covey.runtime.peers.mesh import Mesh
     from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess

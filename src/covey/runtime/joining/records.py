@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, newer_file
-from covey.net import home
-from covey.net.locks import only_one
+from covey.net.host import folders
+from covey.net.host.locks import only_one
 from covey.proto.lineages import Lineages, merge
 from covey.wire.lineage import Remembered, decode_remembered, encode_remembered
 from covey.wire.membership import Bound, decode_bound, encode_bound
@@ -44,7 +44,7 @@ class Records:
     def write(self, bound: Bound | None) -> None:
         """Write what this node is bound to durably; ConfigError if that fails. None removes the file."""
         if bound is not None:
-            home.write_private(_folder() / self._node_name, encode_bound(bound))
+            folders.write_private(_folder() / self._node_name, encode_bound(bound))
         else:
             with contextlib.suppress(OSError, ConfigError):
                 (_folder() / self._node_name).unlink(missing_ok=True)
@@ -61,7 +61,7 @@ class Records:
         """Add to the lineages of the run that this machine knows of, durably; ConfigError if that fails."""
         folder = _folder()
         with only_one(folder / ".lock"):
-            home.write_private(folder / self._run_name, encode_remembered(merge(self.lineages(), remembered)))
+            folders.write_private(folder / self._run_name, encode_remembered(merge(self.lineages(), remembered)))
 
     def forget_lineages(self) -> dict[bytes, tuple[str, ...]]:
         """Forget the lineages that may be going on, durably; return each with its known members."""
@@ -72,7 +72,7 @@ class Records:
                 lineages = Lineages(known)
                 for each in known.open:
                     lineages.give_up(each.lineage)
-                home.write_private(folder / self._run_name, encode_remembered(lineages.remembered))
+                folders.write_private(folder / self._run_name, encode_remembered(lineages.remembered))
         return {each.lineage: each.names for each in known.open}
 
 
@@ -81,12 +81,12 @@ def _digest(cluster: str, run: str, node: bytes) -> str:
 
 
 def _folder() -> Path:
-    return home.private_folder(home.home() / "runs")
+    return folders.private_folder(folders.home() / "runs")
 
 
 def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
     try:
-        return decode(home.read_private(path))
+        return decode(folders.read_private(path))
     except FileNotFoundError:
         return None
     except NewerFormatError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
-from covey.proto.keeping import lost_ranks
+from covey.proto.keeper import lost_ranks
 from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES

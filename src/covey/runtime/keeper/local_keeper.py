@@ -22,7 +22,7 @@ from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.health import Vouch
-from covey.proto.keeping import Outcome, without_members
+from covey.proto.keeper import Outcome, without_members
 from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path

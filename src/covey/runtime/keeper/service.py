@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.net.descriptors import explain, track
-from covey.net.temporary import ADVICE
+from covey.net.host.descriptors import explain, track
+from covey.net.host.folders import ADVICE
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
     from covey.runtime.members.group_registry import GroupRegistry
-    from covey.runtime.members.lanes import Lanes
-    from covey.runtime.members.path_monitor import PathMonitor
     from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.state.checkpoints import Checkpoints

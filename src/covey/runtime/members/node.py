@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.events import Events
+from covey.runtime.lanes.lanes import Lanes
+from covey.runtime.lanes.table import lane_key
+from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+from covey.runtime.lanes.tuning.stream_trials import StreamTrials
+from covey.runtime.lanes.tuning.stripes import Stripes
 from covey.runtime.members.consequences import Consequences
 from covey.runtime.members.group_registry import GroupRegistry
-from covey.runtime.members.lane_table import lane_key
-from covey.runtime.members.lanes import Lanes
-from covey.runtime.members.path_monitor import PathMonitor
 from covey.runtime.members.routes import routes_to
-from covey.runtime.members.stream_trials import StreamTrials
-from covey.runtime.members.stripes import Stripes
 from covey.runtime.peers.peer_table import Inbox, PeerTable
 from covey.runtime.state.audit import SILENT, Auditor
 from covey.runtime.state.checkpoints import Checkpoints
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import Bound
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
     from covey.wire.versions import Agreement
 
 GOODBYE_SECONDS: Final = 1.0

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.base.text import printable
-from covey.net.descriptors import ScarceError, is_exhausted
 from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
+from covey.net.host.descriptors import ScarceError, is_exhausted
 from covey.runtime.links.address_race import dial_any
 from covey.runtime.links.handshake import HungUpError, RefusedError, spell
 from covey.runtime.links.link import HANDSHAKE_SECONDS

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
-from covey.net.descriptors import explain, keep_a_spare
 from covey.net.discovery.host_rendezvous import host_token
-from covey.net.hardware import hardware
-from covey.net.temporary import host_folder
+from covey.net.host.descriptors import explain, keep_a_spare
+from covey.net.host.folders import host_folder
+from covey.net.host.machine import hardware
 from covey.runtime import loop as control
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.identity import NodeIdentity
     from covey.net.keys.organisation import Organisation
-    from covey.net.port_mapping import PortMapping
+    from covey.net.router.port_mapping import PortMapping
     from covey.wire.secret import ClusterSecret
 
 BACKLOG: Final = 256
@@ -132,7 +132,7 @@ def cluster_endpoint(
             listeners.append(undo.enter_context(local))
         port, mapping = listener.getsockname()[1], None
         if maps_port:
-            from covey.net.port_mapping import PortMapping
+            from covey.net.router.port_mapping import PortMapping
 
             mapping = PortMapping(port)
             undo.callback(mapping.close)
@@ -183,8 +183,7 @@ def _organisation(config: GroupConfig) -> Organisation | None:
     """Return the organisation whose certificates the settings name, if they name some."""
     if not (config.tls_ca or config.tls_cert or config.tls_key):
         return None
-    from covey.net.keys.organisation import Organisation
-    from covey.net.keys.pem_files import PemFiles
+    from covey.net.keys.organisation import Organisation, PemFiles
 
     files = PemFiles.of(config.tls_ca, config.tls_cert, config.tls_key)
     assert files is not None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
 from covey.base.version import __version__
-from covey.net.descriptors import explain
 from covey.net.discovery.host_rendezvous import (
     HostRendezvous,
     check_folder,
@@ -20,8 +19,9 @@ from covey.net.discovery.host_rendezvous import (
     local_address_towards,
     socket_path,
 )
-from covey.net.hardware import hardware
-from covey.net.run_folder import RunFolder
+from covey.net.host.descriptors import explain
+from covey.net.host.machine import hardware
+from covey.net.host.runs import RunFolder
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.peers.endpoint import BACKLOG, Endpoint, cluster_endpoint, host_name, numeric

@@ -23,7 +23,7 @@ from covey.wire.formation import LIFE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.net.local_runs import LocalRunFound
+    from covey.net.host.runs import LocalRunFound
     from covey.runtime.links.link import Link
 
 LINK_SECONDS: Final = 2.0

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import CoveyError
-from covey.net.keys import rotation
+from covey.net.keys import owner
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.loop import aside
 from covey.wire import messages
@@ -49,7 +49,7 @@ class SecretChanges:
     async def _store(self, remote: RemoteProcess, message: messages.NewSecret) -> None:
         problem, cluster = "", self._rules.cluster
         try:
-            self._rules.saved(await aside(rotation.keep, cluster, self._endpoint.card.id, message))
+            self._rules.saved(await aside(owner.keep_secret, cluster, self._endpoint.card.id, message))
         except (CoveyError, OSError) as error:
             problem = str(error)
             self._log.log(logging.WARNING, "a new secret from %s was refused: %s", remote.card.name, problem)

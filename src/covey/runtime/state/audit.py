@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
 from covey.base.pace import Bucket, Buckets
-from covey.net import audit
-from covey.net.audit import Note
+from covey.net.audit import audit_log
+from covey.net.audit.audit_log import Note
 from covey.runtime.links.acceptor import TurnedAwayError
 from covey.runtime.links.source_limits import source_of
 
@@ -59,7 +59,7 @@ class Auditor:
         self._timer: asyncio.TimerHandle | None = None
         if cluster:
             try:
-                self._folder = audit.made_folder()
+                self._folder = audit_log.made_folder()
             except ConfigError as error:
                 _writer.warn_once(error)
 
@@ -248,7 +248,7 @@ class _Writer:
             reason = "the log could not be written for a while"
             notes.append(Note(notes[0].cluster, "dropped", reason=reason, count=dropped))
         try:
-            audit.append(notes, folder)
+            audit_log.append(notes, folder)
         except ConfigError as error:
             self.warn_once(error)
             return False
@@ -259,7 +259,7 @@ class _Writer:
     def warn_once(self, error: ConfigError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            audit.warn(error)
+            audit_log.warn(error)
 
 
 _writer = _Writer()

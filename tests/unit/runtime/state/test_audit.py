@@ -15,8 +15,8 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
-from covey.net import audit_reader
-from covey.net.locks import only_one
+from covey.net.audit import audit_reader
+from covey.net.host.locks import only_one
 from covey.runtime.links.acceptor import TurnedAwayError
 from covey.runtime.state import audit as audit_module
 from covey.runtime.state.audit import MEMBERS_BURST, PENDING_LIMIT, SILENT, SOURCE_BURST, STRANGERS_BURST, Auditor
