@@ -15,11 +15,11 @@ from covey.base.arithmetic import reduction
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
 from covey.base.pace import Growing
-from covey.net import tcp
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host import tcp
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
-from covey.plan import barrier, choose
+from covey.plan import choose, doubling
 from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.lane_switch import LaneSwitch
@@ -119,7 +119,7 @@ class Attempt(EnginePart):
         """The addresses of both ends of the link with each peer when its lane was opened."""
         self.switch = LaneSwitch()
         """The lanes that are to be replaced by others."""
-        self._barrier = barrier.dissemination(self.slot, self.size)
+        self._barrier = doubling.dissemination(self.slot, self.size)
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
@@ -347,7 +347,7 @@ class Attempt(EnginePart):
 
     def replace_lane(self, slot: Slot, lane: Lane) -> None:
         """Use another lane to a slot from now on. The node ends the one that was used so far."""
-        from covey.runtime.members.lane_table import LaneKey  # slow to load, and few lanes are replaced
+        from covey.runtime.lanes.table import LaneKey  # slow to load, and few lanes are replaced
 
         engine, rank = self.engine, self.ranks[slot]
         assert engine.node is not None
@@ -388,7 +388,7 @@ class Attempt(EnginePart):
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
         for slot, lane in enumerate(self._lanes):
-            # The streams of a resumable lane find another path by themselves (`members.lane_resumption`).
+            # The streams of a resumable lane find another path by themselves (`lanes.resumption`).
             if lane is None or is_resumable(lane):
                 continue
             if lane.is_stuck(has_moved=self._has_moved(slot)):

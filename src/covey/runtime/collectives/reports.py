@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.base.numbers import Rank
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError
@@ -99,6 +99,12 @@ class ControlReports(EnginePart):
             return 0, 0
         traffic = engine.counters.recorder.traffic()[rank]
         return traffic.sent_bytes, traffic.sends
+
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane to `seat`; None if there is none."""
+        engine = self._owner()
+        rank = None if engine is None else engine.roster.rank_of.get(seat)
+        return None if engine is None or rank is None else engine.attempt.open_lane(rank)
 
     def lane_stuck(self, seat: Seat, attempt: int) -> None:
         """Act on a lane to `seat` whose bytes are not acknowledged, while no operation runs that would notice it.
