@@ -16,7 +16,7 @@ from covey.base.text import printable
 from covey.net.host.runs import local_runs
 from covey.net.keys import charter, owner, trust
 from covey.net.keys.identity import id_text, machine_name, own_machine, short_id
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
 from covey.runtime.metrics.flight import fault_of
 from covey.runtime.metrics.inspection import PROGRESS, READINGS, REPORTS
 from covey.runtime.peers.local_visit import LocalVisit
@@ -235,7 +235,7 @@ class LocalSource:
         if status is None or status.pid != pid:
             status = self._processes[key] = ProcessStatus(b"", pid, now)
         status.look(now)
-        kernel: dict[Vouch, Process] = {Vouch.STOPPED: "stopped", Vouch.EXITED: "ended"}
+        kernel: dict[ProcessState, Process] = {ProcessState.STOPPED: "stopped", ProcessState.EXITED: "ended"}
         return kernel.get(status.state, "runs")
 
     def _fault(self, run_key: str) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
-    from covey.proto.changes import Quorum, QuorumLost, Waiting
+    from covey.proto.changes import Quorum, QuorumAwaited, QuorumLost
     from covey.runtime.members.node import Node
     from covey.wire import messages
     from covey.wire.membership import Record, View
@@ -313,7 +313,7 @@ class Generation:
         members = tuple(member_keys(founded))
         return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
 
-    def waiting(self, effect: Waiting) -> None:
+    def waiting(self, effect: QuorumAwaited) -> None:
         logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
                        "tie-breaker, %s, this process does not go on", self.node.run, effect.seconds,
                        self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip

@@ -17,11 +17,11 @@ from covey.runtime.group.gradients import sum_row
 from covey.runtime.group.internals import is_newcomer, policy_of, steps_between_checks
 from covey.runtime.group.reports import report_for_program
 from covey.runtime.joining.generations import generations
-from covey.torch.training.balance import Pace, by_speed, even
 from covey.torch.training.drift import FIGURES, compare, digest, from_figures, to_figures
 from covey.torch.training.gradient_mean import consecutive
-from covey.torch.training.handover import hand_over, share_buffers
 from covey.torch.training.local_sgd import parts, trained_by, which_train
+from covey.torch.training.sampler import Pace, by_speed, even
+from covey.torch.training.structure import hand_over, share_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
