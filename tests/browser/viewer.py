@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -94,12 +95,16 @@ class Viewer:
         """Messages of the console, errors, dialogs."""
         self.requests: list[str] = []
 
+    def _refuse(self, dialog: Any) -> None:
+        self.complaints.append("a dialog")
+        dialog.dismiss()
+
     def page(self, address: str = "") -> Page:
         """Return a new tab; with an address, it shows the overview there."""
         page = self.context.new_page()
         page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.complaints.append("a dialog"), dialog.dismiss()))
+        page.on("dialog", self._refuse)
         page.on("request", lambda request: self.requests.append(request.url))
         if address:
             page.goto(address)
@@ -141,7 +146,7 @@ def living(player: Player, every: float = 0.2) -> Iterator[None]:
     def show() -> None:
         while not is_over.wait(every):
             newest = player.newest()
-            player.show(scenes.replace(newest, taken=newest.taken + every))
+            player.show(dataclasses.replace(newest, taken=newest.taken + every))
 
     thread = threading.Thread(target=show)
     thread.start()
