@@ -2,7 +2,7 @@
 
     python -m tools.browser
 
-Prints its path. On Debian and Ubuntu, root gets it by apt-get; anybody else is told what to install. COVEY_CHROMIUM
+Prints its path. On Debian and Ubuntu, root gets it by apt-get; anybody else is told what to install. TEST_CHROMIUM
 names another one.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL: Final = ("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "chromium", "fonts-dejavu-core")
-HOW: Final = "install chromium (on Debian: apt-get install chromium), or name one with COVEY_CHROMIUM"
+HOW: Final = "install chromium (on Debian: apt-get install chromium), or name one with TEST_CHROMIUM"
 ARGUMENTS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -26,7 +26,7 @@ ARGUMENTS: Final = (
 
 def found() -> str | None:
     """Return the path of a Chromium; None if there is none."""
-    if chosen := os.environ.get("COVEY_CHROMIUM"):
+    if chosen := os.environ.get("TEST_CHROMIUM"):
         return chosen
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 

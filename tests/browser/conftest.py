@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chromium]:
-    """Give a browser; without one the test fails, unless COVEY_NO_BROWSER is set."""
-    if os.environ.get("COVEY_NO_BROWSER"):
-        pytest.skip("COVEY_NO_BROWSER is set")
+    """Give a browser; without one the test fails, unless TEST_NO_BROWSER is set."""
+    if os.environ.get("TEST_NO_BROWSER"):
+        pytest.skip("TEST_NO_BROWSER is set")
     path = found()
-    assert path is not None, (
-        f"the checks of the page need a browser: {HOW}, or set COVEY_NO_BROWSER=1 to leave them out"
-    )
+    assert path is not None, f"the checks of the page need a browser: {HOW}, or set TEST_NO_BROWSER=1 to leave them out"
     with Chromium(path) as browser:
         yield browser

@@ -182,8 +182,10 @@ class Command:
         def found() -> list[str]:
             return [line for line in self.lines if words in line]
 
-        wait_until(lambda: len(found()) >= count or self.process.poll() is not None, lambda: "".join(self.lines))
-        assert len(found()) >= count, "".join(self.lines)
+        wait_until(lambda: len(found()) >= count or not self._reader.is_alive(), lambda: "".join(self.lines))
+        if len(found()) < count:
+            self.end()
+            raise AssertionError("".join(self.lines))
         return found()
 
     def end(self) -> None:
