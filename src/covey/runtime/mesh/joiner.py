@@ -26,7 +26,7 @@ from covey.runtime.mesh.run_member import RunMember
 from covey.runtime.mesh.situation import Situation
 from covey.wire import formation as forming
 from covey.wire import membership, messages
-from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
