@@ -23,7 +23,7 @@ from covey.base.errors import ConfigError
 from covey.net.host.folders import home
 from covey.net.keys import trust
 from covey.net.keys.identity import id_text, own_machine
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,10 +17,10 @@ from covey.proto import relay_table
 from covey.runtime.links import address_race
 from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.mesh import better_ways, relay_registration
-from covey.runtime.mesh import mesh as mesh_module
-from covey.runtime.mesh import relays as relays_module
-from covey.runtime.mesh.follower import DialOutcome
+from covey.runtime.peers import better_ways, relay_registration
+from covey.runtime.peers import mesh as mesh_module
+from covey.runtime.peers import relays as relays_module
+from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.server import RelayLimits
 from covey.runtime.relaying.thread import RelayThread
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator
 
-    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.peers.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("home")
 

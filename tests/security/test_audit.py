@@ -24,7 +24,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.net.audit import audit_reader
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.members.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.runtime.state.audit import SOURCE_BURST, STRANGERS_BURST
 from covey.wire import door, messages
 from covey.wire import formation as forming
 

@@ -23,12 +23,12 @@ from covey.proto import relay_table
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
+from covey.runtime.joining import situation
 from covey.runtime.links import acceptor as acceptor
 from covey.runtime.links import dial_limits as allowance
 from covey.runtime.links import link
 from covey.runtime.links import source_limits as arrivals
-from covey.runtime.members import audit
-from covey.runtime.mesh import (
+from covey.runtime.peers import (
     follower,
     hints,
     node_links,
@@ -36,10 +36,10 @@ from covey.runtime.mesh import (
     reach,
     relay_registration,
     relays,
-    situation,
     visitors,
 )
 from covey.runtime.relaying import pipe, server
+from covey.runtime.state import audit
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()

@@ -17,7 +17,7 @@ from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.net.router import port_mapping, upnp
 from covey.net.router.port_mapping import DATAGRAMS_LIMIT, ask_gateway
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.testing.gateway import GatewayThread
 from covey.wire.secret import ClusterSecret
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from covey.net.host.runs import LocalRunFound
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 RUN_NAME_SECONDS: Final = 5.0
 """How long nodes may take to tell which run they are in."""
@@ -65,7 +65,7 @@ def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[Visite
     Raises:
         ConfigError: no node is in such a run.
     """
-    from covey.runtime.mesh.visit import visiting
+    from covey.runtime.peers.visit import visiting
 
     with visiting(cluster, group_config(effective_environment()), announce=False) as visit:
         with working(f"looking for nodes of {cluster.name} ..."):

@@ -149,7 +149,7 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     from covey.agent.shares import SharedRun
     from covey.agent.ssh import SshShare, parse_hosts, ssh_command
     from covey.runtime.keeper.rank_logs import RankLogs
-    from covey.runtime.mesh.visit import visiting
+    from covey.runtime.peers.visit import visiting
 
     hosts = parse_hosts(text, terms.processes or 1)
     logs = None if terms.log_dir is None else RankLogs(terms.log_dir)

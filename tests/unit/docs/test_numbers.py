@@ -23,7 +23,6 @@ from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
 from covey.cli.doctor import command as doctor
-from covey.cli.status import command as status
 from covey.compress import choice, policy, quantisers
 from covey.coordinator import run as coordinator
 from covey.coordinator import session
@@ -65,12 +64,13 @@ from covey.runtime.lanes.tuning import (
     trials,
 )
 from covey.runtime.links import sockets
-from covey.runtime.members import group_limits, leaving, losses, process_table
-from covey.runtime.members.remote_process import PeerState
-from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
+from covey.runtime.members import leaving
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
+from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
+from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
     checkpoint,
     door,
@@ -472,7 +472,6 @@ HELD = {
     "docs/reference/commands.md": (
         f"the last {size(outputs.SEGMENTS * outputs.LOG_SEGMENT_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
-        f"Look again every {spelled(status.WATCH_SECONDS)} seconds",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
     ),

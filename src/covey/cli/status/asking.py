@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.cli.status.network import RunNetwork
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
     from covey.wire.reports import MeasuredNetwork
 
 

@@ -164,7 +164,7 @@ def ask_run(name: str, cluster: str | None, wait: float) -> tuple[str, list[Flig
 
 def ask_local_run(run: LocalRunFound) -> list[Flight]:
     """Ask the ranks of a run on this machine for their operations; DeadlineError if none has told them."""
-    from covey.runtime.mesh.local_visit import visiting_ranks
+    from covey.runtime.peers.local_visit import visiting_ranks
 
     with visiting_ranks(run) as visit:
         flights = collect(visit.ask)

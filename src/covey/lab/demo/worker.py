@@ -160,6 +160,7 @@ class _Node:
         self._losses += loss
         self._sync += synced - computed
         self._compute += time.perf_counter() - started - (synced - computed)
+        group.report(step=number, loss=float(loss), samples=len(batch))
         if number % ROUND == 0:
             held_out = self._judge(group)
             loss = self._losses / self._steps

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.measuring import MeasuredLinks
     from covey.runtime.collectives.native_executor import Shortcut
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
+    from covey.runtime.views.generation import Generation
     from covey.runtime.work import Work
 
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))

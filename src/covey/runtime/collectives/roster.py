@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.lanes.lane import LanePath
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.net.discovery.interfaces import Interface
     from covey.net.lanes.lane import LanePath
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire.messages import Hardware
 
 

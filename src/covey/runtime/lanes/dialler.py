@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from covey.runtime.lanes.table import LaneTable
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 logger = logging.getLogger("covey")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.lanes.factory import LaneFactory
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
 
 SMALL_RING_BYTES: Final = 128 << 10

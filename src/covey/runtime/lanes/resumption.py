@@ -35,7 +35,7 @@ from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
 from covey.runtime.links.address_race import connect_any
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
-from covey.runtime.members.losses import UNLINKED_SECONDS
+from covey.runtime.views.losses import UNLINKED_SECONDS
 from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:

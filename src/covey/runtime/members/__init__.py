@@ -1,4 +1,4 @@
-"""The members of a run: this process (`Node`), its peers, generations, views and health.
+"""This process as a member of a run: `Node` wires its peers, views, lanes, state and groups.
 
-Imports `links` and `lanes`. Used by all rooms above. State changes on the control loop only.
+Imports `views`, `lanes`, `peers`, `state` and `links`. Used by all rooms above. State changes on the control loop only.
 """

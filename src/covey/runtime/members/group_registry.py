@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
     from covey.runtime.lanes.table import LaneKey
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.generation import Generation
 
 EARLY_CALLS: Final = 1000
 """Messages that are kept for groups that do not exist here yet."""
@@ -58,6 +58,9 @@ class RegisteredGroup(Protocol):
 
     def sent_to(self, seat: Seat) -> tuple[int, int]:
         """Return the bytes that were sent to a member, and in how many transfers."""
+
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane for collectives to a member; None if there is none."""
 
     def lane_stuck(self, seat: Seat, attempt: int) -> None: ...
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.probe import Sounding
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 logger = logging.getLogger("covey")
 

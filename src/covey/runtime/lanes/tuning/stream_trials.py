@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.runtime.lanes.table import LaneKey
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 FAR_SECONDS: Final = 0.002
 """The shortest round trip at which streams are tried: below, a single one waits for the processor and not for

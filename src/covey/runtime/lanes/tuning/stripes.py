@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.lanes.tuning.path_choice import Quality
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 TEND_SECONDS: Final = 0.2
 LEAST_BYTES: Final = 8 << 20
