@@ -305,7 +305,7 @@ def test_a_dialler_that_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: p
                 sent += 1
             await asyncio.wait([gone], timeout=0.02)
         assert await gone == b""
-        assert sent < door.ANSWER_BYTES
+        assert sent < door.DOOR_ANSWER_BYTES
         await until(lambda: acceptor.turned_away == 1)
 
     run(work)
@@ -481,7 +481,7 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
                 await asyncio.sleep(0.005)
             reader, writer = await asyncio.open_connection(*address)
             await reader.readexactly(door.CHALLENGE_BYTES)
-            writer.write(bytes(door.ANSWER_BYTES))
+            writer.write(bytes(door.DOOR_ANSWER_BYTES))
             with contextlib.suppress(ConnectionError):
                 await reader.read()
             writer.close()

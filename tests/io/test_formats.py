@@ -123,7 +123,7 @@ def test_a_file_of_a_later_release_is_refused_and_not_changed(name: str, tmp_pat
 
 def test_figures_of_a_later_release_are_not_used_nor_replaced(caplog: pytest.LogCaptureFixture) -> None:
     figures()
-    path = folders.existing() / saved_figures.FILE
+    path = folders.existing() / saved_figures.FIGURES_FILE
     path.write_bytes(newer := as_array(at=2)(path.read_bytes()))
     assert saved_figures.read_figures(b"m" * 32) == ()
     figures()

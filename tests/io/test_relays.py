@@ -405,7 +405,7 @@ def test_a_side_that_ends_ends_the_other() -> None:
 
 
 def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_table, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(relay_table, "WAITING_CALL_SECONDS", 0.1)
 
     async def work(_meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -416,7 +416,7 @@ def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPa
                     sock, answer = await ask(port, lambda challenge, token=token: key.call(challenge, token))  # type: ignore[misc]
                     sock.close()
                     answers.append(answer)
-                assert answers == [RelayRefusal(relay_table.UNKNOWN), RelayRefusal(relay_table.UNANSWERED)]
+                assert answers == [RelayRefusal(relay_table.UNKNOWN_TOKEN), RelayRefusal(relay_table.UNANSWERED)]
 
     run(work)
 

@@ -13,17 +13,17 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
-from covey.agent.requests import CHUNK_BYTES, OutputBatch
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, OutputBatch
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SEGMENT_BYTES: Final = 8 << 20
+LOG_SEGMENT_BYTES: Final = 8 << 20
 SEGMENTS: Final = 4
 """Files of a log; then the oldest is removed."""
-RECORD_BYTES: Final = 16 << 10
+OUTPUT_RECORD_BYTES: Final = 16 << 10
 """The most of one record, so that a batch is never empty because the next record is too long."""
 _HEADER: Final = struct.Struct(">BI")
 
@@ -46,10 +46,10 @@ class OutputLog:
     def append(self, stream: int, data: bytes) -> None:
         """Add output; what cannot be written (a full disk) is lost, and readers are told."""
         with self._lock:
-            for start in range(0, len(data), RECORD_BYTES):
-                piece = data[start : start + RECORD_BYTES]
+            for start in range(0, len(data), OUTPUT_RECORD_BYTES):
+                piece = data[start : start + OUTPUT_RECORD_BYTES]
                 record = _HEADER.pack(stream, len(piece)) + piece
-                if self._end - self._starts[-1] + len(record) > SEGMENT_BYTES:
+                if self._end - self._starts[-1] + len(record) > LOG_SEGMENT_BYTES:
                     self._next_file()
                 try:
                     self._file.write(record)
@@ -86,9 +86,9 @@ class OutputLog:
                 if len(head) < _HEADER.size:  # could not be written
                     break
                 stream, size = _HEADER.unpack(head)
-                if stream not in (1, 2) or size > RECORD_BYTES:
+                if stream not in (1, 2) or size > OUTPUT_RECORD_BYTES:
                     raise ConfigError(f"no output begins at {offset}; begin at 0")
-                if taken + size > CHUNK_BYTES:
+                if taken + size > OUTPUT_CHUNK_BYTES:
                     break
                 records.append((stream, file.read(size)))
                 at, taken = at + _HEADER.size + size, taken + size

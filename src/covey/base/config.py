@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
 from covey.base.setting_kinds import check_timeout as check_timeout
-from covey.base.settings import FILE, SETTINGS, USER_FILE, suggestion
 from covey.base.settings import PORTS as PORTS
+from covey.base.settings import SETTINGS, SETTINGS_FILE, USER_FILE, suggestion
 from covey.base.settings import GroupConfig as GroupConfig
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def from_file(content: Mapping[str, Any], path: str, *, is_users: bool) -> dict[
         if setting.files == USER_FILE and not is_users:
             raise ConfigError(
                 f"{path}: {name} cannot be set by the folder of a program, because it affects security; set it in "
-                f"{FILE} of your configuration folder, or set {setting.variable}"
+                f"{SETTINGS_FILE} of your configuration folder, or set {setting.variable}"
             )
         found[setting.variable] = setting.show(setting.kind.read(f"{path}: {name}", value))
     return found

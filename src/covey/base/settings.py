@@ -46,7 +46,7 @@ PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
 RELAY_PORT: Final = 47690
 """The port of a relay, unless its address says another."""
-FILE: Final = "covey.toml"
+SETTINGS_FILE: Final = "covey.toml"
 ANY_FILE: Final = "any"
 """A setting that both files may have."""
 USER_FILE: Final = "user"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
-SIZES: Final = ("run_size", "run_min_size", "run_max_size")
+SIZE_SETTINGS: Final = ("run_size", "run_min_size", "run_max_size")
 _MACHINES: Final = "Several machines"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -260,8 +260,8 @@ def _in_cluster(request: RunRequest) -> int:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if "run_size" in given and given.keys() & {"run_min_size", "run_max_size"}:
         raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
-    if given.keys() & {*SIZES}:
-        for name in SIZES:
+    if given.keys() & {*SIZE_SETTINGS}:
+        for name in SIZE_SETTINGS:
             os.environ.pop(SETTINGS[name].variable, None)  # the command line overrides all three
     variables = {
         **variables_of(given),

@@ -26,7 +26,7 @@ from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.wire import formation as forming
 from covey.wire import membership, messages
-from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 

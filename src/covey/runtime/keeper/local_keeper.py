@@ -31,7 +31,7 @@ from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
 from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
-from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as PROPOSAL_BYTES
 from covey.wire.versions import common
 
 if TYPE_CHECKING:

@@ -196,7 +196,7 @@ class Acceptor:
         no_delay(sock)
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
-        answer = await receive_exactly(sock, door.ANSWER_BYTES)
+        answer = await receive_exactly(sock, door.DOOR_ANSWER_BYTES)
         *others, last = self.door_keys()
         for key in others:
             with contextlib.suppress(AuthError):
