@@ -32,7 +32,7 @@ import termios
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import LaneClosedError
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.host.descriptors import track
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
 from covey.net.lanes.lasting import LastingSocket, LeftConnections
 from covey.net.lanes.sealed import SealedLane
