@@ -158,7 +158,7 @@ def origin_of(generation: Any) -> bytes:
 
 def node_of_participant(participant: Participant) -> Any:
     member = participant.joiner.member
-    return member.node if member is not None else None
+    return participant.node if member is not None else None
 
 
 def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() -> None:

@@ -64,7 +64,7 @@ from covey.runtime.lanes.tuning import (
     trials,
 )
 from covey.runtime.links import sockets
-from covey.runtime.members import leaving
+from covey.runtime.members import node as member_node
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
 from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
@@ -190,7 +190,7 @@ HELD = {
         f"a rule of its own from {proposals.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
-        f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
+        f"leaves waits up to a {every(member_node.GOODBYE_SECONDS)} for links",
         f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
         f"for {spelled(call_inquiries.TESTIMONY_PATIENCE)} seconds at most, for ranks that are alive",
         f"them to call its last operation, and {spelled(call_inquiries.PARTING_PATIENCE)} seconds at most",
