@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import CoveyError
 
@@ -13,13 +13,25 @@ if TYPE_CHECKING:
 
     from covey.agent.callers import AgentCaller
     from covey.agent.requests import OutputBatch
-    from covey.agent.screen import Screen
 
 BATCHES_LIMIT: Final = 8
 """Batches of one machine that wait to be shown."""
 
 
-def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: bool) -> None:
+class OutputView(Protocol):
+    """What shows the output of programs."""
+
+    def show(self, machine: str, stream: int, data: bytes, at: float = 0.0) -> None:
+        """Show output of a machine, which was written at a time of its clock; 0 if that is not known."""
+
+    def ended(self, machine: str) -> None:
+        """Show unfinished lines of a machine."""
+
+    def note(self, text: str) -> None:
+        """Show a line about the run."""
+
+
+def read_output(programs: Mapping[AgentCaller, int], screen: OutputView, *, to_end: bool) -> None:
     """Show what programs have written; `to_end`, also what they still write, until all have ended.
 
     Raises:
@@ -40,7 +52,7 @@ def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: 
         raise errors[0]
 
 
-def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: list[CoveyError]) -> None:
+def _read_together(programs: Mapping[AgentCaller, int], screen: OutputView, errors: list[CoveyError]) -> None:
     batches: queue.Queue[tuple[AgentCaller, OutputBatch | CoveyError | None]] = queue.Queue(
         BATCHES_LIMIT * len(programs)
     )
@@ -66,8 +78,9 @@ def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: 
             _show(agent.name, batch, screen)
 
 
-def _show(machine: str, batch: OutputBatch, screen: Screen) -> None:
+def _show(machine: str, batch: OutputBatch, screen: OutputView) -> None:
     if batch.missing:
         screen.note(f"{machine}: {batch.missing} bytes of output are no longer there")
-    for stream, data in batch.records:
-        screen.show(machine, stream, data)
+    times = batch.times or (0.0,) * len(batch.records)
+    for (stream, data), at in zip(batch.records, times, strict=False):
+        screen.show(machine, stream, data, at)

@@ -40,7 +40,7 @@ class Screen:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while the terminal does not take output: a pager may stand still."""
 
-    def show(self, machine: str, stream: int, data: bytes) -> None:
+    def show(self, machine: str, stream: int, data: bytes, at: float = 0.0) -> None:
         """Show output of a machine: 1 is standard output, 2 standard error."""
         lines = self._lines.setdefault((machine, stream), HeldLine())
         self._write(machine, stream, lines, lines.take(data))

@@ -423,6 +423,20 @@ _OTHERS: Final = (
         _MACHINE, "events", FilePath(), None, "A file to which losses and recoveries are appended, as JSON."
     ),
     _other(
+        _MACHINE, "keep_output", Flag(), None,
+        "Whether the output of each rank is kept in the configuration folder, for `covey logs`; by default, under "
+        "`covey run`. With 1, a program that joins a run by itself keeps what it prints from then on.",
+        files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_bytes", ByteCount(64 << 10, 1 << 30), 4 << 20,
+        "How much is kept of the output of each rank, the latest.", files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_total", ByteCount(1 << 20, 1 << 40), 512 << 20,
+        "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
+    ),
+    _other(
         _MACHINE, "native", Flag(), True,
         "0: move data with Python instead of the compiled executor; `covey --version` shows which one is used.",
     ),

@@ -467,12 +467,12 @@ HELD = {
     "docs/guides/several-machines.md": (
         f"is gone for {launching.LEASE_SECONDS:g} seconds",
         f"remembers the last {jobs.ENDED_LIMIT}.",
-        f"keeps the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of the output",
+        f"keeps the last {size(outputs.LOG_BYTES)} of the output",
         f"{snapshot.FILES_LIMIT:,} files of {size(snapshot.FOLDER_BYTES)} in all",
         f"The last {environments.ENVIRONMENTS_LIMIT} environments",
     ),
     "docs/reference/commands.md": (
-        f"the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of each program",
+        f"the last {size(outputs.LOG_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
         f"Look again every {spelled(status.WATCH_SECONDS)} seconds",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
