@@ -19,7 +19,7 @@ from tests.support.waiting import DEADLINE, wait_until
 import covey
 from covey.runtime.calls import lane_transport
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members import lane_acceptor
+from covey.runtime.lanes import acceptor as lane_acceptor
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from covey.agent.requests import StartRequest
 from covey.agent.shares import Ended, Printed, Said
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
-from covey.net.home import home
+from covey.net.host.folders import home
 from covey.net.keys import trust
 from covey.net.keys.identity import id_text, own_machine
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,17 +25,17 @@ from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime.keeper.service import ClusterKeeperService
-from covey.runtime.members import process_table
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.mesh import Mesh
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import Mesh
+from covey.runtime.views import process_table
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")

@@ -10,7 +10,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.cli.doctor import router as doctor_router
 from covey.cli.doctor.router import RouterFacts, RouterQuestion
-from covey.net import port_mapping, upnp
+from covey.net.router import port_mapping, upnp
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from covey.proto.health import Vouch
 from covey.runtime.keeper import local_keeper as local_keeper
 from covey.runtime.keeper.service import KeeperService, keeper_path
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members import process_table
-from covey.runtime.members.view_driver import ViewDriver, rank_id
+from covey.runtime.views import process_table
+from covey.runtime.views.view_driver import ViewDriver, rank_id
 from covey.wire import messages
 from covey.wire.membership import MemberKey
 from covey.wire.versions import only

@@ -18,15 +18,15 @@ from covey.base.version import __version__
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.node import Node
+from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.testing.threads import run_threads
 from covey.wire import messages
 from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

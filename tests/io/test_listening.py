@@ -15,7 +15,7 @@ from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 
 from covey.base.pace import Growing
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.proto.calling.tags import CALL_TAG
 from covey.proto.message_link import MessageSizes
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving

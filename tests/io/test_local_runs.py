@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.local_runs import LocalRunFound, describe, find_local_run, local_runs
+from covey.net.host.runs import LocalRunFound, describe, find_local_run, local_runs
 from covey.runtime import loop as control
 from covey.runtime.group.internals import node_of
 from covey.runtime.keeper.flights import collect
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members.rank_visitors import VISITORS_LIMIT
-from covey.runtime.mesh.local_visit import LocalVisit, visiting_ranks
+from covey.runtime.peers.local_visit import LocalVisit, visiting_ranks
+from covey.runtime.peers.rank_visitors import VISITORS_LIMIT
 from covey.testing.threads import run_threads
 from covey.wire import messages
 

@@ -18,8 +18,8 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
-from covey.runtime.members.view_driver import ViewDriver
-from covey.runtime.mesh.records import Records
+from covey.runtime.joining.records import Records
+from covey.runtime.views.view_driver import ViewDriver
 from covey.wire import messages
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
 from covey.wire.membership import Bound, MemberKey, Record, View
@@ -126,7 +126,7 @@ def test_a_writer_that_is_killed_leaves_one_whole_record(home: Path) -> None:
     code = """
 import sys
 from covey.proto.ballot import first_record
-from covey.runtime.mesh.records import Records
+from covey.runtime.joining.records import Records
 from covey.wire.membership import Bound, MemberKey
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:

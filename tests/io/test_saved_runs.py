@@ -12,9 +12,9 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
-from covey.net import home, saved_output, saved_runs
-from covey.net.saved_output import HEADER_BYTES, SavedOutput, read_log, tail_of
-from covey.net.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs
+from covey.net.host import folders, saved_output, saved_runs
+from covey.net.host.saved_output import HEADER_BYTES, SavedOutput, read_log, tail_of
+from covey.net.host.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs
 from covey.runtime.metrics import inspection
 from covey.watch.output import OutputReader, RunFollower
 from covey.wire import messages
@@ -201,9 +201,9 @@ def test_a_log_can_be_read_from_any_record_on_while_it_is_written(tmp_path: Path
 def test_a_damaged_description_is_left_out_and_one_of_a_later_release_is_an_error() -> None:
     a_run("good", 1.0).end(0, "")
     broken, later = a_run("broken", 2.0), a_run("later", 3.0)
-    home.write_private(broken.folder / "about", b"{")
+    folders.write_private(broken.folder / "about", b"{")
     assert [run.record.name for run in past_runs()] == ["good", "later"]
-    home.write_private(later.folder / "about", b'{"format": 2, "name": "later"}')
+    folders.write_private(later.folder / "about", b'{"format": 2, "name": "later"}')
     with pytest.raises(ConfigError, match="a later release"):
         past_runs()
 
@@ -213,7 +213,7 @@ def test_the_bounds_are_those_of_the_page() -> None:
     each, total = SETTINGS["keep_output_bytes"].default, SETTINGS["keep_output_total"].default
     assert f"{each >> 20} MiB of each rank and {total >> 20} MiB in all" in page
     assert OutputTerms.read({}) == (None, each, total)
-    assert OutputTerms.read({"COVEY_KEEP_OUTPUT": "0", "COVEY_KEEP_OUTPUT_BYTES": "1M"}) == (False, 1 << 20, total)
+    assert OutputTerms.read({"COVEY_KEEP_OUTPUT": "0", "COVEY_KEEP_OUTPUT_BYTES": "1MiB"}) == (False, 1 << 20, total)
 
 
 def test_no_question_of_another_node_is_answered_with_output() -> None:

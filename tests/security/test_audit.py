@@ -22,9 +22,9 @@ from tests.support.attackers import (
 )
 from tests.support.waiting import DEADLINE
 
-from covey.net import audit_reader
+from covey.net.audit import audit_reader
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.members.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.runtime.state.audit import SOURCE_BURST, STRANGERS_BURST
 from covey.wire import door, messages
 from covey.wire import formation as forming
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from covey.net.audit import Entry
+    from covey.net.audit.audit_log import Entry
 
 CROWD = 300
 

@@ -29,7 +29,7 @@ from covey.coordinator.refusal import RefusalError
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import own_machine
-from covey.net.keys.pem_files import PemFiles
+from covey.net.keys.organisation import PemFiles
 from covey.runtime.environment import ClusterOptions
 from covey.wire.messages import Charter, encode
 from covey.wire.secret import ClusterSecret

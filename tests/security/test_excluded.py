@@ -26,7 +26,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
-    from covey.runtime.members.lane_table import LaneKey
+    from covey.runtime.lanes.table import LaneKey
     from covey.runtime.members.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")

@@ -39,19 +39,18 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat
-from covey.net import audit_reader
-from covey.net.certificates import signed_certificate
+from covey.net.audit import audit_reader
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
-from covey.net.keys.tls import Credentials
+from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
 from covey.runtime.links import acceptor, handshake
 from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.members.node import Node
-from covey.runtime.members.remote_process import ranks_of
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.remote_process import ranks_of
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, frame, messages
 from covey.wire.versions import only
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.members.launcher_mesh import LauncherMesh
+    from covey.runtime.peers.launcher_mesh import LauncherMesh
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:

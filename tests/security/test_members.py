@@ -38,10 +38,10 @@ from covey.proto.health import Vouch
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.dial_limits import SOCKETS
-from covey.runtime.mesh.follower import HINTS_AT_ONCE
-from covey.runtime.mesh.node_links import LINKS_LIMIT
-from covey.runtime.mesh.reach import NOT_TRIED
-from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT
+from covey.runtime.peers.follower import HINTS_AT_ONCE
+from covey.runtime.peers.node_links import LINKS_LIMIT
+from covey.runtime.peers.reach import NOT_TRIED
+from covey.runtime.peers.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import door, formation, frame, messages
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tests.support.seeds import batches
 from covey.lab.world import World
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
-from covey.proto.founders import rank_order
+from covey.proto.formation.joiners import rank_order
 from covey.wire.formation import Here, Member, Outcome, Propose, Standing, Terms, decode_formation, encode_formation
 
 if TYPE_CHECKING:

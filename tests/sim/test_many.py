@@ -21,9 +21,9 @@ from covey.lab.resting import RestingWorld
 from covey.lab.world import SimulatedNode, World
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
-from covey.proto.formation import Formation, announcer, deciding
-from covey.proto.founders import rank_order
-from covey.proto.membership import Membership, answerer
+from covey.proto.formation import Formation, joiners, proposals
+from covey.proto.formation.joiners import rank_order
+from covey.proto.membership import Membership, ballots
 from covey.proto.overlay import SPARSE, Overlay, Topology
 from covey.wire.formation import Member, Propose, Standing, Terms
 from covey.wire.membership import MemberKey, Pulse, Record, State, View
@@ -90,8 +90,8 @@ def test_formations_in_which_one_member_tells_all_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for hundreds of members, played with a few and all faults: that member is lost, cut off, or late."""
-    monkeypatch.setattr(deciding, "TELL_ALL", 2)
-    monkeypatch.setattr(announcer, "CROWD", 2)
+    monkeypatch.setattr(proposals, "TELL_ALL", 2)
+    monkeypatch.setattr(joiners, "CROWD", 2)
     plays = [perform(seed, hard=seed % 2 == 1) for seed in range(40 * batch, 40 * batch + 40)]
     assert sum(len(play.returned) for play in plays) > 80
     assert any(play.dead for play in plays)
@@ -102,7 +102,7 @@ def test_views_in_which_changes_are_told_together_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for hundreds of members, played with a few, all faults, and operations in several groups."""
-    monkeypatch.setattr(answerer, "CROWD", 1)
+    monkeypatch.setattr(ballots, "CROWD", 1)
     totals = sum((perform_views(seed).count() for seed in range(60 * batch, 60 * batch + 60)), Counter[str]())
     assert totals["views"] > 20, totals
     assert totals["operations that returned"] > 300, totals

@@ -17,7 +17,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.runtime.joining.request import JoinRequest, JoinTarget
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.group.group import Group
+    from covey.runtime.joining.joiner import Joiner
     from covey.runtime.members.node import Node
-    from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.joiner import Joiner
+    from covey.runtime.peers.endpoint import Endpoint
 
 SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=40.0)
 """A member that is silent is waited for for half of it: longer than a machine stands still. A member that was cut off

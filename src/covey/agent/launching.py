@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.agent.callers import AgentCaller
     from covey.agent.shares import Report
     from covey.agent.snapshot import Snapshot
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 T = TypeVar("T")
 

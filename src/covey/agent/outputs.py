@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.requests import CHUNK_BYTES, OutputBatch
-from covey.net.saved_output import SavedOutput, read_log
+from covey.net.host.saved_output import SavedOutput, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

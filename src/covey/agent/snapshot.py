@@ -23,7 +23,7 @@ from covey.agent.paths import PathSet
 from covey.agent.requests import FileEntry
 from covey.agent.sensitive import HEAD_BYTES, PROFILE_MARKS, SensitiveRules, is_private_key
 from covey.base.errors import ConfigError
-from covey.net.home import home_path
+from covey.net.host.folders import home_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

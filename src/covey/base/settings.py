@@ -437,6 +437,12 @@ _OTHERS: Final = (
         "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
     ),
     _other(
+        _MACHINE, "as", OneOf(("gloo",)), None,
+        "The backend of torch whose place covey takes: programs that ask torch for it by name get covey. "
+        "`covey.torch.replace` does the same from a program.",
+        option=Option(metavar="gloo"),
+    ),
+    _other(
         _MACHINE, "native", Flag(), True,
         "0: move data with Python instead of the compiled executor; `covey --version` shows which one is used.",
     ),

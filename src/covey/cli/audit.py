@@ -17,14 +17,14 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say
-from covey.net import audit_reader
-from covey.net.audit import EVENTS, TEXT_LIMIT
+from covey.net.audit import audit_reader
+from covey.net.audit.audit_log import EVENTS, TEXT_LIMIT
 from covey.net.keys.identity import short_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.net.audit import Entry
+    from covey.net.audit.audit_log import Entry
 
 ENTRIES_CHECK_EVERY: Final = 0.25
 """How often `--follow` looks for new entries."""

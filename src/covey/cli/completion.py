@@ -30,7 +30,7 @@ def node_names(words: dict[str, Any]) -> list[str]:
 
 def run_names(_words: dict[str, Any]) -> list[str]:
     """Return the runs that this machine remembers, the latest first."""
-    from covey.net.saved_runs import past_runs
+    from covey.net.host.saved_runs import past_runs
 
     return list(dict.fromkeys(run.record.name for run in reversed(past_runs())))
 

@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError, CoveyError, DeadlineError
 from covey.base.text import printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net.home import home
+from covey.net.host.folders import home
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _security(
 
     require_grpc()
     from covey.coordinator.security import choose_security
-    from covey.net.keys.pem_files import PemFiles
+    from covey.net.keys.organisation import PemFiles
 
     return choose_security(host, PemFiles.of(tls_ca, tls_cert, tls_key), ClusterOptions(cluster))
 

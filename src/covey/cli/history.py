@@ -11,10 +11,10 @@ import typer
 from covey.cli.layout import Column, room, table
 from covey.cli.status.view import duration
 from covey.cli.terminal import say
-from covey.net.saved_runs import past_runs
+from covey.net.host.saved_runs import past_runs
 
 if TYPE_CHECKING:
-    from covey.net.saved_runs import PastRun
+    from covey.net.host.saved_runs import PastRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

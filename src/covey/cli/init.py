@@ -16,11 +16,11 @@ from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_relays
 from covey.cli.terminal import say
-from covey.net import audit
+from covey.net.audit import audit_log
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity
-from covey.net.settings_files import effective_environment
 from covey.wire.secret import (
     KEY_BYTES,
     MAX_RELAYS,
@@ -84,7 +84,7 @@ def init(
     if passphrase:
         owner.forget(name)
     clusters.save(made)
-    audit.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
+    audit_log.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
     if replaced:

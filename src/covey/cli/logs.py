@@ -17,8 +17,8 @@ from covey.base.errors import ConfigError
 from covey.base.text import listed
 from covey.cli.ps import trusted_reports
 from covey.cli.terminal import say, working
-from covey.net.saved_runs import find_past_run, past_runs
-from covey.net.settings_files import effective_environment
+from covey.net.host.saved_runs import find_past_run, past_runs
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.keeper.output import COLOURS
 from covey.watch.output import LineAssembly, OutputLine, RunFollower, clean
@@ -26,7 +26,7 @@ from covey.watch.output import LineAssembly, OutputLine, RunFollower, clean
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.net.saved_runs import PastRun
+    from covey.net.host.saved_runs import PastRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -139,7 +139,7 @@ def _version(asked: bool) -> None:
             version = metadata.version("covey")
         except metadata.PackageNotFoundError:  # run from its source folder
             from covey.base.version import __version__ as version
-        from covey.net.native import describe_executor
+        from covey.net.host.machine import describe_executor
 
         typer.echo(f"covey {version}\nexecutor: {describe_executor()}")
         raise typer.Exit

@@ -33,7 +33,7 @@ from covey.runtime.keeper.supervisor import keep
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
-    from covey.net.saved_runs import SavedRun
+    from covey.net.host.saved_runs import SavedRun
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
@@ -288,7 +288,7 @@ def _in_cluster(request: RunRequest) -> int:
 
 def _cluster_name(variables: Mapping[str, str]) -> str:
     """Return the name of the cluster; "" if there is none, which `share_of_run` explains."""
-    from covey.net.settings_files import effective_environment
+    from covey.net.host.settings_files import effective_environment
 
     with contextlib.suppress(ConfigError):
         return ClusterOptions().find({**effective_environment(), **variables}).name
@@ -299,8 +299,8 @@ def _saved(
     request: RunRequest, name: str, processes: int, cluster: str = "", machines: tuple[str, ...] = ()
 ) -> SavedRun | None:
     """Return what keeps the output and the end of the run on this machine; None if covey's folder cannot be used."""
-    from covey.net.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
-    from covey.net.settings_files import effective_environment
+    from covey.net.host.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
+    from covey.net.host.settings_files import effective_environment
 
     terms = OutputTerms.read({**effective_environment(), **variables_of(request.settings)})
     machine = printable(socket.gethostname().partition(".")[0], 40)
@@ -399,7 +399,7 @@ def share_of_run(
     """
     from covey.base.seeds import split_relays, split_seeds
     from covey.net.discovery.interfaces import parse_pattern
-    from covey.net.settings_files import effective_environment
+    from covey.net.host.settings_files import effective_environment
     from covey.runtime.keeper.service import ClusterKeeperService
 
     env = {**effective_environment(), **variables}

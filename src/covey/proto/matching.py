@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import numpy as np
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.proto.message import ANY, Arrival, MessageInfo, Operation, Probe, Receive, Received, Send
-from covey.proto.message_failures import PeerFailures
+from covey.proto.message import ANY, Arrival, MessageInfo, Operation, PeerFailures, Probe, Receive, Received, Send
 from covey.proto.message_link import DEFAULT_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header

@@ -1,4 +1,4 @@
-"""One message: the send, the receive, and the arrival at the receiver."""
+"""One message: the send, the receive, and the arrival at the receiver; and which peers are gone that could send one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from covey.base.dtypes import DTYPES
-from covey.base.errors import MismatchError
+from covey.base.errors import MismatchError, PeerLostError
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
-
 ANY: Final = -1
 """As a source or a tag: any."""
-
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _NOWHERE: Final = memoryview(b"")
 
@@ -166,3 +164,33 @@ class Arrival(Landing):
 def describe_source(source: int, tag: int) -> str:
     """Return the source and the tag that an operation asks for, as error messages name them."""
     return f"{'any rank' if source == ANY else f'rank {source}'} with {'any tag' if tag == ANY else f'tag {tag}'}"
+
+
+class PeerFailures:
+    """The peers of one rank that are gone, and which receives learn of it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.errors: dict[int, BaseException] = {}
+        """By peer, in order."""
+        self.end_of_all: BaseException | None = None
+        """Why all operations end, if they do."""
+        self._untold: list[BaseException] = []
+        """Failures of peers while no receive from any rank waited: the next such receive gets each once."""
+
+    def note(self, peer: int, error: BaseException, *, is_told: bool) -> None:
+        """Note that a peer is gone; `is_told` if receives from any rank learn of it now."""
+        self.errors[peer] = error
+        if not is_told:
+            self._untold.append(error)
+
+    def of(self, source: int) -> BaseException | None:
+        """Return the error of a receive from `source` that no message fits, if it cannot wait for one."""
+        if source != ANY or self.end_of_all is not None:
+            return self.errors.get(source, self.end_of_all)
+        if self._untold:
+            return self._untold.pop(0)
+        if self._size > 1 and len(self.errors) == self._size - 1:
+            text = f"no other rank of the group of {self._size} is left that could send a message"
+            return PeerLostError(text, rank=-1, operation="recv from any rank")
+        return None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 from covey.runtime.counters import process
 
 if TYPE_CHECKING:

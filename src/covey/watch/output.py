@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.net.saved_output import NO_RANK, read_log, tail_of
+from covey.net.host.saved_output import NO_RANK, read_log, tail_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.net.saved_output import OutputRecord
-    from covey.net.saved_runs import PastRun
+    from covey.net.host.saved_output import OutputRecord
+    from covey.net.host.saved_runs import PastRun
 
 READ_BYTES: Final = 256 << 10
 """What is read of one log at a time."""

@@ -660,7 +660,7 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.flight`, `wire.past` or `wire.network`."""
+    """An encoded message of `wire.reports`, `wire.reports` or `wire.reports`."""
 
 
 class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
@@ -675,7 +675,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
 
     body: bytes
-    """Encoded `wire.past.PastEvents`."""
+    """Encoded `wire.reports.PastEvents`."""
 
 
 class AgentCall(msgspec.Struct, frozen=True, array_like=True, tag=36):

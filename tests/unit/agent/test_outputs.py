@@ -10,7 +10,7 @@ from covey.agent import outputs
 from covey.agent.outputs import OutputLog
 from covey.agent.requests import CHUNK_BYTES
 from covey.base.errors import ConfigError
-from covey.net.saved_output import HEADER_BYTES
+from covey.net.host.saved_output import HEADER_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

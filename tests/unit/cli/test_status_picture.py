@@ -14,7 +14,7 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
 from covey.cli.status.view import MOST_EVENTS, duration, local_view, milliseconds, view
-from covey.net.local_runs import LocalRunFound
+from covey.net.host.runs import LocalRunFound
 from covey.runtime.events import Event
 from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
 from covey.wire.versions import only

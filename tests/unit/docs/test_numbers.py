@@ -32,17 +32,17 @@ from covey.lab.bench import ddp, sweep
 from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
 from covey.lab.call_stress import CallStress
 from covey.lab.chaos import faults
-from covey.net import run_folder, saved_figures, tcp
 from covey.net.discovery import responder
+from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
 from covey.net.lanes import striped
 from covey.net.quic import line
 from covey.plan import choose, cost, fit, levels, measurement, network, order
-from covey.proto import evidence, health, hearing, lease, message_link, overlay, parting, relay_trips
+from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
-from covey.proto.formation import deciding
-from covey.proto.membership import leading, need, proposer
+from covey.proto.formation import proposals
+from covey.proto.membership import ballots, leader, need
 from covey.runtime import checks, environment, events, http_server, recorder, shutdown
 from covey.runtime.calls import functions, handlers, lane_transport, serving
 from covey.runtime.calls import work as call_work
@@ -52,43 +52,41 @@ from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
-from covey.runtime.links import sockets
-from covey.runtime.members import (
-    group_limits,
-    lane_kinds,
-    leaving,
-    losses,
+from covey.runtime.lanes import kinds as lane_kinds
+from covey.runtime.lanes.tuning import (
     packet_losses,
     path_monitor,
-    process_table,
     receiving_limit,
     sending_limit,
     stream_choice,
     stream_trials,
     stripes,
     trials,
-)  # fmt: skip
-from covey.runtime.members.remote_process import PeerState
-from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
+)
+from covey.runtime.links import sockets
+from covey.runtime.members import leaving
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
+from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
+from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
-    checkpoint,
-    door,
-    frame,
-    header,
-    lineage,
-    manifest,
-    membership,
-    past,
-    port_mapping,
-    seal,
-    secret,
-    store,
-    upnp,
-)  # fmt: skip
-from covey.wire import network as measured
+    checkpoint,  # fmt: skip
+    door,  # fmt: skip
+    frame,  # fmt: skip
+    header,  # fmt: skip
+    lineage,  # fmt: skip
+    manifest,  # fmt: skip
+    membership,  # fmt: skip
+    port_mapping,  # fmt: skip
+    reports,  # fmt: skip
+    seal,  # fmt: skip
+    secret,  # fmt: skip
+    store,  # fmt: skip
+    upnp,  # fmt: skip
+)
+from covey.wire import reports as measured
 from covey.wire import saved_figures as figures
 
 ROOT = Path(__file__).parents[3]
@@ -187,15 +185,15 @@ HELD = {
         f"after the {nth(planner.MEASURING)} large sum of an attempt",
         f"the shortest time of {drift.CALLS} calls",
         f"changed by a factor of {spelled(drift.CHANGE)}, the ranks measure",
-        f"tells all members {times(1 / leading.PULSE_EVERY)} a second that it leads",
+        f"tells all members {times(1 / leader.PULSE_EVERY)} a second that it leads",
         f"A run has up to {limits.MAX_MEMBERS:,} members",
-        f"a rule of its own from {deciding.TELL_ALL + 1} members on",
+        f"a rule of its own from {proposals.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
         f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
         f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
-        f"for {spelled(hearing.PATIENCE)} seconds at most, for ranks that are alive",
-        f"them to call its last operation, and {spelled(parting.PATIENCE)} seconds at most",
+        f"for {spelled(call_inquiries.TESTIMONY_PATIENCE)} seconds at most, for ranks that are alive",
+        f"them to call its last operation, and {spelled(call_inquiries.PARTING_PATIENCE)} seconds at most",
         f"A challenge of {door.CHALLENGE_BYTES} bytes",
         f"looks every {spelled(server.SWEEP_SECONDS)} seconds whether a side",
         f"The shortest of the last {spelled(relay_trips.SAMPLES)} counts",
@@ -290,8 +288,8 @@ HELD = {
     ),
     "docs/concepts/membership.md": (
         f"lineage | {lineage.ID_BYTES} bytes that name one run",
-        f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(proposer.RELINK_VOUCHED)}",
-        f"its lease of {lease.LEASE:g} s",
+        f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(ballots.RELINK_VOUCHED)}",
+        f"its lease of {leader.LEASE:g} s",
         f"waits {spelled(need.FINISH_TOGETHER)} a second for the others to end",
         f"up to {lineage.MAX_OPEN} lineages that may not have ended, with the names of their members; the latest "
         f"{lineage.MAX_ENDED} that have ended, and the latest {lineage.MAX_GIVEN_UP} that a person abandoned",
@@ -317,7 +315,7 @@ HELD = {
         f"A message of up to {size(SET.eager_bytes)} is sent at once; when {size(SET.credit_bytes)} of such messages",
         f"waits for more than {SET.warn_after:g} s logs a warning",
         f"a rank with such a call among its last {call_log.LOGGED} first waits",
-        f"up to {spelled(parting.PATIENCE)} seconds. A call that the others never made",
+        f"up to {spelled(call_inquiries.PARTING_PATIENCE)} seconds. A call that the others never made",
     ),
     "docs/guides/command-line.md": (
         f"| {main.FAULT_CODE} | a fault in covey",
@@ -426,7 +424,7 @@ HELD = {
     ),
     "docs/guides/observing.md": (
         f"by rank: {names(STATES[:-1])} or `{STATES[-1]}`, since when",
-        f"from the members, up to {past.EVENTS_LIMIT}.",
+        f"from the members, up to {reports.EVENTS_LIMIT}.",
         f"begins with the last {spelled(events.KEPT)} events",
         f"Keys have up to {store.KEY_LIMIT:,} characters, values up to {size(store.VALUE_LIMIT)}, and there is room "
         f"for {size(store_rules.BYTES_LIMIT)} in all",
@@ -450,7 +448,7 @@ HELD = {
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
         f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
-        f"once the folder is a {every(run_folder.AGE_SECONDS)} old",
+        f"once the folder is a {every(runs.AGE_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
         f"default {environment.JOIN_SECONDS / 60:g} minutes)",
         f"Rank 0 listens at `MASTER_PORT + {environment.PORT_OFFSET}`",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
 from covey.lab.world import World
-from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, announcer
-from covey.proto.founders import rank_order
+from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, joiners
+from covey.proto.formation.joiners import rank_order
 from covey.proto.lineages import Lineages
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
@@ -300,7 +300,7 @@ def test_lives_that_a_peer_hears_count_in_whatever_order_it_names_them() -> None
 def test_the_announcement_to_a_new_link_names_only_that_link_if_there_are_many_and_the_next_one_names_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(announcer, "CROWD", 2)
+    monkeypatch.setattr(joiners, "CROWD", 2)
     core = Formation(member("b"), OPEN, random.Random(1), 0.0)
     core.tick(0.0)
     heard = []

@@ -17,8 +17,8 @@ from covey.proto import ballot
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.commit import Commit
-from covey.proto.lease import DRIFT, LEASE, Lease
 from covey.proto.membership import FINISH_TOGETHER, MOST_AHEAD, PAST_VIEWS, Membership
+from covey.proto.membership.leader import DRIFT, LEASE, Lease
 from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
 from covey.wire.membership import (
     Accept,

@@ -22,8 +22,7 @@ from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.lab.fuzz.call_targets import HandleDouble, PlainConverter
 from covey.wire import calls as wire
-from covey.wire.call_values import ANYTHING, PART_BYTES, ValueDecoder, decoded, pack
-from covey.wire.signatures import Signature
+from covey.wire.call_values import ANYTHING, PART_BYTES, Signature, ValueDecoder, decoded, pack
 
 CONVERTER = PlainConverter()
 

@@ -16,15 +16,15 @@ from tests.support.in_turn import in_turn
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, message, message_link, relaying, views
+from covey.proto import health, message, message_link, relay_table, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
 from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import attempt as attempt
+from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import link
-from covey.runtime.members import lane_dialler
 from covey.wire import (
     beacon,
     calls,
@@ -270,11 +270,11 @@ NUMBERS = (
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
-    f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
-    f"{relaying.REGISTRATION_SILENCE:.0f} s without a word end",
+    f"every {relay_table.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
+    f"{relay_table.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
     f"the label `{relay._LABEL.decode()}`",
-    f"A call that is not taken within {relaying.CALL_SECONDS:.0f} s",
+    f"A call that is not taken within {relay_table.CALL_SECONDS:.0f} s",
 )
 
 

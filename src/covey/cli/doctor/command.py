@@ -25,7 +25,7 @@ from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
 from covey.cli.terminal import working
 from covey.net.discovery.interfaces import parse_pattern, usable_interfaces
-from covey.net.settings_files import effective_environment, settings_of_files
+from covey.net.host.settings_files import effective_environment, settings_of_files
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:

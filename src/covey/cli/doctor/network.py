@@ -17,13 +17,13 @@ from covey.cli.doctor.multicast_listener import MulticastListener
 from covey.cli.status.asking import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
+from covey.runtime.joining.waiting import bare_reason
 from covey.runtime.links.handshake import SILENCE, spell
 from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside
-from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
-from covey.runtime.mesh.search import parse_seed
-from covey.runtime.mesh.visit import visiting
-from covey.runtime.mesh.waiting import bare_reason
+from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
+from covey.runtime.peers.search import parse_seed
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from covey.net.discovery.mdns import Observation
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.peers.visit import Visit
 
 SEARCH_SECONDS: Final = 2.5
 """How long to search. Multicast DNS repeats its question twice in the first second; answers take at most one more."""

@@ -8,8 +8,8 @@ import time
 from typing import Final, NamedTuple, Self
 
 from covey.base.errors import ConnectError
-from covey.net import port_mapping
-from covey.net.upnp import UpnpPort
+from covey.net.router import port_mapping
+from covey.net.router.upnp import UpnpPort
 from covey.wire.port_mapping import NONCE_BYTES
 
 UNUSED_PORT: Final = 9

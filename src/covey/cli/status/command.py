@@ -22,20 +22,20 @@ from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture, tellers, with_events
 from covey.cli.status.view import local_view, nothing_found, view
 from covey.cli.terminal import is_lively, say, working
-from covey.net.local_runs import local_runs
-from covey.net.settings_files import effective_environment
+from covey.net.host.runs import local_runs
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.visit import visiting
 from covey.runtime.metrics.inspection import EVENTS
 from covey.runtime.past_events import decode_last
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.cli.status.network import RunNetwork
     from covey.cli.status.picture import Picture
-    from covey.net.local_runs import LocalRunFound
+    from covey.net.host.runs import LocalRunFound
     from covey.runtime.events import Event
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 SEARCH_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0

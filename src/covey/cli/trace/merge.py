@@ -15,7 +15,7 @@ from covey.base.operations import operation_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from covey.wire.flight import Flight, FlownOperation
+    from covey.wire.reports import Flight, FlownOperation
 
 RUNNING, RETURNED, FAILED = range(3)
 OUTCOMES = ("running", "returned", "failed")

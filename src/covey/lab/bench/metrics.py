@@ -13,7 +13,7 @@ from covey.runtime.counters import GroupCounters, process
 from covey.runtime.metrics.flight import flight
 from covey.runtime.metrics.samples import samples
 from covey.runtime.recorder import RECORDS, PythonRecorder, make_recorder
-from covey.wire.flight import encode
+from covey.wire.reports import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,8 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.formation.announcer import Announcer
-from covey.proto.formation.deciding import PATIENCE, REPEAT_EVERY, Deciding
-from covey.proto.formation.founding import SETTLE, Founding
-from covey.proto.formation.links import JoinerLinks
-from covey.proto.founders import going_on, newcomers, rank_order
+from covey.proto.formation.joiners import Announcer, JoinerLinks, going_on, newcomers, rank_order
+from covey.proto.formation.proposals import PATIENCE, REPEAT_EVERY, SETTLE, Deciding, Founding
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.decision import Decision
-    from covey.proto.founders import RemoteJoiner
+    from covey.proto.formation.joiners import RemoteJoiner
     from covey.wire.versions import Versions
 
 Message: TypeAlias = wire.Formation

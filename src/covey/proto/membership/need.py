@@ -15,9 +15,7 @@ from covey.wire.membership import Trouble
 if TYPE_CHECKING:
     import random
 
-    from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import ViewPosition
-    from covey.proto.membership.round import ViewRound
+    from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
 
 PATIENCE: Final = 30.0
 """Seconds after which a member that needs a new view, and gets none, gives up."""

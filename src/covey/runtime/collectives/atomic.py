@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.proto.commit import Revoked
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.collectives.native_executor import Shortcut
-    from covey.runtime.members.generation import Generation
+    from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
 
     Step = Run | Returned | Raised | Revoked

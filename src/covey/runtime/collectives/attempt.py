@@ -15,8 +15,8 @@ from covey.base.arithmetic import reduction
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
 from covey.base.pace import Growing
-from covey.net import tcp
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host import tcp
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
 from covey.plan import barrier, choose
@@ -347,7 +347,7 @@ class Attempt(EnginePart):
 
     def replace_lane(self, slot: Slot, lane: Lane) -> None:
         """Use another lane to a slot from now on. The node ends the one that was used so far."""
-        from covey.runtime.members.lane_table import LaneKey  # slow to load, and few lanes are replaced
+        from covey.runtime.lanes.table import LaneKey  # slow to load, and few lanes are replaced
 
         engine, rank = self.engine, self.ranks[slot]
         assert engine.node is not None
@@ -388,7 +388,7 @@ class Attempt(EnginePart):
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
         for slot, lane in enumerate(self._lanes):
-            # The streams of a resumable lane find another path by themselves (`members.lane_resumption`).
+            # The streams of a resumable lane find another path by themselves (`lanes.resumption`).
             if lane is None or is_resumable(lane):
                 continue
             if lane.is_stuck(has_moved=self._has_moved(slot)):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.backlog import Backlog
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
+    from covey.runtime.views.generation import Generation
 
 FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to deliver messages that were sent before."""

@@ -1,4 +1,4 @@
-"""Look for a mismatch before reporting a loss: the shell around `proto.hearing`.
+"""Look for a mismatch before reporting a loss: the shell around `proto.call_inquiries`.
 
 A rank that only sends may be killed before the other ranks notice that they called something else; they first see that
 its process is gone. So a reported loss is only a suspicion. Before the group ends with it, each rank looks at the
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import NO_RANK, Rank
-from covey.proto.hearing import PATIENCE, Hearing
+from covey.proto.call_inquiries import TESTIMONY_PATIENCE, Hearing
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.stalls import COMPARE_ROUND_SECONDS, ROUNDS, describe_header
 from covey.wire.header import HEADER_BYTES, unpack
@@ -168,7 +168,7 @@ class Suspicion(EnginePart):
         """Wait until all ranks have testified or are gone, and then for the end of a comparison if calls differ."""
         engine = self.engine
         failure, stalls, await_news = engine.failure, engine.stalls, engine.lane_trouble.await_news
-        await_news(PATIENCE, lambda: failure.is_mismatch or stalls.is_comparing or self._is_over(engine))
+        await_news(TESTIMONY_PATIENCE, lambda: failure.is_mismatch or stalls.is_comparing or self._is_over(engine))
         if stalls.is_comparing:
             await_news(COMPARE_SECONDS, lambda: failure.is_mismatch)
             stalls.conclude()  # in case the control loop is held up

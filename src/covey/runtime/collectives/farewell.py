@@ -1,4 +1,4 @@
-"""The last comparison of a group's calls, before a rank closes the group: the shell around `proto.parting`.
+"""The last comparison of a group's calls, before a rank closes the group: the shell around `proto.call_inquiries`.
 
 Groups that survive losses do not need it: each of their operations ends with a barrier of all ranks.
 """
@@ -15,7 +15,7 @@ from covey.runtime.collectives.part import EnginePart
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
-    from covey.proto.parting import Parting
+    from covey.proto.call_inquiries import Parting
     from covey.runtime.collectives.engine import Engine
 
 PROVING: Final = frozenset(
@@ -54,7 +54,7 @@ class Farewell(EnginePart):
         return not engine.failure.has_happened or engine.failure.may_be_mismatch
 
     def _compare(self, engine: Engine) -> None:
-        from covey.proto.parting import Parting  # slow to load, and needed once
+        from covey.proto.call_inquiries import Parting  # slow to load, and needed once
 
         stalls, log = engine.stalls, engine.stalls.call_log
         recent = log.recent()

@@ -2,7 +2,7 @@
 
 Both ends of a lane must use the new one from the same operation on: what they have sent belongs to one of the two. The
 end that dialled the new lane proposes the number of an operation, and the other end accepts it if it has not begun that
-one (`members.lane_moves` carries both messages). An end that has accepted keeps to it, so only the proposing end may
+one (`lanes.tuning.moves` carries both messages). An end that has accepted keeps to it, so only the proposing end may
 have to wait: when its program comes to the operation before the answer does.
 
 Invariant: the shortcut is closed while a switch is pending, because it looks at nothing but its lanes; the next

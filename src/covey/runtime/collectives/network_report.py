@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from covey.wire.network import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
+from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt

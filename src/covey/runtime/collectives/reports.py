@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.base.numbers import Rank
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError

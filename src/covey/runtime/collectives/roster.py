@@ -7,7 +7,7 @@ import types
 from typing import TYPE_CHECKING, cast
 
 from covey.base.numbers import Rank
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.lanes.lane import LanePath
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
 
 

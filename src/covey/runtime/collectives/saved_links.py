@@ -16,7 +16,7 @@ import numpy as np
 
 from covey.base.errors import AuthError
 from covey.net.discovery.interfaces import all_interfaces
-from covey.net.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
+from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
 from covey.runtime.collectives.measuring import ROUND_TRIP, MeasuredLinks

@@ -10,7 +10,7 @@ from covey.runtime.group.issuer import Issuer
 
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
-    from covey.runtime.members.checkpoints import Checkpoints
+    from covey.runtime.state.checkpoints import Checkpoints
 
 REQUEST_SECONDS: Final = 30.0
 """How long the ranks may take to agree which checkpoint a request is for."""
@@ -71,7 +71,7 @@ class CheckpointForms(Issuer):
             if engine.is_over:
                 engine.failure.require_open()
             if self._alone is None:
-                from covey.runtime.members.checkpoints import Checkpoints  # a group of one has loaded little of covey
+                from covey.runtime.state.checkpoints import Checkpoints  # a group of one has loaded little of covey
 
                 self._alone = Checkpoints(None)
                 self._alone.follow(engine)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 
 def engine_of(group: Issuer) -> Engine:

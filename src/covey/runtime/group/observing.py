@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.base.version import __version__
-from covey.net import tcp
 from covey.net.discovery.interfaces import all_interfaces
-from covey.net.hardware import hardware
+from covey.net.host import tcp
+from covey.net.host.machine import hardware
 from covey.net.lanes.stream import SocketLane
 from covey.runtime.counters import process
 from covey.runtime.links.sockets import relay_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.net.discovery.interfaces import Interface
     from covey.net.lanes.lane import LanePath
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire.messages import Hardware
 
 

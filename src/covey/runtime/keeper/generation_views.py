@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
-from covey.proto.keeping import lost_ranks
-from covey.runtime.members.view_driver import ViewDriver, member_keys
+from covey.proto.keeper import lost_ranks
+from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.proto.changes import QuorumLost, Waiting
     from covey.runtime.links.link import Link
-    from covey.runtime.members.process_table import ProcessTable
+    from covey.runtime.views.process_table import ProcessTable
     from covey.wire.membership import View
 
 FOUNDING_SECONDS: Final = 3.0

@@ -1,7 +1,7 @@
 """The keeper of a run on one host: tells each process how the others are, and decides the views of the run.
 
 On the control loop of the keeper's process. A process is linked with it while it takes part in the run. Whether a
-process without a link has ended, the kernel tells (`members/process_table.py`).
+process without a link has ended, the kernel tells (`views/process_table.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.health import Vouch
-from covey.proto.keeping import Outcome, without_members
+from covey.proto.keeper import Outcome, without_members
 from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
-from covey.runtime.members.process_table import ProcessTable, Rounds
+from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import socket
 
     from covey.runtime.links.link import Link
-    from covey.runtime.members.view_driver import ViewDriver
+    from covey.runtime.views.view_driver import ViewDriver
 
 logger = logging.getLogger("covey")
 

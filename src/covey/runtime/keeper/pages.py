@@ -11,7 +11,7 @@ from covey.runtime.metrics.collector import SampleCollector
 from covey.runtime.metrics.inspection import CHECKS, METRICS, STACKS
 from covey.runtime.metrics.pages import checks_page, metrics_page, stacks_page
 from covey.wire import messages
-from covey.wire.flight import CheckResult, Sample, decode_checks, decode_samples
+from covey.wire.reports import CheckResult, Sample, decode_checks, decode_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

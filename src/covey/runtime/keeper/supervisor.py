@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
 
-    from covey.net.saved_runs import SavedRun
+    from covey.net.host.saved_runs import SavedRun
     from covey.runtime.keeper.keeper import HostRun
     from covey.runtime.processes import Child, ChildOutput
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.net import home
-from covey.net.descriptors import explain
+from covey.net.host import folders
+from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.recorder import clock_ns
-from covey.wire import flight as wire
+from covey.wire import reports as wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ def folder() -> Path:
     Raises:
         ConfigError: it cannot be made or used.
     """
-    return home.private_folder(home.home() / "traces")
+    return folders.private_folder(folders.home() / "traces")
 
 
 def path_for(taken: wire.Flight) -> Path:

@@ -18,8 +18,8 @@ from covey.runtime.counters import process
 from covey.runtime.metrics.flight import flight
 from covey.runtime.metrics.samples import samples
 from covey.runtime.tracebacks import stacks
-from covey.wire import flight as wire
 from covey.wire import messages
+from covey.wire import reports as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

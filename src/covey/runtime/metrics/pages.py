@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.runtime.http_server import Request
-    from covey.wire.flight import CheckResult
+    from covey.wire.reports import CheckResult
 
 
 def serve_http(port: int = 0, host: str = LOOPBACK) -> HttpServer:

@@ -8,7 +8,7 @@ from covey.base.operations import operation_name
 from covey.runtime.counters import process
 from covey.runtime.metrics.table import OTHER_PEERS, PEERS_LIMIT
 from covey.runtime.recorder import BUCKETS, FIRST_BITS, clock_ns
-from covey.wire.flight import Sample
+from covey.wire.reports import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from covey.base.errors import DeadlineError
 from covey.proto.store_copy import STORES_LIMIT
 from covey.runtime.group.store import open_group_store
-from covey.runtime.members.store import describe, encoded
+from covey.runtime.state.store import describe, encoded
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.store import StoreClient
+    from covey.runtime.state.store import StoreClient
 
 _alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=STORES_LIMIT)
 """Keeps the Python objects of stores alive: torch's C++ code holds only its own part of a store."""

@@ -15,13 +15,13 @@ from covey.runtime.members.node import Node
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
 from covey.testing.threads import run_threads
-from covey.wire import flight, messages
+from covey.wire import messages, reports
 
 METRICS, OPERATIONS = messages.Inspect("metrics"), messages.Inspect("operations")
 
 
 def test_pages_hold_one_group_each() -> None:
-    def work(group: covey.Group) -> list[flight.Flight]:
+    def work(group: covey.Group) -> list[reports.Flight]:
         with group.split(0) as other:
             group.all_reduce(np.ones(10))
             other.barrier()
@@ -30,7 +30,7 @@ def test_pages_hold_one_group_each() -> None:
             pages = [answer(messages.Inspect("operations", page)) for page in range(first.pages + 1)]
             group.barrier()
         assert [page.pages for page in pages] == [first.pages] * len(pages)
-        return [flight.decode_flight(page.body) for page in pages]
+        return [reports.decode_flight(page.body) for page in pages]
 
     *pages, beyond = run_threads(2, work)[0]
     assert [len(page.groups) for page in pages] == [1] * len(pages)
@@ -56,7 +56,7 @@ def test_what_is_told_has_names_and_numbers_only() -> None:
             assert np.full(1, 12345.678).tobytes() not in told
 
     run_threads(2, work)
-    assert flight.decode_samples(answer(METRICS).body).samples
+    assert reports.decode_samples(answer(METRICS).body).samples
 
 
 def test_heartbeats_are_counted_and_compare_clocks() -> None:
@@ -72,7 +72,7 @@ def test_heartbeats_are_counted_and_compare_clocks() -> None:
         assert abs(offset) < 1, "threads of one process have one clock"
 
     run_threads(2, work)
-    values = {sample.name: sample.value for sample in flight.decode_samples(answer(METRICS).body).samples}
+    values = {sample.name: sample.value for sample in reports.decode_samples(answer(METRICS).body).samples}
     assert values["covey_heartbeats_sent_total"] >= values["covey_heartbeats_answered_total"] >= 2
 
 
@@ -154,4 +154,4 @@ def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
     stacks, checks = told
     assert b"test_checks_and_stacks" not in stacks.body  # all threads but the one that tells
     assert b"covey-control" in stacks.body
-    assert [each.name for each in flight.decode_checks(checks.body).results][:1] == ["joined"]
+    assert [each.name for each in reports.decode_checks(checks.body).results][:1] == ["joined"]
