@@ -61,6 +61,9 @@ EVENTS: Final = {
     "program-signalled": "a member sent a signal to a program on this machine",
     "program-ended": "a program that a member had started here has ended",
     "program-refused": "a member that may not start programs here tried to",
+    "checkpoint-requested": "a person asked a run for a checkpoint, in a view of it on this machine",
+    "run-stopped": "a person stopped a run, in a view of it on this machine",
+    "code-shown": "a person had the join code of a cluster shown, in a view on this machine",
     "gap": "entries of this log were missing when the next one was written",
     "torn": "the line before was cut off: its writer was killed, or the disk was full",
     "dropped": "entries could not be written, and were too many to keep",
@@ -182,10 +185,19 @@ class _Tail:
 # Writing
 
 
-def note(cluster: str, event: str, *, node: bytes = b"", name: str = "", address: str = "", reason: str = "") -> None:
+def note(
+    cluster: str,
+    event: str,
+    *,
+    run: str = "",
+    node: bytes = b"",
+    name: str = "",
+    address: str = "",
+    reason: str = "",
+) -> None:
     """Write one entry now, for commands; if that fails, print a warning. Blocks: not for the event loop."""
     try:
-        append([Note(cluster, event, node=node, name=name, address=address, reason=reason)])
+        append([Note(cluster, event, run=run, node=node, name=name, address=address, reason=reason)])
     except ConfigError as error:
         warn(error)
 

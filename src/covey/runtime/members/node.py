@@ -36,6 +36,8 @@ from covey.runtime.members.leaving import GOODBYE_SECONDS, leave
 from covey.runtime.members.routes import routes_to
 from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
+from covey.runtime.report_files import open_sinks
+from covey.runtime.report_log import ReportLog
 from covey.runtime.state.audit import SILENT, Auditor
 from covey.runtime.state.checkpoints import Checkpoints
 from covey.runtime.state.store import Stores
@@ -130,6 +132,7 @@ class Node:
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()
+        self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
         self.clocks = ClockOffsets()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
         self.newcomers = Newcomers(self.generation_table.tell_of_newcomer)
@@ -354,6 +357,11 @@ class Node:
         return self.generation_table.current
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in its last generation; its seat in a run without generations."""
+        return self.seat if self.generation is None else self.generation.rank
+
+    @property
     def next_seat(self) -> Seat:
         """The first seat that no process has had, as far as this node knows."""
         return Seat(1 + max((self.seat, *self.peers)))
@@ -436,6 +444,7 @@ class Node:
         finally:
             self.lanes.close()
             self.lanes.quic.close()
+            self.reports.close()
             self.events.close()
             self.audit.flush()
             _nodes.discard(self)
@@ -448,6 +457,7 @@ class Node:
         self._lock, self._is_closed = threading.Lock(), threading.Event()  # threads of the parent may have held them
         self._is_closed.set()
         self.events.forked()
+        self.reports.forked()
         self.generation_table.forked()
         self.groups.forked()
 

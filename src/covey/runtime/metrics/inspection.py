@@ -32,6 +32,9 @@ METRICS: Final = "metrics"
 OPERATIONS: Final = "operations"
 EVENTS: Final = "events"
 NETWORK: Final = "network"
+PROGRESS: Final = "progress"
+REPORTS: Final = "reports"
+READINGS: Final = "readings"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
 STACKS_LIMIT_BYTES: Final = 200_000
@@ -77,7 +80,15 @@ def answer(question: messages.Inspect) -> messages.Inspected:
         groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
         page = groups[question.page : question.page + 1]
         return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+    if question.what == PROGRESS:
+        from covey.runtime.metrics.progress import encode_own  # few commands ask
+
+        return messages.Inspected(PROGRESS, question.page, 1, encode_own(question.page))
     node: Any = next(iter(list(process.nodes)), None)
+    if question.what == REPORTS and node is not None:
+        from covey.wire.progress import encode_reports  # few commands ask
+
+        return messages.Inspected(REPORTS, 0, 1, encode_reports(node.reports.rows()))
     if question.what == EVENTS and node is not None:
         from covey.runtime.past_events import encode_last  # few commands ask
 
