@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "history": "List the runs that were started on this machine, and how each ended.",
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
+    "top": "Watch runs in the terminal: who waits for whom, losses, curves, links, output.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
     "checkpoint": "Ask all ranks of a run to save a checkpoint.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.net.host.saved_output import NO_RANK, read_log, tail_of
+from covey.net.host.saved_runs import past_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from covey.net.host.saved_output import OutputRecord
     from covey.net.host.saved_runs import PastRun
+    from covey.watch.collector import Collector
 
 READ_BYTES: Final = 256 << 10
 """What is read of one log at a time."""
@@ -200,6 +202,23 @@ class OutputReader:
             while len(self._rings) > FOLLOWED_RUNS:
                 self._rings.popitem(last=False)
             return ring.page(int(since) if since.isdecimal() and len(since) < 16 else None)
+
+
+def outputs_of(collector: Collector) -> OutputReader:
+    """Return the output of the runs that a collector sees, as far as this machine has kept it."""
+
+    def find(run_id: str) -> PastRun | None:
+        name, _, process = collector.books.key_of(run_id).rpartition(":")
+        try:
+            found = past_runs()
+        except ConfigError:
+            return None
+        here = [run for run in found if not run.record.cluster and str(run.record.pid) == process]
+        cluster = collector.newest().cluster
+        shares = [run for run in found if cluster and (run.record.cluster, run.record.name) == (cluster, name)]
+        return next(reversed(here or shares), None)
+
+    return OutputReader(find)
 
 
 class _Ring:

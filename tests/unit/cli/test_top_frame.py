@@ -11,7 +11,8 @@ from tests.unit.cli.overviews import TAKEN, a_history, an_overview
 
 from covey.cli.top.frame import ScreenSize, frame, line_of
 from covey.cli.top.panels import texts
-from covey.cli.top.state import PANELS, Prompt, ShownLine, ViewState
+from covey.cli.top.state import PANELS, Prompt, ViewState
+from covey.watch.output import OutputLine
 from covey.watch.overview import Overview, RankSeen
 
 SIZES = [
@@ -25,7 +26,9 @@ SIZES = [
     ScreenSize(3, 2),
 ]
 STATE = ViewState(now=TAKEN + 0.5)
-OUTPUT = tuple(ShownLine(TAKEN, "north", rank, f"step {rank} \x1b]0;title\x07\t{'long ' * 40}") for rank in range(30))
+OUTPUT = tuple(
+    OutputLine(TAKEN, "north", rank, False, f"step {rank} \x1b]0;t\x07\t{'long ' * 40}") for rank in range(30)
+)
 
 
 def drawn(overview: Overview, size: ScreenSize = SIZES[0], state: ViewState = STATE) -> list[str]:
@@ -123,7 +126,7 @@ def test_one_rank_alone_has_all_that_is_known_and_its_own_output() -> None:
     assert "rank 3 of train" in text
     assert "waits for  rank 5" in text
     assert "all_reduce  since 12 s  number 99" in text
-    assert "step 3 ?]0;title?" in text
+    assert "step 3 ?]0;t?" in text
     assert "step 4 " not in text
     late = "\n".join(drawn(an_overview(8), state=dataclasses.replace(STATE, is_open=True, rank=5)))
     assert "waited for by 7 ranks" in late

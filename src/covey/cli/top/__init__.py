@@ -3,3 +3,5 @@
 `state` is what the person has chosen, `frame` draws it (pure), `screen` owns the terminal, `loop` connects them with a
 collector.
 """
+
+from covey.cli.top.command import app as app

@@ -162,7 +162,7 @@ def _panel(
         title = title.replace("links", "links and machines")
         lines = link_rows(run, overview, state, width, rows - 1)
     elif panel == "events":
-        lines = event_rows(run, state, width, rows - 1)
+        lines = event_rows(run, state, width, rows - 1, most=1 if is_second else 3)
     else:
         if state.left_out:
             title += f" ({state.left_out} lines left out)"
@@ -177,7 +177,7 @@ def _header(overview: Overview, run: RunSeen | None, state: ViewState, width: in
     figures = _figures(overview, run)
     if len(overview.runs) > 1 and run is not None:
         at = next(at for at, each in enumerate(overview.runs, 1) if each is run)
-        figures.insert(1, f"(run {at} of {len(overview.runs)}, n: next)")
+        figures.append(f"run {at} of {len(overview.runs)} (n)")
     if run is not None and run.began is not None and run.state == "running":
         figures.append(spell_age(run.began, overview.taken))
     while len(figures) > 1 and cell_len(joined(figures)) + len(fresh) + 2 > width:

@@ -6,11 +6,13 @@ their own.
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -25,49 +27,52 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.cli.top.screen import TopScreen
-    from covey.cli.top.state import Intent, ShownLine
-    from covey.watch.overview import Moment, Overview, RunSeen
+    from covey.cli.top.state import Intent
+    from covey.watch.output import OutputLine, OutputPage
+    from covey.watch.overview import Moment, Overview
 
 LOOK_EVERY: Final = 0.25
 """Seconds between looks whether there is a new overview, or another size of the terminal."""
 CLOCK_SECONDS: Final = 1.0
 """How often the picture is drawn without news: ages grow."""
+OUTPUT_LINES: Final = 1000
+"""Lines of output that can be scrolled back to."""
 ENDS: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
-class Source(Protocol):
-    """Where overviews come from: `watch.collector`."""
+class OverviewSource(Protocol):
+    """Where overviews come from: `watch.collector`. No method waits."""
 
     def newest(self) -> Overview: ...
 
     def history(self, run_id: str, since: float = 0.0) -> tuple[Moment, ...]: ...
 
 
-class Feed(Protocol):
-    """Where the output of a run comes from. No method waits."""
+class OutputSource(Protocol):
+    """Where the output of runs comes from: `watch.output`. No method waits."""
 
-    def lines(self, run: RunSeen) -> tuple[tuple[ShownLine, ...], int]:
-        """Return the last lines of a run, and how many were left out."""
-        ...
+    def lines(self, run_id: str, since: str = "") -> OutputPage: ...
 
 
-class Actor(Protocol):
-    """What `covey top` can do to runs and machines: `watch.actions`. Each may take seconds."""
+class TopActions(Protocol):
+    """What `covey top` can do to runs and machines: `watch.actions`. Each may take seconds, and says what it did."""
 
-    def checkpoint(self, run_id: str) -> None: ...
+    def checkpoint(self, run_id: str) -> str: ...
 
-    def stop(self, run_id: str, kill: bool = False) -> None: ...
+    def stop(self, run_id: str, *, kill: bool = False) -> str: ...
 
-    def approve(self, applicant_id: str) -> None: ...
+    def approve(self, applicant_id: str) -> str: ...
 
-    def deny(self, applicant_id: str) -> None: ...
+    def deny(self, applicant_id: str) -> str: ...
 
 
 class TopLoop:
     """Shows what a source knows, until the person leaves."""
 
-    def __init__(self, source: Source, actor: Actor, feed: Feed, screen: TopScreen, state: ViewState) -> None:
-        self._source, self._actor, self._feed, self._screen, self._state = source, actor, feed, screen, state
+    def __init__(
+        self, source: OverviewSource, actions: TopActions, output: OutputSource, screen: TopScreen, state: ViewState
+    ) -> None:
+        self._source, self._actions, self._output, self._screen, self._state = source, actions, output, screen, state
         self._keys = KeyDecoder()
         self._overview = source.newest()
         self._history: tuple[Moment, ...] = ()
@@ -75,6 +80,8 @@ class TopLoop:
         self._drawn_at = 0.0
         self._acting: threading.Thread | None = None
         self._outcome = ""
+        self._output_of, self._output_next, self._left_out = "", "", 0
+        self._lines: deque[OutputLine] = deque(maxlen=OUTPUT_LINES)
 
     def run(self) -> None:
         """Show the picture until `q`, Ctrl-C, SIGTERM, or the end of the terminal."""
@@ -125,16 +132,16 @@ class TopLoop:
 
     def _act(self, intent: Intent) -> None:
         """Perform an action, on a thread of its own."""
-        does: dict[str, tuple[Callable[[], None], str]] = {
-            "checkpoint": (lambda: self._actor.checkpoint(intent.subject), f"{intent.name} was asked for a checkpoint"),
-            "stop": (lambda: self._actor.stop(intent.subject), f"{intent.name} was asked to stop"),
-            "kill": (lambda: self._actor.stop(intent.subject, kill=True), f"{intent.name} was killed"),
-            "approve": (lambda: self._actor.approve(intent.subject), f"{intent.name} was approved"),
-            "deny": (lambda: self._actor.deny(intent.subject), f"{intent.name} was denied"),
+        actions = self._actions
+        does: dict[str, Callable[[str], str]] = {
+            "checkpoint": actions.checkpoint,
+            "stop": actions.stop,
+            "kill": functools.partial(actions.stop, kill=True),
+            "approve": actions.approve,
+            "deny": actions.deny,
         }
-        perform, outcome = does[intent.kind]
         try:
-            perform()
+            outcome = does[intent.kind](intent.subject)
         except CoveyError as error:
             outcome = f"not done: {printable(str(error), 300)}"
         except Exception as error:  # the picture goes on, and says so
@@ -158,19 +165,30 @@ class TopLoop:
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
         run = chosen_run(self._overview, self._state)
+        if run is not None and not self._state.run:
+            self._state = replace(self._state, run=run.id)  # it stays, also when another one begins or it ends
         if run is not None and not self._state.is_paused:
             if self._history_of != (self._overview.serial, run.id):
                 self._history_of = self._overview.serial, run.id
                 self._history = self._source.history(run.id)
             if self._state.panel == "logs" or self._state.is_open:
-                lines, left_out = self._feed.lines(run)
-                self._state = replace(self._state, output=lines, left_out=left_out)
+                self._read_output(run.id)
         self._state = replace(self._state, now=time.time())
         size = self._screen.size()
         self._screen.draw(frame(self._overview, self._history if run is not None else (), size, self._state), size)
 
+    def _read_output(self, run_id: str) -> None:
+        if run_id != self._output_of:
+            self._output_of, self._output_next, self._left_out = run_id, "", 0
+            self._lines.clear()
+        page = self._output.lines(run_id, self._output_next)
+        self._left_out += page.left_out + max(len(self._lines) + len(page.lines) - OUTPUT_LINES, 0)
+        self._output_next = page.next
+        self._lines.extend(page.lines)
+        self._state = replace(self._state, output=tuple(self._lines), left_out=self._left_out)
 
-def print_lines(source: Source, state: ViewState, write: Callable[[str], None]) -> None:
+
+def print_lines(source: OverviewSource, state: ViewState, write: Callable[[str], None]) -> None:
     """Print one line a second, until SIGINT or SIGTERM: for output that is not a terminal."""
     arrived: list[int] = []
     with signals_noted(arrived) as wake:

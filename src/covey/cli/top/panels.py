@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.cli.layout import Line
-    from covey.cli.top.state import ShownLine, ViewState
+    from covey.cli.top.state import ViewState
+    from covey.watch.output import OutputLine
     from covey.watch.overview import MachineSeen, Moment, Overview, RankSeen, RunSeen
 
 STYLES: Final = {
@@ -212,17 +213,17 @@ def _fitting(parts: Iterable[str], width: int) -> str:
     return fit(joined(kept), max(width, 1)).rstrip()
 
 
-def event_rows(run: RunSeen | None, state: ViewState, width: int, rows: int) -> list[Line]:
-    """Return the last events, the newest at the bottom."""
+def event_rows(run: RunSeen | None, state: ViewState, width: int, rows: int, *, most: int = 1) -> list[Line]:
+    """Return the last events, the newest at the bottom, each in at most `most` lines."""
     wanted = state.filter.casefold()
     lines: list[Line] = []
     for each in run.happenings if run is not None else ():
         about = f" rank {listed_ranks(each.ranks)}:" if each.ranks and "rank" not in each.text else ""
-        text = f"{each.kind}{about} {each.text}"
+        text = each.text if each.text.startswith(each.kind) else f"{each.kind}{about} {each.text}"
         if not wanted or wanted in text.casefold():
-            lines.append(
-                [(_clock(each.at), "dim"), (" ", ""), (fit(text, max(width - 9, 1)).rstrip(), LEVELS[each.level])]
-            )
+            for at, part in enumerate(paragraph(text, max(width - 9, 1), most)):
+                clock = _clock(each.at) if at == 0 else " " * 8
+                lines.append([(clock, "dim"), (" ", ""), (part, LEVELS[each.level])])
     return _scrolled(lines, state.scroll, rows) or [[("no event yet", "dim")]]
 
 
@@ -240,7 +241,7 @@ def log_rows(state: ViewState, width: int, rows: int) -> list[Line]:
     return _scrolled(lines, state.scroll, rows)
 
 
-def _log_line(line: ShownLine, label_width: int, width: int) -> Line:
+def _log_line(line: OutputLine, label_width: int, width: int) -> Line:
     style = RANK_COLOURS[line.rank % len(RANK_COLOURS)] if line.rank is not None else "bold"
     room = max(width - label_width - 10, 1)
     return [
@@ -249,7 +250,7 @@ def _log_line(line: ShownLine, label_width: int, width: int) -> Line:
     ]  # fmt: skip
 
 
-def _label(line: ShownLine) -> str:
+def _label(line: OutputLine) -> str:
     return joined((line.machine, "" if line.rank is None else str(line.rank)), " ")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from covey.watch.output import OutputLine
     from covey.watch.overview import Applicant, MachineSeen, Overview, RankSeen, RunSeen
 
 Panel = Literal["ranks", "links", "events", "logs"]
@@ -25,15 +26,6 @@ LETTERS: Final = {
     "joining": "J",
 }
 """What stands for the state of a rank: no state is told by its colour alone."""
-
-
-class ShownLine(NamedTuple):
-    """A line of output of a rank."""
-
-    at: float
-    machine: str
-    rank: int | None
-    text: str
 
 
 class Prompt(NamedTuple):
@@ -78,7 +70,7 @@ class ViewState:
     """What the last key has led to."""
     stopped_at: float | None = None
     """When the run was asked to stop from here."""
-    output: tuple[ShownLine, ...] = ()
+    output: tuple[OutputLine, ...] = ()
     """The last lines of output, the oldest first, for the panel of logs."""
     left_out: int = 0
     """Lines of output that were not read."""
