@@ -64,9 +64,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "metrics": set(),
         "links": set(),
-        "state": {"views", "members", "links", "metrics"},
-        "peers": {"members", "state", "links", "metrics"},
-        "views": {"members", "peers", "state", "links", "metrics"},
+        "state": {"links"},
+        "peers": {"state", "links", "metrics"},
+        "views": {"peers", "state", "links", "metrics"},
         "lanes": {"members", "views", "peers", "links"},
         "members": {"lanes", "views", "peers", "state", "links", "metrics"},
         "messages": {"members", "lanes", "views", "peers", "links"},
@@ -129,7 +129,7 @@ THIRD_PARTY = {
     "torch": {"numpy", "torch"},
     "ray": {"ray"},
     "dask": {"distributed", "cloudpickle"},
-    "integrations": {"torch", "lightning", "transformers"},
+    "integrations": {"torch", "lightning", "transformers", "accelerate"},
     "testing": {"numpy"},
     "lab": {"numpy", "msgspec", "rich", "typer", "cryptography", "atheris"},
 }

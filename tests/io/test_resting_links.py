@@ -148,7 +148,7 @@ def test_what_is_sent_over_resting_links_arrives_once_and_in_order(
 
     def listen() -> None:
         for rank, numbers in heard.items():
-            monkeypatch.setattr(node_of(scene.groups[rank]).losses, "answered", functools.partial(note, numbers))
+            monkeypatch.setattr(node_of(scene.groups[rank]).views.losses, "answered", functools.partial(note, numbers))
 
     def note(numbers: list[int], _seat: Seat, number: int, _clock: float) -> None:
         if number in said:  # pings have numbers of 32 random bits

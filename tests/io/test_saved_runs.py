@@ -212,7 +212,7 @@ def test_the_bounds_are_those_of_the_page() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "security.md").read_text().split())
     each, total = SETTINGS["keep_output_bytes"].default, SETTINGS["keep_output_total"].default
     assert f"{each >> 20} MiB of each rank and {total >> 20} MiB in all" in page
-    assert OutputTerms.read({}) == (None, each, total)
+    assert OutputTerms.read({}) == (True, each, total)
     assert OutputTerms.read({"COVEY_KEEP_OUTPUT": "0", "COVEY_KEEP_OUTPUT_BYTES": "1MiB"}) == (False, 1 << 20, total)
 
 

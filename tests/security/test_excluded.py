@@ -16,7 +16,7 @@ from tests.support.attackers import LOOPBACK, call_on_loop, new_cluster, run_nod
 from tests.support.runs import node_of
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
@@ -51,7 +51,7 @@ def poison(number: int) -> bytes:
     """Return the frame of a message that no rank should get."""
     data = POISON.tobytes()
     code = dtype_code(POISON.dtype)
-    header = wire.Header(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
+    header = wire.MessageHeader(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
     return wire.encode(header) + data
 
 
@@ -66,7 +66,7 @@ class Words:
     def __init__(self, node: Node) -> None:
         self.invitations: list[messages.Control] = []
         self.refusals: list[str] = []
-        heard = node.heard
+        heard = node.inbox.heard
 
         def listen(rank: int, message: messages.Control) -> None:
             if isinstance(message, messages.Expect | messages.Offer):
@@ -75,7 +75,7 @@ class Words:
                 self.refusals.append(message.reason)
             heard(Seat(rank), message)
 
-        call_on_loop(setattr, node, "heard", listen)
+        call_on_loop(setattr, node.inbox, "heard", listen)
 
 
 @pytest.mark.parametrize("has_lanes", [True, False], ids=["with lanes", "without lanes"])

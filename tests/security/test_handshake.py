@@ -44,14 +44,15 @@ from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
 from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
+from covey.runtime.environment import LaunchedRank
+from covey.runtime.joining.launcher_mesh import LauncherMesh, launched_node
 from covey.runtime.links import acceptor, handshake
 from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members.node import Node
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.remote_process import ranks_of
-from covey.testing.proxy import Proxy, Way
+from covey.runtime.peers.peer_table import ranks_of
+from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, frame, messages
 from covey.wire.versions import only
 
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.peers.launcher_mesh import LauncherMesh
+    from covey.runtime.members.node import Node
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
@@ -256,22 +257,20 @@ def launched(
 ) -> tuple[Node, tuple[str, int]]:
     """A rank that a launcher started on several hosts, with the cluster's secret."""
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
-    node = Node(
-        seat=Seat(rank), size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
-        acceptor=endpoint.acceptor, peers=ranks_of(size, rank, contacts or {}), objection=endpoint.objection,
-        on_close=endpoint.on_close, audit=endpoint.audit,
-    )  # fmt: skip
+    node, _ = launched_node(
+        LaunchedRank(rank=rank, size=size), LOOPBACK, endpoint, ranks_of(size, rank, contacts or {})
+    )
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
 def launcher_mesh(node: Node) -> LauncherMesh:
-    assert node.launcher_mesh is not None
-    return node.launcher_mesh
+    assert isinstance(node.links, LauncherMesh)
+    return node.links
 
 
 @contextlib.contextmanager
 def launching(node: Node) -> Iterator[None]:
-    future = control.start(launcher_mesh(node)._form(within=DEADLINE))
+    future = control.start(launcher_mesh(node).form(within=DEADLINE))
     try:
         yield
     finally:
@@ -556,7 +555,7 @@ def test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_
     with Proxy(prey.address) as proxy:
         welcome, peer = handshake_with(proxy.address, prey.cluster)
         assert welcome.card.id == peer
-        seen = proxy.recorded(0, Way.TO_TARGET) + proxy.recorded(0, Way.TO_CLIENT)
+        seen = proxy.recorded(0, Direction.TO_TARGET) + proxy.recorded(0, Direction.TO_CLIENT)
     assert len(seen) > 1000
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca")).public_key()
     names = (welcome.card.name, prey.cluster.name, "covey node", "covey authority")
@@ -595,7 +594,10 @@ def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -
 
 
 def test_an_altered_handshake_makes_no_link(prey: Victim) -> None:
-    for way, places in ((Way.TO_TARGET, (0, 20, 60, 120, 400, 900)), (Way.TO_CLIENT, (3, 20, 80, 200, 400, 900))):
+    for way, places in (
+        (Direction.TO_TARGET, (0, 20, 60, 120, 400, 900)),
+        (Direction.TO_CLIENT, (3, 20, 80, 200, 400, 900)),
+    ):
         for place in places:
             with Proxy(prey.address) as proxy:
                 proxy.flip_bit(way, place)

@@ -143,7 +143,7 @@ class Scene:
 
     def tell_each(self, words: Mapping[int, Sequence[membership.Membership]]) -> None:
         """Let the liar say these by rank, at once: none of them hears from another how that one took it."""
-        send_vote = self._send_vote or self.node(LIAR).send_vote
+        send_vote = self._send_vote or self.node(LIAR).peers.send_vote
         bodies = [
             (Seat(rank), messages.Agreeing(0, membership.encode_membership(vote)))
             for rank, votes in words.items()
@@ -154,13 +154,13 @@ class Scene:
     def give_up_the_liar(self) -> None:
         """Let the honest ranks take the liar for lost; they would wait for it to come back for half their patience."""
         for rank in HONEST:
-            call_on_loop(self.node(rank).losses.silent, LIAR, "it is cut off", Cause.SILENT)
+            call_on_loop(self.node(rank).views.losses.silent, LIAR, "it is cut off", Cause.SILENT)
 
     def mute(self) -> None:
         """Let the liar say no more about views than it is told to: it could win a ballot without one of the others."""
         node = self.node(LIAR)
-        self._send_vote = node.send_vote
-        call_on_loop(setattr, node, "send_vote", lambda _seat, _message, **_: None)
+        self._send_vote = node.peers.send_vote
+        call_on_loop(setattr, node.peers, "send_vote", lambda _seat, _message, **_: None)
 
     def ask(self, ballot: int = BALLOT) -> Prepare:
         """Return what has a member without an operation freeze, and promise, before it reads on."""
@@ -317,7 +317,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
     lie: Callable[[Scene, Promise], dict[str, Any]], scene: Scene
 ) -> None:
     node = scene.node(LIAR)
-    send_vote = node.send_vote
+    send_vote = node.peers.send_vote
     lies: list[Promise] = []
 
     def send_lies(seat: int, message: Any, **_: Any) -> None:
@@ -328,7 +328,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
             send_vote(Seat(seat), messages.Agreeing(message.generation, membership.encode_membership(vote)))
 
     links = scene.links(0, LIAR)
-    call_on_loop(setattr, node, "send_vote", send_lies)
+    call_on_loop(setattr, node.peers, "send_vote", send_lies)
     call_on_loop(lambda: scene.generation(0).disturbed(scene.base.number))
     until(lambda: any(isinstance(link.error, RemoteProtocolError) for link in links))
     assert lies

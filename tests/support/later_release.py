@@ -43,17 +43,17 @@ _EDITS: Final = {
             '        self.data_received(b"")\n        if self.ended.is_set():\n            on_end()\n',
         ),
     ],
-    "runtime/members/node.py": [
+    "runtime/views/views.py": [
         (
-            "                self.send(seat, messages.Pong(number, time.time()))\n",
-            f"                said = 'sun' if {FEATURE!r} in self.speaks.features else ''\n"
-            "                self.send(seat, messages.Pong(number, time.time(), said))\n",
+            "        self._peers.send(seat, messages.Pong(ping.number, time.time()))\n",
+            f"        said = 'sun' if {FEATURE!r} in self.speaks.features else ''\n"
+            "        self._peers.send(seat, messages.Pong(ping.number, time.time(), said))\n",
         ),
         (
-            "            case messages.Pong(number, clock):\n",
-            "            case messages.Pong(number, clock, weather):\n"
-            f"                if {FEATURE!r} in self.speaks.features and not weather:\n"
-            "                    raise __import__('covey').RemoteProtocolError('a Pong without its weather')\n",
+            "        self.losses.answered(seat, pong.number, pong.clock)\n",
+            f"        if {FEATURE!r} in self.speaks.features and not pong.weather:\n"
+            "            raise __import__('covey').RemoteProtocolError('a Pong without its weather')\n"
+            "        self.losses.answered(seat, pong.number, pong.clock)\n",
         ),
     ],
 }
@@ -62,9 +62,10 @@ _EDITS: Final = {
 def build(folder: Path, *, requires: bool = False, oldest: int = 3) -> Path:
     """Write a later release into a folder; return what a program puts on PYTHONPATH to use it.
 
-    It speaks protocol `oldest` to 4, and with `requires` only with processes that know its feature.
+    It speaks protocol `oldest` to 4, and with `requires` only with processes that know its feature. Modules that are
+    not edited bring their bytecode: it counts as long as the time of the source is the same.
     """
-    shutil.copytree(_SOURCE, folder / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_SOURCE, folder / "covey", ignore=shutil.ignore_patterns("native"))
     for name, edits in _EDITS.items():
         _edit(folder / "covey" / name, edits)
     versions = folder / "covey" / "wire" / "versions.py"

@@ -17,6 +17,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.members import node as node_module
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
@@ -57,8 +58,9 @@ class Participant:
     @property
     def node(self) -> Node:
         """Its node, once it is in a run."""
-        assert self.joiner.member is not None
-        return self.joiner.member.node
+        member = self.joiner.member
+        assert member is not None
+        return next(node for node in list(node_module._nodes) if node.links is member)
 
     @property
     def prey(self) -> Victim:
@@ -206,6 +208,6 @@ def say(group: Group, rank: int, message: messages.Control) -> None:
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
     """What a joiner tells of itself."""
     card = insider.card
-    member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
+    member = formation.FoundingMember(card.id, card.life, "insider", card.contact.host, b"")
     values: dict[str, Any] = {"phase": formation.Phase.JOINING}
     return messages.Forming(messages.encode(formation.Here(terms, member, hears, **(values | fields))))

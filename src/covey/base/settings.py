@@ -423,9 +423,8 @@ _OTHERS: Final = (
         _MACHINE, "events", FilePath(), None, "A file to which losses and recoveries are appended, as JSON."
     ),
     _other(
-        _MACHINE, "keep_output", Flag(), None,
-        "Whether the output of each rank is kept in the configuration folder, for `covey logs`; by default, under "
-        "`covey run`. With 1, a program that joins a run by itself keeps what it prints from then on.",
+        _MACHINE, "keep_output", Flag(), True,
+        "Whether `covey run` keeps the output of each rank in the configuration folder, for `covey logs`.",
         files=ANY_FILE,
     ),
     _other(
@@ -435,6 +434,14 @@ _OTHERS: Final = (
     _other(
         _MACHINE, "keep_output_total", ByteCount(1 << 20, 1 << 40), 512 << 20,
         "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "reports", FilePath(), None,
+        "A file to which what programs report (`group.report`) is appended, as JSON.",
+    ),
+    _other(
+        _MACHINE, "tensorboard", FilePath(), None,
+        "A folder in which every rank that reports writes an event file of TensorBoard.",
     ),
     _other(
         _MACHINE, "as", OneOf(("gloo",)), None,

@@ -44,9 +44,6 @@ def history(
         Column("END", [run.outcome() for run in shown], wraps=True),
         Column("RANKS", [str(run.record.processes) for run in shown], leave_out=3, is_right=True),
         Column("MACHINES", [", ".join(run.record.machines) for run in shown], leave_out=4, wraps=True),
-        Column("LAST REPORT", [_report(run) for run in shown], leave_out=1, wraps=True),
-        Column("CHECKPOINTS", [run.record.checkpoints for run in shown], leave_out=5, wraps=True),
-        Column("TRACES", [run.record.traces for run in shown], leave_out=6, wraps=True),
     ]
     typer.echo(table(columns, room()))
     if len(shown) < len(found):
@@ -70,19 +67,8 @@ def as_row(run: PastRun) -> dict[str, object]:
         "state": "running" if run.is_running else "ended" if record.ended is not None else "ended unexpectedly",
         "code": record.code,
         "reason": record.reason,
-        "step": record.step,
-        "reports": dict(record.reports),
-        "checkpoints": record.checkpoints,
-        "traces": record.traces,
     }
 
 
 def _when(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-
-
-def _report(run: PastRun) -> str:
-    parts = [f"step {run.record.step}"] if run.record.step is not None else []
-    for name, value in run.record.reports.items():
-        parts.append(f"{name} {value if isinstance(value, str) else format(value, '.4g')}")
-    return ", ".join(parts)

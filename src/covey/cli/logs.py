@@ -175,8 +175,7 @@ def _goes_on(run: PastRun) -> bool:
 
 def _show_of_agents(run: str, cluster: str | None, printer: LinePrinter, *, follow: bool) -> None:
     from covey.agent.callers import calling
-    from covey.agent.reading import read_output
-    from covey.agent.screen import Screen
+    from covey.agent.screen import Screen, read_output
 
     env = effective_environment()
     try:

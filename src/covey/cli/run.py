@@ -310,7 +310,7 @@ def _saved(
         processes=processes, pid=os.getpid(), began=time.time(), by_agent="COVEY_BY_AGENT" in os.environ,
     )  # fmt: skip
     try:
-        output_bytes = 0 if terms.is_kept is False else terms.output_bytes
+        output_bytes = terms.output_bytes if terms.is_kept else 0
         return SavedRun(record, output_bytes=output_bytes, total_bytes=terms.total_bytes)
     except ConfigError as error:  # the run goes on all the same
         typer.echo(f"covey: nothing is kept of this run: {error}", err=True)

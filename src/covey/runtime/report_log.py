@@ -27,7 +27,7 @@ from covey.runtime.report_files import open_sinks
 from covey.wire.progress import REPORT_NAME_LETTERS, REPORT_NAMES, ROWS_LIMIT, ReportRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from covey.runtime.events import Events
 
@@ -71,6 +71,8 @@ class ReportLog:
         """`events` hears of values that are not finite; `sinks` get all rows."""
         self._events, self._sinks = events, sinks
         self._names: set[str] = set()
+        self._is_programs = False
+        """Whether the program itself reports, and not a library for it."""
         self._fresh: deque[tuple[int | None, int, int, dict[str, Any]]] = deque(maxlen=FRESH_LIMIT)
         """Reports that are in no row yet: step, time, time in operations, values. Any thread appends."""
         self._thread: threading.Thread | None = None
@@ -97,6 +99,27 @@ class ReportLog:
             ValueError: a name cannot be used, or there are too many.
             TypeError: a value is no number and no function, or the step is no whole number.
         """
+        self._is_programs = True
+        self._add(step, values)
+
+    def add_for_program(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Keep what a library reports for a program that does not report itself. What cannot be kept is left out."""
+        if self._is_programs:
+            return  # which has its own steps
+        kept: dict[str, Any] = {}
+        for name, value in values.items():
+            is_new = name not in self._names
+            has_room = not is_new or len(self._names | kept.keys()) < REPORT_NAMES
+            if (
+                has_room
+                and _is_name(name)
+                and not isinstance(value, str)
+                and (hasattr(value, "__float__") or callable(value))
+            ):
+                kept[name] = value
+        self._add(step, kept)
+
+    def _add(self, step: int | None, values: dict[str, Any]) -> None:
         if not self._names.issuperset(values):
             self._admit(values)
         for value in values.values():
@@ -112,7 +135,7 @@ class ReportLog:
     def _admit(self, values: dict[str, Any]) -> None:
         """Take new names; ValueError if one cannot be used."""
         for name in values:
-            if not 1 <= len(name) <= REPORT_NAME_LETTERS or not name.isascii() or not name.isprintable():
+            if not _is_name(name):
                 raise ValueError(
                     f"{printable(name, 60)!r} cannot be reported: a name has 1 to {REPORT_NAME_LETTERS} printable "
                     "ASCII characters"
@@ -256,6 +279,10 @@ class ReportLog:
         """Keep and write nothing in a forked child, in which no lock of the parent may hold it up."""
         self._lock, self._sinks, self._is_closing = threading.Lock(), (), True
         self._thread = None
+
+
+def _is_name(name: str) -> bool:
+    return 1 <= len(name) <= REPORT_NAME_LETTERS and name.isascii() and name.isprintable()
 
 
 def _number(name: str, value: Any) -> Any:

@@ -85,5 +85,7 @@ class LookRound:
     """By run (`Heard.run_key` or `run`): what its program has reported since it began, if that was asked for."""
     stoppable: frozenset[str] = frozenset()
     """Runs, by name, that can be stopped from here."""
+    ended: Mapping[str, str] = field(default_factory=dict)
+    """By run key: runs that are known to be over since the last round, and the error with which they failed, if any."""
     others_run: bool = False
     """Whether there are agents, and none of them starts programs for this machine."""

@@ -75,10 +75,13 @@ class RunBooks:
         machines = self._take_machines(rounds, heard, now)
         names = {machine.id: machine.name for machine in machines}
         reports = {key: rows for one in rounds for key, rows in one.reports.items()}
+        ended = {key: fault for one in rounds for key, fault in one.ended.items()}
         stoppable = frozenset[str]().union(*(one.stoppable for one in rounds))
         runs = []
         for id, book in list(self._books.items()):
             book.take(heard.get(id, ()), now, at)
+            if (fault := ended.get(self._keys.get(id, ""))) is not None:
+                book.end(fault)
             if (rows := reports.get(self._keys.get(id, ""))) is not None:
                 book.begin_curves(rows)
             if book.is_over and now - book.last_seen > ENDED_SECONDS:

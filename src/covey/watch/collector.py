@@ -43,6 +43,8 @@ CLOSE_SECONDS: Final = 15.0
 def open_collector(run: str = "", cluster: str | None = None) -> Iterator[Collector]:
     """Look at what this machine can see, until the end of `with`: its cluster and its own runs, or one `run` of them.
 
+    If a cluster is named, only at that.
+
     Raises:
         ConfigError: the cluster that was named is not known, or no port is free.
     """
@@ -54,7 +56,10 @@ def open_collector(run: str = "", cluster: str | None = None) -> Iterator[Collec
         if cluster is not None:
             raise
         found = None
-    made = Collector.of_this_machine(run) if found is None else Collector.of_cluster(found, group_config(env), run)
+    if found is None:
+        made = Collector.of_this_machine(run)
+    else:
+        made = Collector.of_cluster(found, group_config(env), run, has_local=cluster is None)
     with made as collector:
         yield collector
 
@@ -76,8 +81,8 @@ class Collector:
             thread.start()
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, config: GroupConfig, run: str = "") -> Collector:
-        """Look at a cluster, and at the runs of this machine; or at one `run` of them.
+    def of_cluster(cls, cluster: Cluster, config: GroupConfig, run: str = "", *, has_local: bool = True) -> Collector:
+        """Look at a cluster and, with `has_local`, at the runs of this machine; or at one `run` of them.
 
         Raises:
             ConfigError: no port is free, or no interface matches.
@@ -90,7 +95,8 @@ class Collector:
             reader = MachineReader()
             local = LocalSource(reader.read, machine=id, name=_host(), only=run)
             books = RunBooks(cluster.name, own_id=id)
-            return cls([ClusterSource(terminal, only=run), local], books, ending.pop_all())
+            sources: list[Source] = [ClusterSource(terminal, only=run)]
+            return cls([*sources, local] if has_local else sources, books, ending.pop_all())
 
     @classmethod
     def of_this_machine(cls, run: str = "") -> Collector:

@@ -69,13 +69,15 @@ class RunBook:
         self._by_rank: dict[int, str] = {}
         """The key of the process that has each rank now, or had it last."""
         self._generation = -1
-        self._happenings: deque[Happening] = deque(maxlen=HAPPENINGS_LIMIT)
-        self._seen_events: set[tuple[object, ...]] = set()
+        self._happenings: dict[tuple[object, ...], Happening] = {}
+        """By what tells events apart: several ranks may tell the same one."""
         self._waits: tuple[str, ...] = ()
         self._is_joining = True
         self._fault: tuple[int, str] | None = None
         self._best: RunSeen | None = None
         self._has_begun = False
+        self._lost: dict[int, str] = {}
+        """By rank of this generation: why it was lost."""
         self.is_over = False
         self.wants_reports = True
         """Whether what was reported before this process looked is not known yet."""
@@ -107,6 +109,12 @@ class RunBook:
         if now - self.last_seen > GONE_AFTER:
             self.is_over = True
 
+    def end(self, fault: str) -> None:
+        """Note that the run is over; `fault` is the error with which it failed, if it did."""
+        self.is_over = True
+        if fault and self._fault is None:
+            self._fault = -1, fault
+
     def begin_curves(self, rows: Sequence[ReportRow]) -> None:
         """Take what the program has reported since it began."""
         self.curves.begin(rows)
@@ -123,6 +131,7 @@ class RunBook:
             self._generation = progress.generation
             if self._has_begun:
                 self._by_rank.clear()  # ranks are numbered anew
+                self._lost.clear()
         if progress.generation == self._generation and 0 <= progress.rank < RANKS_LIMIT:
             self._by_rank[progress.rank] = told.heard.key
             self._has_begun = True
@@ -135,21 +144,22 @@ class RunBook:
             self._fault = None  # it goes on with another group
 
     def _happened(self, event: PastEvent) -> None:
-        key = (event.kind, event.generation, event.view, event.ranks, event.text)
-        if key in self._seen_events:
-            return  # another rank has told it
-        if len(self._seen_events) > 4 * HAPPENINGS_LIMIT:
-            self._seen_events.clear()
-        self._seen_events.add(key)
+        is_view = event.kind in ("lost", "left", "view")
+        key = (event.kind, event.generation, event.view, event.ranks, "" if is_view else event.text)
         about = ", ".join(event.names) or (
             f"rank{'s' * (len(event.ranks) > 1)} {', '.join(map(str, event.ranks[:16]))}" if event.ranks else ""
         )
-        parts = [about, event.text, f"recovered in {max(event.phases.values()):.0f} ms" if event.phases else ""]
+        parts = [about, event.text, f"recovered in {event.phases['redo']:.0f} ms" if "redo" in event.phases else ""]
         text = printable(": ".join(filter(None, parts)) or f"generation {event.generation}", 300)
         level = LEVELS.get(event.kind, "note")
         if event.kind == "report" and "finite again" not in event.text:
             level = "warning"
-        self._happenings.append(Happening(event.time, event.kind, text, event.ranks[:64], level))
+        happening = Happening(event.time, event.kind, text, event.ranks[:64], level)
+        if (known := self._happenings.get(key)) is not None and "redo" not in event.phases:
+            return  # another rank has told it
+        self._happenings[key] = happening if known is None else replace(happening, at=known.at)
+        if len(self._happenings) > HAPPENINGS_LIMIT:
+            del self._happenings[next(iter(self._happenings))]
 
     # What is shown
 
@@ -159,6 +169,9 @@ class RunBook:
         """Return the run as views show it, and add a moment to its history."""
         current = {rank: self._told[key] for rank, key in sorted(self._by_rank.items()) if key in self._told}
         waiting = waits([_position(rank, told, now) for rank, told in current.items() if told.progress is not None])
+        if waiting:  # one long wait says nothing about who is slow at every step
+            for told in current.values():
+                told.window.clear()
         doubts = self._doubts(current, now)
         waited_for = {rank for each in waiting.values() for rank in each.waits_for}
         ranks = [
@@ -192,7 +205,7 @@ class RunBook:
             sync_seconds=sync if row_step is not None else None,
             samples_per_second=_samples(values, step_seconds, told_of),
             saved=_saved([told.progress for told in told_of if told.progress is not None]),
-            happenings=tuple(self._happenings),
+            happenings=tuple(self._happenings.values()),
             can_stop=can_stop and not self.is_over,
             can_checkpoint=can_checkpoint and state == "running",
         )
@@ -226,8 +239,12 @@ class RunBook:
         is_silent = age > SILENT_AFTER
         state: RankState = "active"
         reason = ""
-        if doubt is not None and (known := STATES.get(doubt[0])) is not None:
+        if rank in self._lost:
+            state, reason = "lost", self._lost[rank]
+        elif doubt is not None and (known := STATES.get(doubt[0])) is not None:
             state, reason = known, doubt[1]
+            if known == "lost":
+                self._lost[rank] = reason
         elif heard.process == "ended" or self.is_over:
             state, reason = ("left" if self.is_over else "lost"), "its process has ended"
         elif heard.process == "stopped":
@@ -327,8 +344,8 @@ class RunBook:
                 machines=machines,
                 waits=self._waits,
                 fault="" if self._fault is None else self._fault[1],
-                fault_rank=None if self._fault is None else self._fault[0],
-                lost=[event for event in self._happenings if event.kind == "lost"],
+                fault_rank=None if self._fault is None or self._fault[0] < 0 else self._fault[0],
+                lost=[event for event in self._happenings.values() if event.kind == "lost"],
                 now=at,
                 waited={rank: each.since for rank, each in waiting.items()},
                 slow=slow_rank(shares),

@@ -16,7 +16,8 @@ from covey.base.text import printable
 from covey.net.host.runs import local_runs
 from covey.net.keys import charter, owner, trust
 from covey.net.keys.identity import id_text, machine_name, own_machine, short_id
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
+from covey.runtime.metrics.flight import fault_of
 from covey.runtime.metrics.inspection import PROGRESS, READINGS, REPORTS
 from covey.runtime.peers.local_visit import LocalVisit
 from covey.runtime.views.process_table import ProcessStatus
@@ -151,6 +152,8 @@ class LocalSource:
         self._readings, self._machine, self._name, self._only = readings, machine, name, only
         self._visits: dict[int, LocalVisit] = {}
         """By the process of the keeper."""
+        self._keys: dict[int, str] = {}
+        """By the process of the keeper: the runs of the last round."""
         self._events = EventNumbers()
         self._pauses = Pauses()
         self._processes: dict[str, ProcessStatus] = {}
@@ -163,7 +166,10 @@ class LocalSource:
         at, now = time.time(), time.monotonic()
         runs = [run for run in local_runs() if not self._only or self._only in (run.name, str(run.pid))]
         with self._lock:
-            for pid in self._visits.keys() - {run.pid for run in runs}:
+            over = {pid: key for pid, key in self._keys.items() if pid not in {run.pid for run in runs}}
+            ended = {key: self._fault(key) for key in over.values()}
+            self._keys = {run.pid: _key(run) for run in runs}
+            for pid in over.keys() & self._visits.keys():
                 self._visits.pop(pid).leave()
             heard = [each for run in runs for each in self._ask(run)]
             reports = {
@@ -175,7 +181,7 @@ class LocalSource:
         self._processes = {key: each for key, each in self._processes.items() if key in keys}
         here = MachineHeard(self._machine, self._name, is_here=True, readings=self._readings())
         names = frozenset(run.name for run in runs)
-        return LookRound(at, now, "", tuple(heard), (here,), reports=reports, stoppable=names)
+        return LookRound(at, now, "", tuple(heard), (here,), reports=reports, stoppable=names, ended=ended)
 
     def _ask(self, run: LocalRunFound) -> Iterable[Heard]:
         visit = self._visits.get(run.pid)
@@ -229,8 +235,13 @@ class LocalSource:
         if status is None or status.pid != pid:
             status = self._processes[key] = ProcessStatus(b"", pid, now)
         status.look(now)
-        kernel: dict[Vouch, Process] = {Vouch.STOPPED: "stopped", Vouch.EXITED: "ended"}
+        kernel: dict[ProcessState, Process] = {ProcessState.STOPPED: "stopped", ProcessState.EXITED: "ended"}
         return kernel.get(status.state, "runs")
+
+    def _fault(self, run_key: str) -> str:
+        """Return the error with which a run has failed, as its ranks have written it down; empty if they have not."""
+        pids = {each.pid for each in self._told.values() if each.run_key == run_key}
+        return fault_of(pids)
 
     def _reports(self, run: LocalRunFound) -> tuple[ReportRow, ...] | None:
         visit = self._visits.get(run.pid)

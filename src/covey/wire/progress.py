@@ -6,13 +6,16 @@ out what does not fit, the least urgent first.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from covey.wire.decoding import read_from_peer
 from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Text, Worded
 from covey.wire.reports import PastEvent  # noqa: TC001 - msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BYTES_LIMIT: Final = 2000
 """Of one answer of a rank about its progress."""
@@ -151,6 +154,8 @@ class RankProgress(Worded, frozen=True, array_like=True):
     """The page of the question for events after those of this answer."""
     events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=EVENTS_LIMIT)] = ()
     program: Phrase = ""
+    is_recovering: bool = False
+    """Whether operations have not continued yet after a loss."""
 
 
 class ReportRows(msgspec.Struct, frozen=True, array_like=True):
@@ -189,27 +194,39 @@ encode = msgspec.msgpack.Encoder().encode
 def encode_progress(progress: RankProgress, events: list[PastEvent], first_event: int) -> bytes:
     """Encode what a rank tells, with as many of the events from the number `first_event` on as fit.
 
-    What does not fit is left out: links, then reasons, plans and names of reports.
+    What does not fit is left out: links, then reasons and plans, then the ends of long names, then reports.
     """
-    data = encode(progress)
-    for field, fewer in (("peers", 4), ("peers", 0), ("doubts", 2), ("groups", 1)):
-        if len(data) <= BYTES_LIMIT:
-            break
-        progress = msgspec.structs.replace(progress, **{field: getattr(progress, field)[:fewer]})
-        data = encode(progress)
-    if len(data) > BYTES_LIMIT:
-        data = encode(msgspec.structs.replace(progress, plan="", codec_reason="", program=""))
+    data, shorten = encode(progress), _shorter(progress)
+    while len(data) > BYTES_LIMIT and (shorter := next(shorten, None)) is not None:
+        progress, data = shorter, encode(shorter)
     told: list[PastEvent] = []
     room = BYTES_LIMIT - len(data)
     for event in events[:EVENTS_LIMIT]:
-        room -= len(encode(event)) + 1
-        if room < 0 and (told or len(data) > BYTES_LIMIT // 2):
+        size = len(encode(event))
+        if size > room and not told and size > BYTES_LIMIT // 2:  # it would never fit
+            event = msgspec.structs.replace(event, text=event.text[:200], names=event.names[:4], ranks=event.ranks[:64])
+            size = len(encode(event))
+        if size > room:
             break
-        if room < 0:
-            event = msgspec.structs.replace(event, text=event.text[:200], names=event.names[:4])
+        room -= size
         told.append(event)
     following = (first_event + len(told)) % NO_EVENTS
     return encode(msgspec.structs.replace(progress, events=tuple(told), next_event=following))
+
+
+def _shorter(progress: RankProgress) -> Iterator[RankProgress]:
+    """Yield the same with less and less in it."""
+    cut = msgspec.structs.replace
+    for field, most in (("peers", 4), ("peers", 0), ("doubts", 2), ("groups", 1)):
+        yield (progress := cut(progress, **{field: getattr(progress, field)[:most]}))
+    yield (progress := cut(progress, plan="", codec_reason="", program=""))
+    groups = tuple(cut(group, name=group.name[:20], fault=group.fault[:60]) for group in progress.groups)
+    yield (progress := cut(progress, doubts=(), groups=groups, codec=progress.codec[:20]))
+    yield (progress := cut(progress, run=progress.run[:24], host=progress.host[:24]))
+    report = progress.report
+    while report is not None and report.values:
+        report = cut(report, values=dict(list(report.values.items())[:-4]))
+        yield (progress := cut(progress, report=report))
 
 
 def decode_progress(data: bytes) -> RankProgress:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.watch.output import OutputLine, OutputPage
     from covey.watch.overview import Moment, Overview
 
-LOOK_EVERY: Final = 0.25
+PICTURE_EVERY: Final = 0.25
 """Seconds between looks whether there is a new overview, or another size of the terminal."""
 CLOCK_SECONDS: Final = 1.0
 """How often the picture is drawn without news: ages grow."""
@@ -89,7 +89,7 @@ class TopLoop:
         with signals_noted(arrived) as wake, self._screen:
             self._draw()
             while True:
-                patience = ESCAPE_SECONDS if self._keys.is_waiting else LOOK_EVERY
+                patience = ESCAPE_SECONDS if self._keys.is_waiting else PICTURE_EVERY
                 inputs = [wake.fileno()] if self._screen.keys is None else [wake.fileno(), self._screen.keys]
                 ready = select.select(inputs, [], [], patience)[0]
                 if wake.fileno() in ready:

@@ -86,7 +86,7 @@ START: Final = "0" * 64
 _HEAD_BYTES: Final = 256
 
 
-class Entry(msgspec.Struct, frozen=True):
+class AuditEntry(msgspec.Struct, frozen=True):
     """One line of the log. Texts are printable: control characters are written as escapes."""
 
     number: int
@@ -139,12 +139,12 @@ class Note:
     def __post_init__(self) -> None:
         assert self.event in EVENTS, f"list the event {self.event!r} in EVENTS"
 
-    def entry(self, number: int, previous: str) -> Entry:
+    def entry(self, number: int, previous: str) -> AuditEntry:
         """Return the entry with this number, after a line with that hash."""
         moment = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         texts = (self.cluster, self.run, self.name, self.address, self.reason)
         cluster, run, name, address, reason = (printable(text, TEXT_LIMIT) for text in texts)
-        return Entry(
+        return AuditEntry(
             number, moment, cluster, self.event, run, self.generation, self.node.hex(), self.life.hex(), name,
             address, reason, self.count, os.getpid(), previous,
         )  # fmt: skip
@@ -356,10 +356,10 @@ def read_head(folder: Path) -> Head | None:
     return None
 
 
-def parse(line: bytes) -> Entry | None:
+def parse(line: bytes) -> AuditEntry | None:
     """Return the entry in a line; None if there is none."""
     with contextlib.suppress(msgspec.DecodeError, ValueError):
-        return msgspec.json.decode(line, type=Entry)
+        return msgspec.json.decode(line, type=AuditEntry)
     return None
 
 

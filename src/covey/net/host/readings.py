@@ -41,10 +41,21 @@ class MachineReader:
     def read(self) -> Readings:
         """Return how the machine is used now, or was within the last second."""
         with self._lock:
-            now = time.monotonic()
-            if self._last is None or now >= self._last[0] + LEAST_SECONDS:
-                self._last = now, self._read()
-            return self._last[1]
+            last = self.last()
+            if last is None:
+                last = self._read()
+                self._last = time.monotonic(), last
+            return last
+
+    def last(self) -> Readings | None:
+        """Return the last reading, if it is younger than a second. It takes no time."""
+        last = self._last
+        return last[1] if last is not None and time.monotonic() < last[0] + LEAST_SECONDS else None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a thread reads the machine now."""
+        return self._lock.locked()
 
     def _read(self) -> Readings:
         known = hardware()

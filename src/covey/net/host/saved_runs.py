@@ -43,7 +43,6 @@ TIDY_BYTES: Final = 8 << 20
 """After so much new output, the bound on the total is looked after again."""
 WORDS_LIMIT: Final = 200
 """Characters of the command that are kept."""
-REPORTS_LIMIT: Final = 32
 
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 
@@ -51,8 +50,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2000)]
 class OutputTerms(NamedTuple):
     """What is kept of the output of runs."""
 
-    is_kept: bool | None
-    """None: not said."""
+    is_kept: bool
     output_bytes: int
     """Of each process."""
     total_bytes: int
@@ -93,11 +91,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
     reason: Text = ""
     """Why it ended, if not by itself."""
-    step: int | None = None
-    reports: dict[str, float | str] = {}
-    """The last value of each name that the program has reported; `nan` and `inf` are texts."""
-    checkpoints: Text = ""
-    traces: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +154,6 @@ class SavedRun:
         self._write()
         tidy(total_bytes)
 
-    @property
-    def record(self) -> RunSummary:
-        """What is written of the run so far."""
-        return self._record
-
-    def log_folder(self, number: int) -> Path:
-        """Return the folder with the output of a process, by its number on this machine."""
-        return self.folder / str(number)
-
     def append(self, number: int | None, rank: int | None, stream: int, data: bytes) -> str:
         """Keep output of a process, by its number on this machine; None for `covey run` itself.
 
@@ -194,17 +178,11 @@ class SavedRun:
         self._told = why
         return f"output cannot be kept in {self.folder} ({why}); the run goes on without that"
 
-    def note(self, **changes: object) -> None:
-        """Remember more of the run: what it reports, where its checkpoints are."""
-        changed = msgspec.structs.replace(self._record, **changes)
-        if changed != self._record:
-            self._record = changed
-            with contextlib.suppress(ConfigError):
-                self._write()
-
     def end(self, code: int, reason: str) -> None:
         """Note how the run has ended, and let go of it."""
-        self.note(ended=time.time(), code=code, reason=printable(reason))
+        self._record = msgspec.structs.replace(self._record, ended=time.time(), code=code, reason=printable(reason))
+        with contextlib.suppress(ConfigError):  # a full disk: the run counts as ended unexpectedly
+            self._write()
         self.close()
 
     def close(self) -> None:

@@ -9,6 +9,9 @@ from covey.runtime.group.issuer import Issuer
 from covey.runtime.report_log import log_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from covey.runtime.group.group import Group
     from covey.runtime.report_log import ReportLog
 
 
@@ -38,3 +41,8 @@ class ReportForms(Issuer):
             TypeError: a value is no number and no function, or `step` is no whole number.
         """
         self._reports.add(step, values)
+
+
+def report_for_program(group: Group, step: int | None, values: Mapping[str, Any]) -> None:
+    """Report for a program that uses a library; nothing is kept once the program reports itself, and nothing raises."""
+    group._reports.add_for_program(step, values)

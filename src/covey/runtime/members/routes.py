@@ -24,7 +24,7 @@ def routes_to(node: Node, peer: RemoteProcess, kind: str = "") -> list[Where]:
 
     ways: list[Where] = [peer.way] if peer.way is not None else []
     own = recent_interfaces(node.config.interfaces)
-    relayed = [] if is_same_host else node.relayed_ways(contact.relay)
+    relayed = [] if is_same_host else node.links.ways(contact.relay)
     return ways + [way for way in (*to_dial(own, contact.addresses, is_same_host), *relayed) if way not in ways]
 
 

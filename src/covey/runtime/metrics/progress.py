@@ -82,6 +82,7 @@ def _progress(node: Any) -> wire.RankProgress:
         reported=log.count,
         doubts=tuple(_doubts(node))[: wire.DOUBTS_LIMIT],
         peers=tuple(_peers(node, moved)),
+        is_recovering=node.events.is_recovering,
         program=printable(" ".join(os.path.basename(word) for word in sys.argv[:1]), PHRASE_LETTERS),
     )
 

@@ -11,9 +11,9 @@ from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime.group.internals import node_of
-from covey.runtime.members.node import Node
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
+from covey.runtime.peers.peer_table import Inbox
 from covey.testing.threads import run_threads
 from covey.wire import messages, reports
 
@@ -64,11 +64,11 @@ def test_heartbeats_are_counted_and_compare_clocks() -> None:
         node = node_of(group)
         assert node is not None
         deadline = time.monotonic() + DEADLINE
-        while not node.clocks.offsets():
+        while not node.views.clocks.offsets():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         group.barrier()
-        (offset,) = node.clocks.offsets().values()
+        (offset,) = node.views.clocks.offsets().values()
         assert abs(offset) < 1, "threads of one process have one clock"
 
     run_threads(2, work)
@@ -99,30 +99,37 @@ def test_an_unknown_question_has_no_pages() -> None:
     assert answer(messages.Inspect("secrets")) == messages.Inspected("secrets", 0, 0, b"")
 
 
+def told_to(answers: PacedAnswers, question: messages.Inspect, key: bytes) -> messages.Inspected:
+    """Return what a node with this key is told."""
+    told: list[messages.Inspected] = []
+    answers.answer(question, key, told.append)
+    return told[0]
+
+
 def test_a_key_that_asks_too_often_is_told_nothing_and_others_are() -> None:
     answers = PacedAnswers()
-    told = [answers.answer(METRICS, b"a").pages for _ in range(int(BURST) + 30)]
+    told = [told_to(answers, METRICS, b"a").pages for _ in range(int(BURST) + 30)]
     assert told[: int(BURST)] == [1] * int(BURST)
     assert told[-1] == 0 or sum(told) < len(told)
-    assert answers.answer(METRICS, b"b").pages == 1
+    assert told_to(answers, METRICS, b"b").pages == 1
 
 
 def test_many_keys_together_are_told_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     answers = PacedAnswers()
-    told = [answers.answer(METRICS, bytes([key])).pages for key in range(200)]
+    told = [told_to(answers, METRICS, bytes([key])).pages for key in range(200)]
     assert sum(told) == TOTAL_BURST
 
 
 def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
-    taken = Node.heard
+    taken = Inbox.heard
 
-    def note(node: Node, seat: Any, message: Any) -> None:
+    def note(inbox: Inbox, seat: Any, message: Any) -> None:
         heard.append(message)
-        taken(node, seat, message)
+        taken(inbox, seat, message)
 
-    monkeypatch.setattr(Node, "heard", note)
+    monkeypatch.setattr(Inbox, "heard", note)
 
     def work(group: covey.Group) -> None:
         node = node_of(group)
@@ -145,7 +152,7 @@ def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.Monke
 def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
     told: list[messages.Inspected] = []
     for what in ("stacks", "checks"):
-        assert PacedAnswers().answer(messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
+        assert told_to(PacedAnswers(), messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
         answer_keeper(messages.Inspect(what), told.append)
     deadline = time.monotonic() + DEADLINE
     while len(told) < 2:
