@@ -12,7 +12,7 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
-from covey.net.host import folders, saved_figures
+from covey.net.host import folders, saved_figures, saved_runs
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
@@ -62,6 +62,11 @@ def figures() -> None:
     saved_figures.keep_figures(b"m" * 32, [])
 
 
+def save_run() -> None:
+    record = saved_runs.RunSummary(name="train", began=1.0, pid=1)
+    saved_runs.SavedRun(record, output_bytes=0, total_bytes=1 << 20).end(0, "")
+
+
 FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callable[[], Any]]] = {
     "cluster": (
         lambda: clusters.save(CLUSTER),
@@ -100,6 +105,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         as_array(at=3),
         lambda: records().remember(Remembered(ended=(Ending(b"m" * 16, True),))),
     ),
+    "run": (save_run, "history/*/about", as_json(format=2), saved_runs.past_runs),
     "audit": (write_log, "audit/head", as_json(format=2), write_log),
 }
 """By name: what writes the file, where it is, what a later release makes of it, and what would change it."""

@@ -252,7 +252,7 @@ class JobTable:
 def environment() -> dict[str, str]:
     """Return the environment of programs: that of this process, without the variables of a run."""
     own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"}
-    return {name: value for name, value in os.environ.items() if name not in own}
+    return {name: value for name, value in os.environ.items() if name not in own} | {"COVEY_BY_AGENT": "1"}
 
 
 def command(request: StartRequest, cluster: str, python: str) -> list[str]:

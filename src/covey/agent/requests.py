@@ -112,6 +112,8 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True):
     """1 (standard output) or 2 (standard error), and what was written."""
     code: int | None = None
     """The exit code, in the last batch."""
+    times: tuple[float, ...] = ()
+    """When each record was written, by the clock of its machine; agents of earlier releases do not tell."""
 
 
 def check_run_name(run: str) -> str:

@@ -423,6 +423,19 @@ _OTHERS: Final = (
         _MACHINE, "events", FilePath(), None, "A file to which losses and recoveries are appended, as JSON."
     ),
     _other(
+        _MACHINE, "keep_output", Flag(), True,
+        "Whether `covey run` keeps the output of each rank in the configuration folder, for `covey logs`.",
+        files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_bytes", ByteCount(64 << 10, 1 << 30), 4 << 20,
+        "How much is kept of the output of each rank, the latest.", files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_total", ByteCount(1 << 20, 1 << 40), 512 << 20,
+        "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
+    ),
+    _other(
         _MACHINE, "reports", FilePath(), None,
         "A file to which what programs report (`group.report`) is appended, as JSON.",
     ),

@@ -465,12 +465,12 @@ HELD = {
     "docs/guides/several-machines.md": (
         f"is gone for {launching.LEASE_SECONDS:g} seconds",
         f"remembers the last {jobs.ENDED_LIMIT}.",
-        f"keeps the last {size(outputs.SEGMENTS * outputs.LOG_SEGMENT_BYTES)} of the output",
+        f"keeps the last {size(outputs.LOG_BYTES)} of the output",
         f"{snapshot.SNAPSHOT_FILES_LIMIT:,} files of {size(snapshot.FOLDER_BYTES)} in all",
         f"The last {environments.ENVIRONMENTS_LIMIT} environments",
     ),
     "docs/reference/commands.md": (
-        f"the last {size(outputs.SEGMENTS * outputs.LOG_SEGMENT_BYTES)} of each program",
+        f"the last {size(outputs.LOG_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",

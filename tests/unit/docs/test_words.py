@@ -76,6 +76,7 @@ EXCEPTIONS = {
     "neighbours": "members that are adjacent in an overlay, as in a graph",
     "_letters_for": "letters of the alphabet, in join codes",
     "_place": "the verb: to place an item",
+    "_state_letters": "letters of the alphabet, one for each rank",
 }
 """Names with a retired word in its ordinary meaning."""
 
