@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support import scenes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from playwright.sync_api import BrowserContext, Page
+    from playwright.sync_api import BrowserContext, Dialog, Page
 
     from covey.watch.overview import Overview
 
@@ -95,7 +95,7 @@ class Viewer:
         """Messages of the console, errors, dialogs."""
         self.requests: list[str] = []
 
-    def _refuse(self, dialog: Any) -> None:
+    def _dismiss(self, dialog: Dialog) -> None:
         self.complaints.append("a dialog")
         dialog.dismiss()
 
@@ -104,7 +104,7 @@ class Viewer:
         page = self.context.new_page()
         page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("dialog", self._refuse)
+        page.on("dialog", self._dismiss)
         page.on("request", lambda request: self.requests.append(request.url))
         if address:
             page.goto(address)
@@ -146,7 +146,7 @@ def living(player: Player, every: float = 0.2) -> Iterator[None]:
     def show() -> None:
         while not is_over.wait(every):
             newest = player.newest()
-            player.show(dataclasses.replace(newest, taken=newest.taken + every))
+            player.show(replace(newest, taken=newest.taken + every))
 
     thread = threading.Thread(target=show)
     thread.start()

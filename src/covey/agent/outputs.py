@@ -49,7 +49,7 @@ class OutputLog:
         """
         with self._lock:
             end, code = self._log.end, self.code
-        batch = read_log(self._folder, offset, CHUNK_BYTES)
+        batch = read_log(self._folder, offset, OUTPUT_CHUNK_BYTES)
         records = tuple((record.stream, record.data) for record in batch.records)
         times = tuple(record.at for record in batch.records)
         return OutputBatch(batch.next, batch.missing, records, code if batch.next >= end else None, times)

@@ -15,7 +15,6 @@ from covey.cli.terminal import say
 if TYPE_CHECKING:
     from types import FrameType
 
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -71,7 +70,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
             stack.callback(signal.signal, number, handler)
         collector = stack.enter_context(open_collector(run, cluster))
         actions, outputs = Actions(collector, "from the page"), outputs_of(collector)
-        page = stack.enter_context(PageServer(collector, actions, outputs, port))
+        page = stack.enter_context(PageServer(collector, actions, outputs=outputs, port=port))
         file = stack.enter_context(LinkFile(page.port, page.admission.link_key))
         link = page.new_link()
         _print(link, as_json=as_json)
