@@ -131,7 +131,7 @@ THIRD_PARTY = {
     "torch": {"numpy", "torch"},
     "ray": {"ray"},
     "dask": {"distributed", "cloudpickle"},
-    "integrations": {"torch", "lightning", "transformers"},
+    "integrations": {"torch", "lightning", "transformers", "accelerate"},
     "testing": {"numpy"},
     "lab": {"numpy", "msgspec", "rich", "typer", "cryptography", "atheris"},
 }

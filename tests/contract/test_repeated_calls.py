@@ -17,7 +17,7 @@ from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey import MismatchError
-from covey.base.dtypes import BFLOAT16
+from covey.base.arithmetic import BFLOAT16
 from covey.net.host.machine import native_crypto
 from covey.runtime.group.internals import engine_of
 from covey.runtime.group.moving import ALL_GATHER, ALL_TO_ALL

@@ -102,14 +102,14 @@ def test_any_bytes_are_a_control_message_or_a_protocol_error(data: bytes) -> Non
         messages.decode_control(data)
 
 
-@given(mutations([header.Header(1, 2, 0, 0, 0, 3, 4, 5, 6, 7).pack()]))
+@given(mutations([header.TransferHeader(1, 2, 0, 0, 0, 3, 4, 5, 6, 7).pack()]))
 def test_any_bytes_are_a_transfer_header_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         found = header.unpack(data)
         assert header.unpack(found.pack()) == found
 
 
-@given(mutations([message_header.encode(message_header.Header(1, 2, 12, 5, dtype_code=8, shape=(3,)))]))
+@given(mutations([message_header.encode(message_header.MessageHeader(1, 2, 12, 5, dtype_code=8, shape=(3,)))]))
 def test_any_bytes_are_a_message_header_incomplete_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         found = message_header.decode(data, 0, len(data))

@@ -26,7 +26,7 @@ from tests.support.secured import secure_end
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
-from covey.cli.doctor.cures import Obstacle, obstacle
+from covey.cli.doctor.finding import Obstacle, obstacle
 from covey.net.keys import tls
 from covey.net.keys.tls import PROTOCOL, Channel, Credentials, peer_id
 from covey.runtime.links.acceptor import Acceptor

@@ -14,7 +14,7 @@ import pytest
 from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
-from covey.coordinator import limits
+from covey.coordinator import refusal
 from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
 from covey.net.host import descriptors
@@ -164,8 +164,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
         f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.MESSAGE_BYTES >> 30} GiB",
-        f"{limits.MESSAGE_BYTES >> 10} KiB; {limits.MAX_RUNS}; {limits.MAX_WORKERS}; {limits.MAX_CALLS}; "
-        f"{limits.MAX_CONNECTIONS}",
+        f"{refusal.MESSAGE_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
+        f"{refusal.MAX_CONNECTIONS}",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]

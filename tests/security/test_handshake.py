@@ -52,7 +52,7 @@ from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.peer_table import ranks_of
-from covey.testing.proxy import Proxy, Way
+from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, frame, messages
 from covey.wire.versions import only
 
@@ -555,7 +555,7 @@ def test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_
     with Proxy(prey.address) as proxy:
         welcome, peer = handshake_with(proxy.address, prey.cluster)
         assert welcome.card.id == peer
-        seen = proxy.recorded(0, Way.TO_TARGET) + proxy.recorded(0, Way.TO_CLIENT)
+        seen = proxy.recorded(0, Direction.TO_TARGET) + proxy.recorded(0, Direction.TO_CLIENT)
     assert len(seen) > 1000
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca")).public_key()
     names = (welcome.card.name, prey.cluster.name, "covey node", "covey authority")
@@ -594,7 +594,10 @@ def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -
 
 
 def test_an_altered_handshake_makes_no_link(prey: Victim) -> None:
-    for way, places in ((Way.TO_TARGET, (0, 20, 60, 120, 400, 900)), (Way.TO_CLIENT, (3, 20, 80, 200, 400, 900))):
+    for way, places in (
+        (Direction.TO_TARGET, (0, 20, 60, 120, 400, 900)),
+        (Direction.TO_CLIENT, (3, 20, 80, 200, 400, 900)),
+    ):
         for place in places:
             with Proxy(prey.address) as proxy:
                 proxy.flip_bit(way, place)

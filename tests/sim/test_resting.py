@@ -1,6 +1,6 @@
 """Runs whose links rest: most members do not notice that another one crashes or is cut off before they send to it.
 
-A failing seed prints its story; `python -m covey.lab.resting_churn --seed N` tells it again.
+A failing seed prints its story; `python -m covey.lab.resting --seed N` tells it again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
 from covey.lab.invariants import BrokenError
-from covey.lab.resting import RestingWorld
-from covey.lab.resting_churn import RestingPlay, play_of
+from covey.lab.resting import RestingPlay, RestingWorld, play_of
 from covey.proto.membership import ballots
 from covey.proto.membership.state import ViewPosition
 

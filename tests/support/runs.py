@@ -208,6 +208,6 @@ def say(group: Group, rank: int, message: messages.Control) -> None:
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
     """What a joiner tells of itself."""
     card = insider.card
-    member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
+    member = formation.FoundingMember(card.id, card.life, "insider", card.contact.host, b"")
     values: dict[str, Any] = {"phase": formation.Phase.JOINING}
     return messages.Forming(messages.encode(formation.Here(terms, member, hears, **(values | fields))))

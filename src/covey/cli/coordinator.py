@@ -180,7 +180,7 @@ def _security(
 
 
 def _sizes(size: int | None, min_size: int | None, max_size: int | None, settle: float) -> Sizes | None:
-    from covey.coordinator.checking import sizes
+    from covey.coordinator.requests import sizes
 
     if size is not None and (min_size, max_size) != (None, None):
         raise ConfigError("--size says exactly how many; --min-size and --max-size say how many at least and at most")

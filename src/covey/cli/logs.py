@@ -29,8 +29,7 @@ def logs(
     Lines of one machine are in order; without -f, machines follow one another. Ctrl-C ends this command, not the run.
     """
     from covey.agent.callers import calling
-    from covey.agent.reading import read_output
-    from covey.agent.screen import Screen
+    from covey.agent.screen import Screen, read_output
 
     env = effective_environment()
     chosen = ClusterOptions(cluster).find(env)

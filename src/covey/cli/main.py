@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "logs": "Show the output of a run that was started with `covey run --on`.",
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
+    "ui": "Show machines and runs in a browser.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
     "checkpoint": "Ask all ranks of a run to save a checkpoint.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",

@@ -13,11 +13,12 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.init import current_seeds, show_code
+from covey.cli.init import show_code
 from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
 from covey.cli.terminal import say, working
 from covey.net.audit import audit_log
+from covey.net.discovery.own_seeds import current_seeds
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import GRACE, MAX_GRACE
@@ -176,7 +177,7 @@ def _hand_out(visit: Visit, signed: list[tuple[messages.Card, messages.NewSecret
 
 
 def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
-    seeds = current_seeds()
+    seeds = current_seeds(effective_environment())
     code = encode_join_code(new.secret, seeds, new.owner, new.relays[:MAX_RELAYS])
     if as_json:
         nodes = [

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.coordinator import tls
-from covey.coordinator.limits import MAX_CONNECTIONS, MAX_HANDSHAKES
-from covey.coordinator.refusal import Reason, RefusalError
+from covey.coordinator.refusal import MAX_CONNECTIONS, MAX_HANDSHAKES, Reason, RefusalError
 from covey.net.host.descriptors import explain, raise_limit
 from covey.net.host.folders import temporary_folder, writing_to
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay, spell

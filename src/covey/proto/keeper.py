@@ -27,7 +27,7 @@ def lost_ranks(exited: Iterable[int], stopped: Iterable[int], remaining: Iterabl
     return exited | stopped if runs_on else exited
 
 
-class Outcome(enum.Enum):
+class RunFate(enum.Enum):
     """What becomes of a run that has no members while processes wait for a seat in it."""
 
     OVER = "over"
@@ -40,7 +40,7 @@ class Outcome(enum.Enum):
     """Too few processes wait, and no other can come."""
 
 
-def without_members(*, has_finished: bool, size: int, expected: int, fewest: Sequence[int], is_late: bool) -> Outcome:
+def without_members(*, has_finished: bool, size: int, expected: int, fewest: Sequence[int], is_late: bool) -> RunFate:
     """Decide what becomes of a run without members.
 
     Args:
@@ -51,9 +51,9 @@ def without_members(*, has_finished: bool, size: int, expected: int, fewest: Seq
         is_late: whether further processes had time to come.
     """
     if has_finished:
-        return Outcome.OVER
+        return RunFate.OVER
     waiting = len(fewest)
     needed = max((least or size for least in fewest), default=size)
     if waiting >= size or (waiting >= needed and (is_late or waiting >= expected)):
-        return Outcome.BEGIN
-    return Outcome.HOPELESS if waiting >= expected else Outcome.WAIT
+        return RunFate.BEGIN
+    return RunFate.HOPELESS if waiting >= expected else RunFate.WAIT

@@ -6,11 +6,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import MismatchError, PeerLostError
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
@@ -45,7 +45,7 @@ class MessageInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Send(Payload):
+class MessageSend(Payload):
     """A message to `peer`; over when its memory may be reused."""
 
     __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "tag")
@@ -63,7 +63,7 @@ class Send(Payload):
     def header(self, kind: int) -> bytes:
         """Return the frame that announces this message."""
         return wire.encode(
-            Header(kind, self.message_id, len(self.view), self.tag, self.is_object, self.dtype_code, self.shape)
+            MessageHeader(kind, self.message_id, len(self.view), self.tag, self.is_object, self.dtype_code, self.shape)
         )
 
 
@@ -76,11 +76,11 @@ class Receive:
         self, source: int, tag: int, out: memoryview | None, expect: tuple[int, tuple[int, ...]] | None, order: int
     ) -> None:
         self.source, self.tag, self.out, self.expect, self.order = source, tag, out, expect, order
-        self.arrival: Arrival | None = None
+        self.arrival: ArrivingMessage | None = None
         self.result: Received | None = None
         self.error: BaseException | None = None
 
-    def refusal(self, arrival: Arrival) -> MismatchError | None:
+    def refusal(self, arrival: ArrivingMessage) -> MismatchError | None:
         """Return the error if the message cannot be written to `out`."""
         header = arrival.header
         fits = self.out is None or len(self.out) == header.payload_bytes
@@ -111,10 +111,10 @@ class Probe:
         self.error: BaseException | None = None
 
 
-Operation: TypeAlias = Send | Receive | Probe
+Operation: TypeAlias = MessageSend | Receive | Probe
 
 
-class Arrival(Landing):
+class ArrivingMessage(Landing):
     """A message announced to this rank; `order` counts arrivals."""
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Arrival(Landing):
         "store",
     )
 
-    def __init__(self, source: int, header: Header, order: int) -> None:
+    def __init__(self, source: int, header: MessageHeader, order: int) -> None:
         super().__init__(_NOWHERE)
         self.source, self.header, self.order = source, header, order
         self.cost = HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import CallRefusedError, ConfigError, CoveyError, RemoteProtocolError
 from covey.base.text import printable, spell_error
 from covey.wire.calls import PARTS_LIMIT

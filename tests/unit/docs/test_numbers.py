@@ -23,13 +23,13 @@ from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
 from covey.cli.doctor import command as doctor
-from covey.cli.status import command as status
 from covey.compress import choice, policy, quantisers
 from covey.coordinator import run as coordinator
 from covey.coordinator import session
 from covey.lab.bench import compress as bench_compress
 from covey.lab.bench import ddp, sweep
-from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
+from covey.lab.bench.network import pairs, report, terms
+from covey.lab.bench.network import session as network_session
 from covey.lab.call_stress import CallStress
 from covey.lab.chaos import faults
 from covey.net.discovery import responder
@@ -37,7 +37,7 @@ from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
 from covey.net.lanes import striped
 from covey.net.quic import line
-from covey.plan import choose, cost, fit, levels, measurement, network, order
+from covey.plan import choose, cost, fit, measurement, network, order, trees
 from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
@@ -72,19 +72,19 @@ from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
 from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
-    checkpoint,  # fmt: skip
-    door,  # fmt: skip
-    frame,  # fmt: skip
-    header,  # fmt: skip
-    lineage,  # fmt: skip
-    manifest,  # fmt: skip
-    membership,  # fmt: skip
-    port_mapping,  # fmt: skip
-    reports,  # fmt: skip
-    seal,  # fmt: skip
-    secret,  # fmt: skip
-    store,  # fmt: skip
-    upnp,  # fmt: skip
+    checkpoint,
+    door,
+    frame,
+    header,
+    lineage,
+    manifest,
+    membership,
+    port_mapping,
+    reports,
+    seal,
+    secret,
+    store,
+    upnp,
 )
 from covey.wire import reports as measured
 from covey.wire import saved_figures as figures
@@ -176,7 +176,7 @@ HELD = {
         f"grows evenly from {fit.FOLLOWED_PIECES} pieces an owner on. For more than {fit.MOST_FOLLOWED} ranks the sums",
         f"within a factor of {network.LIKE:g} they are one speed",
         f"seen to be {spelled(network.APART)} times as fast with others",
-        f"it is considered for up to {levels.MOST_IN_STAR} ranks",
+        f"it is considered for up to {trees.MOST_IN_STAR} ranks",
         f"the exact order of {order.MOST_EXACT} ranks",
         f"Up to {size(SET.exchange_bytes)}, two ranks swap whole buffers and more ranks double recursively",
         f"{spelled(len(measurement.SHARES)).capitalize()} passes, the second with the sizes",
@@ -277,7 +277,7 @@ HELD = {
         f"between more than {choose.DIRECT_RANKS} ranks; broadcast and reduce of more than {size(SET.tree_bytes)}",
         f"a binomial tree | up to {size(SET.tree_bytes)}",
         f"exact up to {order.MOST_EXACT} ranks",
-        f"several slow ranks, up to {levels.MOST_IN_STAR} in all",
+        f"several slow ranks, up to {trees.MOST_IN_STAR} in all",
         f"and {size(cost.BUFFER_BYTES)} of buffers at each end",
         f"at least {percent(fit.GAIN - 1)}, and {ms(fit.LEAST_GAIN)}, faster than",
         f"at most {percent(fit.SLACK - 1)} slower",
@@ -366,13 +366,13 @@ HELD = {
         f"is a join code, {2 * secret.KEY_BYTES} hexadecimal digits",
     ),
     "docs/guides/measuring.md": (
-        f"Each stream takes {pairs.turns_in(schedule.PAIR_SECONDS)[1]:g} s",
+        f"Each stream takes {pairs.turns_in(terms.PAIR_SECONDS)[1]:g} s",
         f"median of up to {pairs.PINGS} small messages",
-        f"takes over {rank_rounds.SLOW_SECONDS:g} s is timed once",
-        f"green from {spelled(matrix.FAST_SHARE).replace('half', 'a half')}, yellow from {spelled(matrix.SLOW_SHARE)}",
-        f"more than {schedule.PAIR_SECONDS:g} s, for links",
-        f"Up to {spelled(schedule.ALONE_UP_TO)} ranks, one pair is measured at a time, which takes "
-        f"{math.comb(schedule.ALONE_UP_TO, 2) * schedule.PAIR_SECONDS:.0f} s for {spelled(schedule.ALONE_UP_TO)}. With "
+        f"takes over {network_session.SLOW_SECONDS:g} s is timed once",
+        f"green from {spelled(report.FAST_SHARE).replace('half', 'a half')}, yellow from {spelled(report.SLOW_SHARE)}",
+        f"more than {terms.PAIR_SECONDS:g} s, for links",
+        f"Up to {spelled(terms.ALONE_UP_TO)} ranks, one pair is measured at a time, which takes "
+        f"{math.comb(terms.ALONE_UP_TO, 2) * terms.PAIR_SECONDS:.0f} s for {spelled(terms.ALONE_UP_TO)}. With "
         f"more ranks, up to {sweep.MAX_RANKS},",
     ),
     "docs/guides/metrics.md": (
@@ -472,7 +472,6 @@ HELD = {
     "docs/reference/commands.md": (
         f"the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
-        f"Look again every {spelled(status.WATCH_SECONDS)} seconds",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
     ),

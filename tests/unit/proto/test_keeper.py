@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from covey.proto.keeper import Outcome, lost_ranks, without_members
+from covey.proto.keeper import RunFate, lost_ranks, without_members
 
 SIZES = range(5)
 
@@ -24,10 +24,10 @@ def test_a_run_in_which_a_member_finished_never_begins_again() -> None:
     for size, waiting, late in itertools.product(range(1, 5), range(1, 5), (False, True)):
         for fewest in (0, 1, 2):
             told = without_members(has_finished=True, size=size, expected=size, fewest=[fewest] * waiting, is_late=late)
-            assert told is Outcome.OVER
+            assert told is RunFate.OVER
 
 
-def decided(size: int, waiting: int, *, expected: int, fewest: int = 0, is_late: bool = False) -> Outcome:
+def decided(size: int, waiting: int, *, expected: int, fewest: int = 0, is_late: bool = False) -> RunFate:
     return without_members(has_finished=False, size=size, expected=expected, fewest=[fewest] * waiting, is_late=is_late)
 
 
@@ -35,21 +35,21 @@ def test_a_run_without_members_begins_with_all_its_processes_only() -> None:
     for size in range(1, 5):
         for waiting in range(1, size + 1):
             for late in (False, True):
-                expected = Outcome.BEGIN if waiting == size else Outcome.WAIT
+                expected = RunFate.BEGIN if waiting == size else RunFate.WAIT
                 assert decided(size, waiting, expected=size, is_late=late) is expected, (size, waiting, late)
 
 
 def test_a_process_that_waits_for_more_than_can_come_is_told() -> None:
     for size in range(2, 5):
         for left in range(1, size):
-            assert decided(size, left, expected=left) is Outcome.HOPELESS
-            assert decided(size, left, expected=left, fewest=left + 1) is Outcome.HOPELESS
-            assert decided(size, left, expected=left, fewest=left) is Outcome.BEGIN
+            assert decided(size, left, expected=left) is RunFate.HOPELESS
+            assert decided(size, left, expected=left, fewest=left + 1) is RunFate.HOPELESS
+            assert decided(size, left, expected=left, fewest=left) is RunFate.BEGIN
 
 
 def test_with_a_least_size_the_run_begins_once_the_others_had_time_to_come() -> None:
-    assert decided(3, 1, expected=3, fewest=1) is Outcome.WAIT
-    assert decided(3, 1, expected=3, fewest=1, is_late=True) is Outcome.BEGIN
-    assert decided(3, 1, expected=3, fewest=2, is_late=True) is Outcome.WAIT
+    assert decided(3, 1, expected=3, fewest=1) is RunFate.WAIT
+    assert decided(3, 1, expected=3, fewest=1, is_late=True) is RunFate.BEGIN
+    assert decided(3, 1, expected=3, fewest=2, is_late=True) is RunFate.WAIT
     mixed = without_members(has_finished=False, size=3, expected=3, fewest=[1, 0], is_late=True)
-    assert mixed is Outcome.WAIT  # one of them asked for nothing, so it waits for all
+    assert mixed is RunFate.WAIT  # one of them asked for nothing, so it waits for all

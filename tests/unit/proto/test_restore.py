@@ -9,7 +9,7 @@ import pytest
 from tests.support.in_turn import in_turn
 
 from covey.proto.restore import WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
-from covey.wire.manifest import CHUNK_BYTES, Entry, Manifest, Tagger
+from covey.wire.manifest import CHUNK_BYTES, Manifest, ManifestEntry, Tagger
 
 TAGGER = Tagger([b"a", b"b"])
 
@@ -21,7 +21,9 @@ def manifest(*, is_fresh: bool = False, is_writable: bool = True, **arrays: obje
         tags = TAGGER.tags(array.reshape(-1).view(np.uint8))
         code = {"int64": 4, "float32": 11, "float64": 12}[array.dtype.name]
         shape, writable = array.shape, is_writable
-        entries.append(Entry(name=name, is_array=True, dtype_code=code, shape=shape, tags=tags, is_writable=writable))
+        entries.append(
+            ManifestEntry(name=name, is_array=True, dtype_code=code, shape=shape, tags=tags, is_writable=writable)
+        )
     return Manifest(is_fresh=is_fresh, entries=tuple(entries))
 
 

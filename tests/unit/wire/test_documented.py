@@ -41,7 +41,7 @@ from covey.wire import (
     relay,
     seal,
     store,
-)  # fmt: skip
+)
 from covey.wire import message_header as framed
 
 ROOT = Path(__file__).parents[3]
@@ -234,7 +234,7 @@ def test_what_a_here_tells_is_as_written() -> None:
     fields = ("terms", "member", "hears", "phase", "names", "lineage", "generation", "endings")
     assert formation.Here.__struct_fields__ == fields
     assert f"({', '.join(phase.name.lower() for phase in formation.Phase)})" in WORDS
-    assert formation.Member.__struct_fields__[:4] == ("id", "life", "name", "host")
+    assert formation.FoundingMember.__struct_fields__[:4] == ("id", "life", "name", "host")
     assert lineage.Ending.__struct_fields__ == ("lineage", "is_finished")
 
 
@@ -250,7 +250,7 @@ NUMBERS = (
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
     f"up to {TEXT_LIMIT} characters (calls and first causes {8 * TEXT_LIMIT})",
-    ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.Vouch),
+    ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.ProcessState),
     f"length of the plaintext ({seal.LENGTH.size} bytes), ciphertext, tag ({seal.TAG_BYTES} bytes)",
     f"AES-{8 * seal.KEY_BYTES}-GCM",
     f"up to {formation.MAX_ENDINGS} lineages that are over",

@@ -112,12 +112,12 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
 
 
 def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
-    from covey.cli.doctor.network import Search
-    from covey.cli.doctor.router import RouterFacts, RouterQuestion
+    from covey.cli.doctor.network import NodeSearch
+    from covey.cli.doctor.probes import RouterFacts, RouterQuestion
 
     try:
         with RouterQuestion() if config.map_port else contextlib.nullcontext() as question:
-            search = Search(cluster, config, tell)
+            search = NodeSearch(cluster, config, tell)
             search.run()
             router = question.answer() if question else RouterFacts()
     except TimeoutError as error:

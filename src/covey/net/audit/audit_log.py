@@ -61,6 +61,9 @@ EVENTS: Final = {
     "program-signalled": "a member sent a signal to a program on this machine",
     "program-ended": "a program that a member had started here has ended",
     "program-refused": "a member that may not start programs here tried to",
+    "checkpoint-requested": "a person asked a run for a checkpoint, in a view of it on this machine",
+    "run-stopped": "a person stopped a run, in a view of it on this machine",
+    "code-shown": "a person had the join code of a cluster shown, in a view on this machine",
     "gap": "entries of this log were missing when the next one was written",
     "torn": "the line before was cut off: its writer was killed, or the disk was full",
     "dropped": "entries could not be written, and were too many to keep",
@@ -83,7 +86,7 @@ START: Final = "0" * 64
 _HEAD_BYTES: Final = 256
 
 
-class Entry(msgspec.Struct, frozen=True):
+class AuditEntry(msgspec.Struct, frozen=True):
     """One line of the log. Texts are printable: control characters are written as escapes."""
 
     number: int
@@ -136,12 +139,12 @@ class Note:
     def __post_init__(self) -> None:
         assert self.event in EVENTS, f"list the event {self.event!r} in EVENTS"
 
-    def entry(self, number: int, previous: str) -> Entry:
+    def entry(self, number: int, previous: str) -> AuditEntry:
         """Return the entry with this number, after a line with that hash."""
         moment = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         texts = (self.cluster, self.run, self.name, self.address, self.reason)
         cluster, run, name, address, reason = (printable(text, TEXT_LIMIT) for text in texts)
-        return Entry(
+        return AuditEntry(
             number, moment, cluster, self.event, run, self.generation, self.node.hex(), self.life.hex(), name,
             address, reason, self.count, os.getpid(), previous,
         )  # fmt: skip
@@ -182,10 +185,19 @@ class _Tail:
 # Writing
 
 
-def note(cluster: str, event: str, *, node: bytes = b"", name: str = "", address: str = "", reason: str = "") -> None:
+def note(
+    cluster: str,
+    event: str,
+    *,
+    run: str = "",
+    node: bytes = b"",
+    name: str = "",
+    address: str = "",
+    reason: str = "",
+) -> None:
     """Write one entry now, for commands; if that fails, print a warning. Blocks: not for the event loop."""
     try:
-        append([Note(cluster, event, node=node, name=name, address=address, reason=reason)])
+        append([Note(cluster, event, run=run, node=node, name=name, address=address, reason=reason)])
     except ConfigError as error:
         warn(error)
 
@@ -344,10 +356,10 @@ def read_head(folder: Path) -> Head | None:
     return None
 
 
-def parse(line: bytes) -> Entry | None:
+def parse(line: bytes) -> AuditEntry | None:
     """Return the entry in a line; None if there is none."""
     with contextlib.suppress(msgspec.DecodeError, ValueError):
-        return msgspec.json.decode(line, type=Entry)
+        return msgspec.json.decode(line, type=AuditEntry)
     return None
 
 

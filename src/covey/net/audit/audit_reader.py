@@ -13,7 +13,7 @@ from covey.net.audit.audit_log import (
     LINE_LIMIT,
     START,
     TEXT_LIMIT,
-    Entry,
+    AuditEntry,
     file_at,
     hash_of,
     log_folder,
@@ -34,7 +34,7 @@ PROBLEMS_LIMIT: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """The result of `verify`."""
 
     count: int
@@ -47,7 +47,7 @@ class Verdict:
     """Lines that were cut off when they were written."""
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[AuditEntry]:
     """Yield the entries, oldest first, without lines that are no entries.
 
     Raises:
@@ -58,7 +58,7 @@ def entries() -> Iterator[Entry]:
             yield entry
 
 
-def verify() -> Verdict:
+def verify() -> AuditVerdict:
     """Check that no line was changed, removed, moved or added since it was written.
 
     Raises:
@@ -66,12 +66,12 @@ def verify() -> Verdict:
     """
     folder = log_folder()
     if not folder.exists():
-        return Verdict(0, "", (), ())
+        return AuditVerdict(0, "", (), ())
     with only_one(folder / ".lock"):
         return _verify(_lines(folder), read_head(folder))
 
 
-def _verify(lines: Iterable[tuple[str, bytes]], head: Head | None) -> Verdict:
+def _verify(lines: Iterable[tuple[str, bytes]], head: Head | None) -> AuditVerdict:
     problems, remarks = list[str](), list[str]()
     count, first, number, previous, torn = 0, 0, 0, "", ""
     hash_at_head = ""
@@ -113,7 +113,7 @@ def _verify(lines: Iterable[tuple[str, bytes]], head: Head | None) -> Verdict:
     more = len(problems) - PROBLEMS_LIMIT
     if more > 0:
         problems[PROBLEMS_LIMIT:] = [f"and {more} more"]
-    return Verdict(count, previous if count else "", tuple(problems), tuple(remarks))
+    return AuditVerdict(count, previous if count else "", tuple(problems), tuple(remarks))
 
 
 class Follower:
@@ -128,7 +128,7 @@ class Follower:
         if self._descriptor >= 0:
             os.lseek(self._descriptor, 0, os.SEEK_END)
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[AuditEntry]:
         """Return the new entries."""
         found = self._read_on()
         if self._was_turned_over():
@@ -137,7 +137,7 @@ class Follower:
             found += self._read_on()
         return found
 
-    def _read_on(self) -> list[Entry]:
+    def _read_on(self) -> list[AuditEntry]:
         if self._descriptor < 0:
             return []
         data = self._rest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.native import native
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import PIECE_BYTES

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from covey.wire import formation as wire
-from covey.wire.formation import Here, Member, Phase, Terms
+from covey.wire.formation import FoundingMember, Here, Phase, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -63,7 +63,7 @@ class RemoteJoiner:
         return self.here is not None and not self.objection and self.here.phase is phase
 
 
-def rank_order(members: Iterable[Member]) -> tuple[Member, ...]:
+def rank_order(members: Iterable[FoundingMember]) -> tuple[FoundingMember, ...]:
     """Order members as ranks: members of one host adjacent, hosts and the members in them by smallest id."""
     ordered = sorted(members, key=lambda member: member.id)
     first: dict[str, bytes] = {}
@@ -97,7 +97,7 @@ def going_on(peers: Mapping[bytes, RemoteJoiner], lineage: bytes) -> Here | None
     return min(formed, key=lambda peer: peer.id).here if formed and lineage else None
 
 
-def clique(me: Member, others: list[RemoteJoiner], most: int, *, least: int = 1) -> list[Member]:
+def clique(me: FoundingMember, others: list[RemoteJoiner], most: int, *, least: int = 1) -> list[FoundingMember]:
     """Return `me` and those of `others` that all hear each other, `most` in all; other hosts before this one.
 
     The search ends with fewer than `least` once there cannot be more.
@@ -119,12 +119,12 @@ def clique(me: Member, others: list[RemoteJoiner], most: int, *, least: int = 1)
     return [me, *(peer.here.member for peer in chosen if peer.here is not None)]
 
 
-def count_hosts(members: Iterable[Member]) -> int:
+def count_hosts(members: Iterable[FoundingMember]) -> int:
     """Return how many machines these members are on."""
     return len({member.host for member in members})
 
 
-def wanting(me: Member, others: list[RemoteJoiner], terms: Terms, min_hosts: int) -> str:
+def wanting(me: FoundingMember, others: list[RemoteJoiner], terms: Terms, min_hosts: int) -> str:
     """Describe what is missing before a view can be proposed; `others` are the founders besides `me`."""
     count = len(others) + 1
     if count < terms.smallest:
@@ -146,7 +146,7 @@ def wanting(me: Member, others: list[RemoteJoiner], terms: Terms, min_hosts: int
 class JoinerLinks:
     """The nodes that one joiner has a link with: one life of each."""
 
-    def __init__(self, me: Member) -> None:
+    def __init__(self, me: FoundingMember) -> None:
         self._me = me
         self.peers: dict[bytes, RemoteJoiner] = {}
         """By id."""
@@ -193,12 +193,12 @@ class JoinerLinks:
                 del self.gone[next(iter(self.gone))]
         return True
 
-    def is_linked(self, member: Member) -> bool:
+    def is_linked(self, member: FoundingMember) -> bool:
         """Tell whether there is a link with this life of a node, or it is this node."""
         peer = self.peers.get(member.id)
         return member.id == self._me.id or (peer is not None and peer.life == member.life)
 
-    def is_met(self, member: Member) -> bool:
+    def is_met(self, member: FoundingMember) -> bool:
         """Tell whether a linked node announced that it could found a run under the same terms."""
         peer = self.peers.get(member.id)
         is_known = peer is not None and peer.here is not None and not peer.objection and peer.here.lineage is None
@@ -217,7 +217,7 @@ class JoinerLinks:
 class Announcer:
     """Says when to send `Here` to all peers, and what it contains."""
 
-    def __init__(self, me: Member, terms: Terms, links: JoinerLinks, lineages: Lineages, now: float) -> None:
+    def __init__(self, me: FoundingMember, terms: Terms, links: JoinerLinks, lineages: Lineages, now: float) -> None:
         self._me, self.terms, self._links, self._lineages = me, terms, links, lineages
         self.at = now
         """When to announce."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.formation.joiners import JoinerLinks, RemoteJoiner
-    from covey.wire.formation import Member, Standing, Terms
+    from covey.wire.formation import FoundingMember, Standing, Terms
     from covey.wire.versions import Versions
 
 SETTLE: Final = 1.0
@@ -44,7 +44,7 @@ class Founding:
 
     def __init__(
         self,
-        me: Member,
+        me: FoundingMember,
         terms: Terms,
         links: JoinerLinks,
         *,
@@ -70,7 +70,7 @@ class Founding:
         """Settle anew after an aborted proposal."""
         self._changed_at, self._enough_at, self._not_before = now, math.inf, not_before
 
-    def view_due(self, now: float) -> tuple[Member, ...] | None:
+    def view_due(self, now: float) -> tuple[FoundingMember, ...] | None:
         """Return the view to propose, if it is time and enough nodes hear each other; else note when it will be."""
         others = self._others()
         lives = tuple(peer.life for peer in others)
@@ -96,7 +96,7 @@ class Founding:
             return rank_order(view)
         return None
 
-    def has_too_few_hosts(self, members: tuple[Member, ...] | list[Member]) -> bool:
+    def has_too_few_hosts(self, members: tuple[FoundingMember, ...] | list[FoundingMember]) -> bool:
         """Tell whether a view of these members would span too few machines."""
         return count_hosts(members) < self._min_hosts
 
@@ -121,7 +121,7 @@ class Deciding:
 
     def __init__(
         self,
-        me: Member,
+        me: FoundingMember,
         links: JoinerLinks,
         random: random.Random,
         *,
@@ -144,7 +144,7 @@ class Deciding:
     # Answers
 
     def accept(
-        self, proposal: bytes, members: tuple[Member, ...], versions: Versions, now: float, *, is_mine: bool
+        self, proposal: bytes, members: tuple[FoundingMember, ...], versions: Versions, now: float, *, is_mine: bool
     ) -> None:
         """Accept a proposal; this node is locked on it until it has an outcome. All members speak `versions`."""
         self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED, versions=versions)
@@ -156,7 +156,7 @@ class Deciding:
         self._tell(lock)
         self._settle(lock, now)
 
-    def refuse(self, proposal: bytes, members: tuple[Member, ...], reason: str) -> None:
+    def refuse(self, proposal: bytes, members: tuple[FoundingMember, ...], reason: str) -> None:
         """Refuse a proposal, which aborts it."""
         decision = self._answer(proposal, members, Answer.REFUSED, reason)
         decision.advance(all_here=False)
@@ -171,7 +171,7 @@ class Deciding:
     def _answer(
         self,
         proposal: bytes,
-        members: tuple[Member, ...],
+        members: tuple[FoundingMember, ...],
         answer: Answer,
         reason: str = "",
         versions: Versions | None = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.proto import views
 from covey.proto.ballot import PaxosAcceptor, without
-from covey.proto.changes import Effect, Persist, Send
+from covey.proto.changes import Effect, Persist, SendToNode
 from covey.wire.membership import Pulse
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class Outbox:
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a rank, if there is a link."""
         if self._position.presence.is_linked(rank):
-            self._effects.append(Send(self._position.ids[rank], message))
+            self._effects.append(SendToNode(self._position.ids[rank], message))
 
     def persist(self) -> None:
         """Make what this node is bound to durable before any later effect."""

@@ -249,6 +249,9 @@ class CallLanes:
         self.messenger()
         return self.routing.lane_arrived(Rank(peer), lane)
 
+    def lane_to(self, peer: Seat) -> None:
+        """Return None: calls have no lanes for collectives."""
+
     def end(self, fault: Fault) -> None:
         """Report that this node is in no generation any more: the others have nothing to do with it."""
         self.listener.ended(fault)

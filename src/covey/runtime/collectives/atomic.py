@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.base.numbers import Rank
 from covey.base.pace import Growing
-from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
+from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, RunOperation
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import Attempt, DisagreedError, HaltedError, HandedOver
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
 
-    Step = Run | Returned | Raised | Revoked
+    Step = RunOperation | Returned | Raised | Revoked
 
 PAUSES: Final = Growing(0.04, 2.0)
 """Before an attempt whose predecessors failed too; the first that follows a failure comes at once."""
@@ -114,13 +114,13 @@ class AtomicOperations(EnginePart):
                 step = self._commit.resume()
             else:
                 step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
-                self.is_executing = type(step) is Run
+                self.is_executing = type(step) is RunOperation
         result = None
         try:
             while True:
                 if step is None:
                     step = self._await_view()
-                if type(step) is Run:
+                if type(step) is RunOperation:
                     if self._strikes:
                         engine.operation.check_deadline(self._trouble)
                     if not is_begun:
@@ -152,7 +152,7 @@ class AtomicOperations(EnginePart):
         return self._translated[1]
 
     def _attempt(
-        self, engine: Engine, run: Run, body: Callable[[Attempt], Any], *, is_begun: bool
+        self, engine: Engine, run: RunOperation, body: Callable[[Attempt], Any], *, is_begun: bool
     ) -> tuple[Step | None, Any]:
         """Run one attempt; return the next step, None if a view has to decide it, and the result if there is one.
 
@@ -195,7 +195,7 @@ class AtomicOperations(EnginePart):
                     self.engine.failure.end_here(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None
-            self.is_executing = type(step) is Run
+            self.is_executing = type(step) is RunOperation
             return step
 
     # The shortcut
@@ -281,7 +281,7 @@ class AtomicOperations(EnginePart):
         with self._lock:
             self.attempt.close_shortcut()  # before anything is read that it changes
             if not self.is_executing:
-                if type(self._step) is Run:
+                if type(self._step) is RunOperation:
                     self._step = None  # it has not begun, and must not
                 return self._commit.freeze()
             self._halt_number = number

@@ -19,7 +19,7 @@ from covey.net.host import tcp
 from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
-from covey.plan import barrier, choose
+from covey.plan import choose, doubling
 from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.lane_switch import LaneSwitch
@@ -119,7 +119,7 @@ class Attempt(EnginePart):
         """The addresses of both ends of the link with each peer when its lane was opened."""
         self.switch = LaneSwitch()
         """The lanes that are to be replaced by others."""
-        self._barrier = barrier.dissemination(self.slot, self.size)
+        self._barrier = doubling.dissemination(self.slot, self.size)
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.fault import Fault
     from covey.wire import messages
-    from covey.wire.header import Header
+    from covey.wire.header import TransferHeader
 
 COMPARE_SECONDS: Final = (ROUNDS + 1) * COMPARE_ROUND_SECONDS
 """The longest time that a comparison of calls takes."""
@@ -43,7 +43,7 @@ class Suspicion(EnginePart):
         self._lock = threading.Lock()
         self._fault: Fault | None = None
         self._hearing = Hearing([rank for rank in engine.ranks if rank != engine.rank])
-        self._found: dict[tuple[Rank, int], Header] = {}
+        self._found: dict[tuple[Rank, int], TransferHeader] = {}
         """By rank and operation: the headers that lanes have shown."""
         self._has_looked = False
 
@@ -195,7 +195,7 @@ def _peek(lane: Any) -> bytes:
         return b""
 
 
-def _header(data: bytes, engine: Engine) -> Header | None:
+def _header(data: bytes, engine: Engine) -> TransferHeader | None:
     """Return the header of a transfer of this group; None for other bytes, such as the middle of a payload."""
     if len(data) != HEADER_BYTES:
         return None

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, sustained
+from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, rotation, sustained, swap_rounds, swaps
 from covey.plan.moves import Plan
 from covey.plan.network import Flow
-from covey.plan.probes import rotation, swap_rounds, swaps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

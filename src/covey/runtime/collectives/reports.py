@@ -100,6 +100,12 @@ class ControlReports(EnginePart):
         traffic = engine.counters.recorder.traffic()[rank]
         return traffic.sent_bytes, traffic.sends
 
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane to `seat`; None if there is none."""
+        engine = self._owner()
+        rank = None if engine is None else engine.roster.rank_of.get(seat)
+        return None if engine is None or rank is None else engine.attempt.open_lane(rank)
+
     def lane_stuck(self, seat: Seat, attempt: int) -> None:
         """Act on a lane to `seat` whose bytes are not acknowledged, while no operation runs that would notice it.
 

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.numbers import Rank
 from covey.base.operations import operation_name
 from covey.runtime import loop as control
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
     from covey.wire import messages
-    from covey.wire.header import Header
+    from covey.wire.header import TransferHeader
 
 COMPARE_ROUND_SECONDS: Final = 0.15
 """How long a rank that found a difference waits for the other ranks' calls, in each round."""
@@ -70,7 +70,7 @@ class StallDiagnosis(EnginePart):
         """Ranks that have sent their last calls, this one among them."""
         self._in_order: set[Rank] = set()
         """Those of them whose programs close the group without an error."""
-        self._seen: dict[tuple[Rank, int], Header] = {}
+        self._seen: dict[tuple[Rank, int], TransferHeader] = {}
         """By rank and operation: headers that lanes have shown, of calls that their ranks have not told of."""
         self.reported = threading.Event()
         """Set whenever another rank has told something about its calls."""
@@ -140,7 +140,7 @@ class StallDiagnosis(EnginePart):
         self.compare_known()
         self.reported.set()
 
-    def recognise(self, rank: Rank, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
+    def recognise(self, rank: Rank, header: TransferHeader, upcoming: Call | None, *, is_here: bool) -> None:
         """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
         sequence = header.sequence
         if self.call_log.knows(rank, sequence):
@@ -277,7 +277,7 @@ class StallDiagnosis(EnginePart):
             self._is_concluded = True  # only now: a thread that concludes at the same time relies on the fault
 
 
-def describe_header(header: Header) -> str:
+def describe_header(header: TransferHeader) -> str:
     """Return the call of a rank, as far as a header tells it."""
     words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
     return f"{operation_name(header.operation)}({', '.join([*words, '...'])})"

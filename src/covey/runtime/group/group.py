@@ -24,6 +24,7 @@ from covey.runtime.group.messaging import Messages
 from covey.runtime.group.moving import Moves
 from covey.runtime.group.object_moving import ObjectMoves
 from covey.runtime.group.reductions import Reductions
+from covey.runtime.group.reports import ReportForms
 from covey.runtime.shutdown import raise_or_exit
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
-class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, CheckpointForms):
+class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, CheckpointForms, ReportForms):
     """An ordered set of ranks that work together. Use it in `with`, or `close` it.
 
     Collectives of a group run in the order in which they are issued, and every rank must issue the same ones in the

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
-from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call

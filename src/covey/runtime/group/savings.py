@@ -71,8 +71,8 @@ class Savings:
 
     def add(self, engine: Engine, info: dict[str, Any]) -> None:
         """Count an operation that is sent, or has succeeded; an event tells when "auto" chose another codec."""
-        engine.counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"])
         last, reason = self.total, info.get("reason", "")
+        engine.counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"], reason)
         self.total = Compression(
             last.operations + 1,
             last.sent_bytes + info["sent_bytes"],

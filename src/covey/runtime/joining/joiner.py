@@ -70,7 +70,7 @@ class Joiner(MeshListener):
         self._terms, self._is_elastic = terms, is_elastic
         card = endpoint.card
         self.records = Records(cluster.tag, terms.run, card.id)
-        me = forming.Member(card.id, card.life, card.name, card.contact.host, b"", card.breaks_ties)
+        me = forming.FoundingMember(card.id, card.life, card.name, card.contact.host, b"", card.breaks_ties)
         self._since = time.monotonic()
         self._core = Joining(
             me,
@@ -424,11 +424,11 @@ def check_founded(founded: messages.Founded, least: int, most: int) -> None:
         raise RemoteProtocolError(f"generation {founded.generation}, as a member announced it, contradicts itself")
 
 
-def _card_of(member: forming.Member) -> messages.Card:
+def _card_of(member: forming.FoundingMember) -> messages.Card:
     """Return what is known of a member without a link."""
     return messages.Card(member.id, member.life, member.name, "", 0, messages.Contact(member.host, (), ""))
 
 
-def _as_member(member: messages.SeatedMember) -> forming.Member:
+def _as_member(member: messages.SeatedMember) -> forming.FoundingMember:
     card = member.card
-    return forming.Member(card.id, card.life, card.name[:80], card.contact.host[:64], b"")
+    return forming.FoundingMember(card.id, card.life, card.name[:80], card.contact.host[:64], b"")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.wire.messages import MAX_MEMBERS, TROUBLES_LIMIT, Trouble, Wait
+from covey.wire.messages import MAX_MEMBERS, TROUBLES_LIMIT, AddressTrouble, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -68,8 +68,8 @@ def _is_unheard(peer: RemoteProcess) -> bool:
     return not (peer.has_left or peer.is_excluded) and (peer.link is None or peer.is_suspected)
 
 
-def _troubles(found: Iterable[tuple[str, str]]) -> tuple[Trouble, ...]:
-    return tuple(Trouble(where, bare_reason(where, why)) for where, why in found)[:TROUBLES_LIMIT]
+def _troubles(found: Iterable[tuple[str, str]]) -> tuple[AddressTrouble, ...]:
+    return tuple(AddressTrouble(where, bare_reason(where, why)) for where, why in found)[:TROUBLES_LIMIT]
 
 
 def bare_reason(where: str, why: str) -> str:

@@ -59,6 +59,9 @@ class RegisteredGroup(Protocol):
     def sent_to(self, seat: Seat) -> tuple[int, int]:
         """Return the bytes that were sent to a member, and in how many transfers."""
 
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane for collectives to a member; None if there is none."""
+
     def lane_stuck(self, seat: Seat, attempt: int) -> None: ...
 
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None: ...

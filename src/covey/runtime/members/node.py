@@ -27,6 +27,8 @@ from covey.runtime.lanes.tuning.stripes import Stripes
 from covey.runtime.members.consequences import Consequences
 from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
+from covey.runtime.report_files import open_sinks
+from covey.runtime.report_log import ReportLog
 from covey.runtime.state.audit import SILENT, Auditor
 from covey.runtime.state.checkpoints import Checkpoints
 from covey.runtime.state.store import Stores
@@ -114,6 +116,7 @@ class Node:
         self._is_closed = threading.Event()
         self.tasks = Tasks(f"run {run}")
         self.events = Events()
+        self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
         self.peers = PeerTable(seat, peers)
         self.inbox = Inbox(self.peers)
         self.routes = Routes(card, config.interfaces, credentials, links)
@@ -181,6 +184,11 @@ class Node:
     def generation(self) -> Generation | None:
         """The last generation that this node was in."""
         return self.views.generation
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in its last generation; its seat in a run without generations."""
+        return self.seat if self.generation is None else self.generation.rank
 
     @property
     def speaks(self) -> Agreement:
@@ -255,6 +263,7 @@ class Node:
         finally:
             self.lanes.close()
             self.lanes.quic.close()
+            self.reports.close()
             self.events.close()
             self.audit.flush()
             _nodes.discard(self)
@@ -302,6 +311,7 @@ class Node:
         self._lock, self._is_closed = threading.Lock(), threading.Event()  # threads of the parent may have held them
         self._is_closed.set()
         self.events.forked()
+        self.reports.forked()
         self.generation_table.forked()
         self.groups.forked()
 

@@ -37,31 +37,35 @@ def visiting_ranks(run: LocalRunFound) -> Iterator[LocalVisit]:
     Raises:
         ConfigError: the run is over, or its folder is not private.
     """
-    credentials = LinkCredentials.of_token(run.token())
-    check_folder(Path(run.folder))
-    visit = LocalVisit(run)
-    control.run(visit.open(credentials), LINK_SECONDS + control.LOOP_SECONDS)
+    visit = LocalVisit(run, run.token())
+    visit.link(LINK_SECONDS)
     try:
         yield visit
     finally:
-        control.run(visit.close(), control.LOOP_SECONDS)
+        visit.leave()
 
 
 class LocalVisit:
     """The ranks of a run that a visitor is linked with."""
 
-    def __init__(self, run: LocalRunFound) -> None:
+    def __init__(self, run: LocalRunFound, token: bytes) -> None:
+        """`token` is what proves that the visitor may ask; ConfigError if the folder of the run is not private."""
         self._run = run
+        self._credentials = LinkCredentials.of_token(token)
+        check_folder(Path(run.folder))
         self._links: dict[int, Link] = {}
-        """By rank. Lives on the control loop."""
+        """By the number of the process in the run. Lives on the control loop."""
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that have accepted a link."""
         return sorted(self._links)
 
-    async def open(self, credentials: LinkCredentials) -> None:
-        """Link with all ranks that accept it within LINK_SECONDS."""
+    def link(self, within: float) -> None:
+        """Link with all ranks that have no link, and accept one within so many seconds."""
+        control.run(self._open(within), within + control.LOOP_SECONDS)
+
+    async def _open(self, within: float) -> None:
         contact = messages.Contact("", (), "")
         card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "visitor", "", os.getpid(), contact)
 
@@ -69,14 +73,22 @@ class LocalVisit:
             hello = messages.Hello(messages.VERSION, secrets.token_bytes(32), "visitor", "", -1, 0, "", card)
             with contextlib.suppress(CoveyError, RefusedError, OSError):  # TimeoutError, too
                 path = str(socket_path(Path(self._run.folder), rank))
-                self._links[rank], _, _ = await dial(path, credentials, hello, within=LINK_SECONDS)
+                self._links[rank], _, _ = await dial(path, self._credentials, hello, within=within)
 
-        await asyncio.gather(*map(link_with, range(self._run.size)))
+        self._links = {rank: link for rank, link in self._links.items() if link.is_open}
+        await asyncio.gather(*(link_with(rank) for rank in range(self._run.size) if rank not in self._links))
 
     def ask(self, question: messages.Inspect, within: float) -> dict[int, messages.Inspected | None]:
         """Ask all ranks at once; return the answers by rank, None for those that did not come in time."""
+        return self.ask_each(dict.fromkeys(self._links, question), within)
 
-        async def ask(link: Link) -> messages.Inspected | None:
+    def ask_each(self, questions: dict[int, messages.Inspect], within: float) -> dict[int, messages.Inspected | None]:
+        """Ask linked ranks at once, each its own question; return the answers by rank, None for late ones.
+
+        The link with a rank that does not answer in time is ended: a late answer is none to the next question.
+        """
+
+        async def ask(link: Link, question: messages.Inspect) -> messages.Inspected | None:
             link.send(messages.encode(question))
             with contextlib.suppress(CoveyError, TimeoutError):
                 async with asyncio.timeout(within):
@@ -84,11 +96,13 @@ class LocalVisit:
                         answer = await link.receive_message()
                         if isinstance(answer, messages.Inspected) and answer.page == question.page:
                             return answer
+            link.abort()
             return None
 
         async def ask_all() -> dict[int, messages.Inspected | None]:
-            answers = await asyncio.gather(*map(ask, self._links.values()))
-            return dict(zip(self._links, answers, strict=True))
+            asked = {rank: question for rank, question in questions.items() if rank in self._links}
+            answers = await asyncio.gather(*(ask(self._links[rank], question) for rank, question in asked.items()))
+            return dict(zip(asked, answers, strict=True))
 
         return control.run(ask_all(), within + control.LOOP_SECONDS)
 
@@ -110,7 +124,10 @@ class LocalVisit:
 
         return control.run(ask(), within + control.LOOP_SECONDS)
 
-    async def close(self) -> None:
+    def leave(self) -> None:
         """End all links."""
+        control.run(self._close(), control.LOOP_SECONDS)
+
+    async def _close(self) -> None:
         for link in self._links.values():
             link.abort()

@@ -397,7 +397,7 @@ class Mesh:
                 if self._is_named_keeper(remote):
                     answer_keeper(message, remote.send)
                 else:
-                    remote.send(self._inspections.answer(message, remote.card.id))
+                    self._inspections.answer(message, remote.card.id, remote.send)
             case messages.RequestCheckpoint():
                 self.visitors.asked(remote)
                 answer_visitor(message, remote.send)

@@ -41,7 +41,7 @@ class RankVisitors:
         message = messages.decode_control(body)
         if isinstance(message, messages.Inspect):
             self._answers = self._answers or PacedAnswers()
-            link.send(messages.encode(self._answers.answer(message, b"")))
+            self._answers.answer(message, b"", lambda answer: link.send(messages.encode(answer)))
         elif isinstance(message, messages.RequestCheckpoint):
             self._checkpoints.asked(message, lambda progress: link.send(messages.encode(progress)))
 

@@ -241,10 +241,10 @@ class Checkpoints:
     # Effects of the core
 
     def perform(self, effect: Effect) -> None:
-        from covey.proto.checkpointing import Begun, Ended, LookAgain, Named, Send
+        from covey.proto.checkpointing import Begun, CheckpointEnded, LookAgain, Named, SendToMember
 
         match effect:
-            case Send(peer, message):
+            case SendToMember(peer, message):
                 from covey.wire.checkpoint import encode_checkpoint
 
                 if self._peers is not None:
@@ -260,7 +260,7 @@ class Checkpoints:
                         outcome.set_result(name)
             case Begun(checkpoint):
                 self._tell(f"begun {checkpoint.id}", self._view[1])
-            case Ended(order, failed):
+            case CheckpointEnded(order, failed):
                 self._tell_end(order.id, failed)
 
     def settled(self) -> None:

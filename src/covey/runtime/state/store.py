@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.proto.replication import Answered, Replica, Send
+from covey.proto.replication import Answered, Replica, SendToReplica
 from covey.runtime import loop as control
 from covey.wire import messages
 from covey.wire import store as wire
@@ -64,7 +64,7 @@ class _Unsent:
     """What waits for room on the link with one process, in order. It is encoded when it is sent: copies are large."""
 
     def __init__(self) -> None:
-        self._messages: deque[Send] = deque()
+        self._messages: deque[SendToReplica] = deque()
         self._copies = self._parts = 0
         """How many copies end among them, and how many of them are parts of copies."""
 
@@ -76,17 +76,17 @@ class _Unsent:
         """Whether more waits than a process that reads leaves waiting."""
         return len(self._messages) - self._parts > UNSENT_LIMIT or self._copies > COPIES_LIMIT
 
-    def add(self, message: Send) -> None:
+    def add(self, message: SendToReplica) -> None:
         self._messages.append(message)
         self._count(message, 1)
 
-    def take(self) -> Send:
+    def take(self) -> SendToReplica:
         """Remove and return the first message."""
         message = self._messages.popleft()
         self._count(message, -1)
         return message
 
-    def _count(self, message: Send, number: int) -> None:
+    def _count(self, message: SendToReplica, number: int) -> None:
         if isinstance(message.body, wire.Load | wire.LoadAnswer):
             self._parts += number
         elif isinstance(message.body, wire.Loaded):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
-    from covey.proto.changes import QuorumLost, Waiting
+    from covey.proto.changes import QuorumAwaited, QuorumLost
     from covey.runtime.events import Events
     from covey.runtime.links.keeper_link import KeeperLink
     from covey.runtime.peers.peer_table import MemberLinks, PeerTable
@@ -379,7 +379,7 @@ class Generation:
         members = tuple(member_keys(founded))
         return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
 
-    def waiting(self, effect: Waiting) -> None:
+    def waiting(self, effect: QuorumAwaited) -> None:
         logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
                        "tie-breaker, %s, this process does not go on", self._parts.run, effect.seconds,
                        self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip

@@ -122,7 +122,7 @@ class HealthMonitor:
         if status is None or self._tasks.is_closing or self._peers[seat].link is not None:
             return
         status.look(now)
-        if status.state is health.Vouch.EXITED:
+        if status.state is health.ProcessState.EXITED:
             self._health.vouched(_id(seat), status.state, now)
             self._driver.settle_soon()
         elif now < until:
@@ -137,7 +137,7 @@ class HealthMonitor:
     def vouched(self, peer: RemoteProcess, value: int) -> None:
         """Take what the keeper of a peer reports about its process."""
         with contextlib.suppress(ValueError):  # a value of a later version
-            self._health.vouched(_id(peer.seat), health.Vouch(value), time.monotonic())
+            self._health.vouched(_id(peer.seat), health.ProcessState(value), time.monotonic())
             self._driver.settle_soon()
 
     def answered(self, seat: Seat, number: int, clock: float) -> None:
@@ -169,7 +169,7 @@ class HealthMonitor:
         peer = self._peers[seat]
         self._show(peer)
         match effect:
-            case health.Ping():
+            case health.SendPing():
                 self._ping(peer)
             case health.Dead(_, cause, reason):
                 self._given_up.add(seat)

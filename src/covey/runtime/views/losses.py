@@ -12,7 +12,7 @@ import errno
 import logging
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.health import Cause, Vouch
+from covey.proto.health import Cause, ProcessState
 from covey.runtime.peers.remote_process import PeerEvent
 from covey.runtime.views.health_monitor import HealthMonitor
 from covey.wire import messages
@@ -124,7 +124,7 @@ class Losses:
         for life, value in processes:
             if life in own and self._monitor is not None:
                 self._monitor.vouched(own[life], value)
-                if value == Vouch.BUSY:
+                if value == ProcessState.BUSY:
                     self._generations.vouched(own[life].seat)
 
     def is_unheard(self, seat: Seat) -> bool:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.health import LATE, REPORT_EVERY, STOPPED_SILENCE, Vouch
+from covey.proto.health import LATE, REPORT_EVERY, STOPPED_SILENCE, ProcessState
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ProcessStatus:
         self.life, self.pid = life, pid
         self._began: bytes | None = None
         """When it started, if known: tells it from a later process with the same pid."""
-        self.state, self.changed_at = Vouch.BUSY, now
+        self.state, self.changed_at = ProcessState.BUSY, now
         self.look(now)
         self.closely_until = -1.0
 
@@ -42,23 +42,23 @@ class ProcessStatus:
         If the kernel cannot be asked now, nothing changes: a process is not dead because descriptors are short.
         """
         before = self.state
-        if before is not Vouch.EXITED and (seen := _state(self.pid)) is not None:
+        if before is not ProcessState.EXITED and (seen := _state(self.pid)) is not None:
             self.state = self._judge(*seen)
         if self.state is before:
             return False
         self.changed_at = now
         return True
 
-    def _judge(self, letter: str, began: bytes | None) -> Vouch:
+    def _judge(self, letter: str, began: bytes | None) -> ProcessState:
         self._began = self._began or began
         if began is None or began != self._began or letter in ("Z", "X"):
-            return Vouch.EXITED
-        return Vouch.STOPPED if letter in ("T", "t") else Vouch.BUSY
+            return ProcessState.EXITED
+        return ProcessState.STOPPED if letter in ("T", "t") else ProcessState.BUSY
 
     def is_lost(self, now: float) -> bool:
         """Tell whether members should go on without it: it has exited, or was stopped too long."""
-        is_stopped = self.state is Vouch.STOPPED and now >= self.changed_at + STOPPED_SILENCE
-        return is_stopped or self.state is Vouch.EXITED
+        is_stopped = self.state is ProcessState.STOPPED and now >= self.changed_at + STOPPED_SILENCE
+        return is_stopped or self.state is ProcessState.EXITED
 
 
 class ProcessTable:
@@ -97,7 +97,7 @@ class ProcessTable:
         gap, self._looked_at = now - self._looked_at, now
         if gap > LOOK_EVERY + LATE:
             for process in self._processes.values():
-                if process.state is Vouch.STOPPED:
+                if process.state is ProcessState.STOPPED:
                     process.changed_at = min(now, process.changed_at + gap)
         has_news = [process.look(now) for process in self._processes.values()]
         for process in list(self._processes.values()):
@@ -110,7 +110,7 @@ class ProcessTable:
         # A process that is stopped and continued in quick turns must be seen running in between.
         is_close = any(
             (now < process.closely_until and not _has_exited(process))
-            or (process.state is Vouch.STOPPED and not process.is_lost(now))
+            or (process.state is ProcessState.STOPPED and not process.is_lost(now))
             for process in self._processes.values()
         )
         return LOOK_CLOSELY_EVERY if is_close else LOOK_EVERY
@@ -170,7 +170,7 @@ class Rounds:
 
 
 def _has_exited(process: ProcessStatus) -> bool:
-    return process.state is Vouch.EXITED
+    return process.state is ProcessState.EXITED
 
 
 def _state(pid: int) -> tuple[str, bytes | None] | None:

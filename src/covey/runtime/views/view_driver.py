@@ -39,7 +39,7 @@ class ViewHost(Protocol):
     def excluded(self, view: View) -> None:
         """End everything: the other members go on without this node."""
 
-    def waiting(self, effect: changes.Waiting) -> None:
+    def waiting(self, effect: changes.QuorumAwaited) -> None:
         """Report that too few members are heard to agree on a view."""
 
     def quorum_lost(self, effect: changes.QuorumLost) -> None:
@@ -189,7 +189,7 @@ class ViewDriver:
     def perform(self, effect: changes.Effect) -> None:
         """Perform one effect of the core."""
         match effect:
-            case changes.Send(peer, message):
+            case changes.SendToNode(peer, message):
                 body = wire.encode_membership(message)
                 # The leader and the neighbours hear of trouble: enough to start a ballot, which asks all members.
                 wakes = not isinstance(message, wire.Trouble)
@@ -204,7 +204,7 @@ class ViewDriver:
                 self._view_host.installed(view, lost)
             case changes.Excluded(view):
                 self._view_host.excluded(view)
-            case changes.Waiting():
+            case changes.QuorumAwaited():
                 self._view_host.waiting(effect)
             case changes.QuorumLost():
                 self._view_host.quorum_lost(effect)

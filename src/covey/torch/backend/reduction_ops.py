@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import ConfigError
 from covey.runtime.buffers import Operand, tensor_memory
 from covey.torch.backend.devices import EIGHT_BITS, tensor_over, writing_to

@@ -80,7 +80,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all of these entries exist."""
-        return bool(self._ask(wire.Check(tuple(keys))).number)
+        return bool(self._ask(wire.HasKeys(tuple(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first; return the sum."""

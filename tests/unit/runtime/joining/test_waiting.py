@@ -9,15 +9,15 @@ from covey.proto.formation import Formation
 from covey.proto.lineages import Lineages
 from covey.runtime.joining.waiting import bare_reason, of_joiner
 from covey.wire import messages
-from covey.wire.formation import Here, Member, Phase, Terms
+from covey.wire.formation import FoundingMember, Here, Phase, Terms
 from covey.wire.lineage import Remembered, new_lineage
 
 TERMS = Terms("train", "train.py", 3, 2, None, "1", "auto")
 LINEAGE = new_lineage(1000.0, b"l" * 10)
 
 
-def member(name: str, host: str = "north") -> Member:
-    return Member(name[0].encode() * 32, name.encode().ljust(16, b"."), name, host, b"")
+def member(name: str, host: str = "north") -> FoundingMember:
+    return FoundingMember(name[0].encode() * 32, name.encode().ljust(16, b"."), name, host, b"")
 
 
 def formation(terms: Terms = TERMS, **options: Any) -> Formation:
@@ -56,10 +56,10 @@ def test_seeds_refused_nodes_and_other_problems_are_told_apart() -> None:
         "c (10.0.0.3)": "denied",
     }
     wait = wait_of(core, problems, ("10.0.0.1", "10.0.0.2"))
-    assert wait.seeds == (messages.Trouble("10.0.0.1", "10.0.0.1:47700: Connection refused"),)
+    assert wait.seeds == (messages.AddressTrouble("10.0.0.1", "10.0.0.1:47700: Connection refused"),)
     assert [trouble.where for trouble in wait.refused] == ["b"]
     assert "other.py" in wait.refused[0].why
-    assert wait.problems == (messages.Trouble("c (10.0.0.3)", "denied"),)
+    assert wait.problems == (messages.AddressTrouble("c (10.0.0.3)", "denied"),)
 
 
 def test_what_is_told_is_bounded_and_fits_into_a_message_whatever_was_heard() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.proto.health import STOPPED_SILENCE, Vouch
+from covey.proto.health import STOPPED_SILENCE, ProcessState
 from covey.runtime.views import process_table as process_table_module
 from covey.runtime.views.process_table import (
     LOOK_CLOSELY_EVERY,
@@ -41,8 +41,8 @@ def test_this_very_process_is_busy_and_one_that_has_been_is_not(gone: int) -> No
     for number, pid in enumerate([os.getpid(), gone, 0, -1, 1 << 40]):
         process_table.watch(card(number, pid), 10.0)
     assert dict(process_table.vouch().processes) == {
-        card(0).life: Vouch.BUSY,
-        **{card(number).life: Vouch.EXITED for number in range(1, 5)},
+        card(0).life: ProcessState.BUSY,
+        **{card(number).life: ProcessState.EXITED for number in range(1, 5)},
     }
 
 
@@ -50,18 +50,18 @@ def test_a_process_that_got_the_number_of_another_is_not_taken_for_it() -> None:
     status = ProcessStatus(card(1).life, card(1).pid, 0.0)
     status._began = b"0"  # this process did not begin when the machine did
     assert status.look(1.0)
-    assert status.state is Vouch.EXITED
+    assert status.state is ProcessState.EXITED
 
 
 def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_stopped(gone: int) -> None:
     assert ProcessStatus(card(1, gone).life, card(1, gone).pid, 5.0).is_lost(5.0)
     status = ProcessStatus(card(2).life, card(2).pid, 5.0)
     assert not status.is_lost(1e9)
-    status.state = Vouch.STOPPED
+    status.state = ProcessState.STOPPED
     assert not status.is_lost(5.0 + STOPPED_SILENCE - 0.01)
     assert status.is_lost(5.0 + STOPPED_SILENCE)
     assert status.look(6.0)  # this process runs, or it could not look
-    assert (status.state, status.changed_at) == (Vouch.BUSY, 6.0)
+    assert (status.state, status.changed_at) == (ProcessState.BUSY, 6.0)
 
 
 def test_a_process_that_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None:
@@ -71,7 +71,7 @@ def test_a_process_that_exited_is_told_of_for_a_while_and_then_forgotten(gone: i
     assert not process_table.look(REMEMBERED_SECONDS)
     assert len(process_table.vouch().processes) == 2
     process_table.look(REMEMBERED_SECONDS + 0.1)
-    assert process_table.vouch().processes == ((card(1).life, Vouch.BUSY),)
+    assert process_table.vouch().processes == ((card(1).life, ProcessState.BUSY),)
     assert process_table.get(card(2).life) is None
 
 
@@ -84,9 +84,9 @@ def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) ->
         process_table.watch(card(number), 5.0)
     told = process_table.vouch().processes
     assert len(told) == PROCESSES_LIMIT
-    assert {state for _, state in told[:-2]} == {Vouch.BUSY}
+    assert {state for _, state in told[:-2]} == {ProcessState.BUSY}
     assert told[-2:] == tuple(
-        (card(number, gone).life, Vouch.EXITED) for number in (PROCESSES_LIMIT + 49, PROCESSES_LIMIT + 48)
+        (card(number, gone).life, ProcessState.EXITED) for number in (PROCESSES_LIMIT + 49, PROCESSES_LIMIT + 48)
     )
     for number in range(20_000, 20_002):
         process_table.watch(card(number), 6.0)
@@ -116,10 +116,10 @@ def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(mo
         late = ProcessStatus(b"late", os.getpid(), 0.0)
         for status in (known, late):
             assert status.look(1.0) is False
-            assert status.state is Vouch.BUSY
+            assert status.state is ProcessState.BUSY
     for status in (known, late):
         assert status.look(2.0) is False
-        assert status.state is Vouch.BUSY
+        assert status.state is ProcessState.BUSY
 
 
 def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_afterwards(
@@ -130,7 +130,7 @@ def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_aft
     states = [status.state]
     monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("", None))
     assert status.look(1.0) is True
-    assert [*states, status.state] == [Vouch.BUSY, Vouch.EXITED]
+    assert [*states, status.state] == [ProcessState.BUSY, ProcessState.EXITED]
 
 
 def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was_stopped(
@@ -141,7 +141,7 @@ def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was
     process_table.look(10.0)
     monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("T", status._began))
     process_table.look(10.1)
-    assert status.state is Vouch.STOPPED
+    assert status.state is ProcessState.STOPPED
     process_table.look(70.1)
     assert not status.is_lost(70.1), "the keeper was stopped for a minute as well"
     process_table.look(70.2)
