@@ -65,7 +65,8 @@ def test_all_that_a_program_can_report_fits_beside_counters_of_an_ordinary_run()
 
 def test_events_are_told_from_a_number_on_as_many_as_fit() -> None:
     small = msgspec.structs.replace(FULLEST, groups=(), report=None, doubts=(), peers=(), plan="", codec_reason="")
-    events, told = [event(n) for n in range(40)], []
+    events = [event(n) for n in range(40)]
+    told: list[PastEvent] = []
     at = rounds = 0
     while at < 40:
         data = encode_progress(small, events[at:], at)

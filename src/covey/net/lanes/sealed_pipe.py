@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES
-from covey.net.lanes.stream import close_without_reset
+from covey.net.lanes.lasting import LastingSocket
+from covey.net.lanes.stream import close_without_reset, connection_of
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     ACCEPTOR,
@@ -45,7 +46,7 @@ class SealedPipe:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | LastingSocket,
         secret: bytes,
         lane: bytes,
         stream: int,
@@ -58,7 +59,7 @@ class SealedPipe:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = track(sock)
+        self.sock = sock if isinstance(sock, LastingSocket) else track(sock)
         keys = lane_keys(secret, lane, stream)
         mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
         self._sealer = Sealer(keys[mine], lane, stream, mine)
@@ -77,8 +78,15 @@ class SealedPipe:
         return self.unsent <= FIRST_BYTES + OVERHEAD_BYTES
 
     @property
+    def connection(self) -> socket.socket:
+        """What to poll."""
+        return connection_of(self.sock)
+
+    @property
     def wants_to_send(self) -> bool:
         """Whether something is sealed that the kernel may take."""
+        if isinstance(self.sock, LastingSocket) and (self.sock.is_broken or self.sock.is_full):
+            return False
         return self.unsent > 0
 
     def seal(self, data: Bytes) -> None:

@@ -208,7 +208,7 @@ class LaneDialler:
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
-            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True)
+            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True, udp_port=udp_port)
         except BaseException:
             for sock in socks:
                 sock.close()

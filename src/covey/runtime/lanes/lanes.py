@@ -42,7 +42,7 @@ class Lanes:
     def __init__(self, node: Node) -> None:
         self._node = node
         may_seal = node.credentials.tls is not None or node.config.lanes in SEALED_KINDS
-        self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
+        self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.limit = SendingLimit(node)
         """Spaces out what the lanes send, if there is a limit here or at the other end."""
