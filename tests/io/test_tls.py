@@ -364,7 +364,7 @@ async def host(
             if greeted is not None:
                 greeted.append(admitted[1].card.id)
 
-    acceptor.on_link = on_link
+    acceptor.give_links(on_link)
     acceptor.open()
     try:
         yield listener.getsockname()

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Final
 
-from covey.agent.requests import OutputBatch
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, OutputBatch
 from covey.net.host.saved_output import SavedOutput, read_log
 
 if TYPE_CHECKING:

@@ -314,6 +314,11 @@ class Joiner(MeshListener):
         if self.member is not None and remote.seat >= 0:
             self.member.views.losses.deny(remote.seat, reason)
 
+    def refused(self, name: str, reason: str) -> bool:
+        if self.member is not None:
+            self.member.views.generations.tell_of_refusal(name, reason)
+        return self.member is not None
+
     def identity_refused(self, error: AuthError) -> None:
         self._fail(error)
 
