@@ -26,7 +26,7 @@ from tests.support import scenes
 from tests.support.player import JOIN_CODE
 from tests.support.waiting import wait_until
 
-from covey.ui.source import OutputLine
+from covey.watch.output import OutputLine
 from covey.watch.overview import MachineSeen, Overview, RankSeen, RunSeen, Sentence
 
 if TYPE_CHECKING:

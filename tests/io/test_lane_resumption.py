@@ -17,7 +17,8 @@ from covey.base.errors import ConnectError, PeerLostError
 from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
-from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUMABLE_KINDS, RESUME, LaneResumption
+from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
+from covey.runtime.lanes.table import TOLD_KINDS
 from covey.testing.threads import run_threads
 from covey.wire import messages, proofs
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 OPTIONS: dict[str, Any] = {"lanes": "secure", "on_loss": "raise", "timeout": DEADLINE}
-every_kind = pytest.mark.parametrize("kind", RESUMABLE_KINDS)
+every_kind = pytest.mark.parametrize("kind", TOLD_KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def _as_if_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let lanes of one host be resumable."""
 
     def is_wanted(_self: LaneResumption, _peer: Seat, kind: str) -> bool:
-        return kind in RESUMABLE_KINDS
+        return kind in TOLD_KINDS
 
     monkeypatch.setattr(LaneResumption, "is_wanted", is_wanted)
 

@@ -77,7 +77,7 @@ def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
 def no_certificate(_prey: Victim) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols([tls.PROTOCOL])
+    context.set_alpn_protocols([tls.LINK_PROTOCOL])
     return context
 
 
@@ -412,7 +412,7 @@ def impostor(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]
             with sock, contextlib.suppress(*BROKEN):
                 sock.settimeout(DEADLINE)
                 sock.sendall(bytes(door.CHALLENGE_BYTES))
-                read(sock, door.ANSWER_BYTES)
+                read(sock, door.DOOR_ANSWER_BYTES)
                 serve(sock)
 
     thread = threading.Thread(target=main, daemon=True)
@@ -526,7 +526,7 @@ def anyones_context() -> ssl.SSLContext:
     """What a stranger dials with: it has no certificate, and takes any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols([tls.PROTOCOL])
+    context.set_alpn_protocols([tls.LINK_PROTOCOL])
     return context
 
 
@@ -537,7 +537,7 @@ def test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate(pre
     def relay(caller: socket.socket) -> None:
         with socket.create_connection(prey.address, timeout=DEADLINE) as sock:
             caller.sendall(read(sock, door.CHALLENGE_BYTES))
-            answer = read(caller, door.ANSWER_BYTES)
+            answer = read(caller, door.DOOR_ANSWER_BYTES)
             own = Tls(anyones_context())
             sock.sendall(answer + own.hello)
             with contextlib.suppress(*BROKEN):

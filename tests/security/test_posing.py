@@ -34,7 +34,7 @@ def revoke() -> messages.Revoke:
 
 def links_by_rank(group: Group) -> dict[int, bytes]:
     node = node_of(group)
-    mesh = node.acceptor.on_link.__self__  # type: ignore[union-attr]
+    mesh = node.acceptor._link_taker.__self__  # type: ignore[union-attr]
     return {remote.seat: remote.card.id for remote in mesh.met.values() if remote.seat >= 0}
 
 

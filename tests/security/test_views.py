@@ -18,7 +18,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.proto.health import Cause
-from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
+from covey.proto.membership import MOST_BALLOTS_AHEAD, MOST_SKIPPED
 from covey.proto.views import MOST_OPERATIONS
 from covey.runtime.group.internals import engine_of
 from covey.wire import membership, messages
@@ -273,7 +273,7 @@ def test_a_view_for_which_a_member_never_answered_is_not_installed(scene: Scene)
 def far(scene: Scene) -> int:
     """Return a ballot of the liar's that leaves the others few higher ones."""
     size = len(scene.generation(0).seats)
-    return MOST_AHEAD * 4 // (size + 1) * (size + 1) * 4 + LIAR
+    return MOST_BALLOTS_AHEAD * 4 // (size + 1) * (size + 1) * 4 + LIAR
 
 
 BALLOTS: dict[str, Callable[[Scene], membership.Membership]] = {
@@ -289,7 +289,10 @@ def test_a_member_with_a_ballot_far_above_all_others_is_cut_off(
 ) -> None:
     assert_cut_off(scene, lambda: scene.tell_all(lie(scene)))
     assert_right(scene.outcome())
-    assert max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST])) < MOST_AHEAD
+    assert (
+        max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST]))
+        < MOST_BALLOTS_AHEAD
+    )
 
 
 def test_a_member_that_proposes_in_a_ballot_of_another_is_cut_off(scene: Scene) -> None:

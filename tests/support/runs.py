@@ -52,7 +52,7 @@ class Participant:
 
     @property
     def joiner(self) -> Joiner:
-        found = self.endpoint.acceptor.on_link.__self__.listener  # type: ignore[union-attr]
+        found = self.endpoint.acceptor._link_taker.__self__.listener  # type: ignore[union-attr]
         return found
 
     @property

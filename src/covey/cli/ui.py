@@ -57,6 +57,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
     from covey.ui.server import PageServer
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
+    from covey.watch.output import outputs_of
 
     is_over = threading.Event()
 
@@ -68,7 +69,8 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
         collector = stack.enter_context(open_collector(run, cluster))
-        page = stack.enter_context(PageServer(collector, Actions(collector, "from the page"), port=port))
+        actions, outputs = Actions(collector, "from the page"), outputs_of(collector)
+        page = stack.enter_context(PageServer(collector, actions, outputs=outputs, port=port))
         file = stack.enter_context(LinkFile(page.port, page.admission.link_key))
         link = page.new_link()
         _print(link, as_json=as_json)

@@ -28,7 +28,7 @@ from covey.testing.switch import Switch, inside
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-PREFIX: Final = "covey-lan"
+LAN_PREFIX: Final = "covey-lan"
 _NAMESPACES: Final = Path("/run/netns")
 _ETC: Final = Path("/etc/netns")
 _COMMAND_SECONDS: Final = 300.0
@@ -157,7 +157,7 @@ class Lan:
         ula: bool = True,
         hosts_file: bool = False,
         two_networks: bool = False,
-        prefix: str = PREFIX,
+        prefix: str = LAN_PREFIX,
     ) -> None:
         if (rate or rates or sites) and kind != "bridge":
             raise ValueError("rates are for bridges; a switch has shape(bytes_per_second=...)")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.net.lanes.lane import LanePath
 
 
-TOKEN_BYTES: Final = 32
+MEMORY_TOKEN_BYTES: Final = 32
 """That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
 PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
@@ -53,7 +53,7 @@ class NativeRingLane(RingLane):
     ) -> None:
         """`kernel_copy` is the setting of this name."""
         super().__init__(memory, capacity, doorbell, first=first, kind=kind)
-        token, how = os.urandom(TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
+        token, how = os.urandom(MEMORY_TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
         self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first, token, how)
 
     def peek(self) -> bytes:

@@ -47,14 +47,14 @@ from covey.net.lanes.sealed import Readiness
 from covey.net.lanes.sealed_pipe import FIRST_BYTES, SealedPipe
 from covey.net.lanes.stream import SocketLane
 from covey.wire.header import HEADER_BYTES
-from covey.wire.seal import OVERHEAD_BYTES, ForgedError
+from covey.wire.seal import RECORD_OVERHEAD_BYTES, ForgedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-NUMBER: Final = struct.Struct("<Q")
+STRIPE_NUMBER: Final = struct.Struct("<Q")
 STRIPE_BYTES: Final = 1 << 18
 """The most payload in a record: at 100 Mbit/s it takes 20 ms. The last record of a slow stream is waited for."""
 WINDOW: Final = 64
@@ -63,12 +63,12 @@ UNSENT_BYTES: Final = 1 << 18
 """How much the kernel takes ahead of what it can send: what it has taken is not given to another stream."""
 AHEAD_BYTES: Final = 1 << 22
 """A stream may lag behind the fastest one by the time that one takes for so much."""
-FORGET_SECONDS: Final = 10.0
+SLOW_STREAM_SECONDS: Final = 10.0
 """After which a stream that was too slow is tried again."""
 TEND_SECONDS: Final = 0.1
 SLEEP_SECONDS: Final = 0.002
 """Between looks for acknowledgements, for which there is nothing to poll."""
-PLAIN_AT: Final = 64 - NUMBER.size
+PLAIN_AT: Final = 64 - STRIPE_NUMBER.size
 """Where a record is opened in its memory, so that the payload is aligned."""
 
 
@@ -196,7 +196,7 @@ class _Stripe(SealedPipe):
         if busy >= tcp.LEAST_BUSY_US and acked >= tcp.LEAST_BUSY_BYTES:
             speed = acked * 1e6 / busy
             self.speed = (self.speed + speed) / 2 if self.speed else speed
-        elif now >= self._measured_at + FORGET_SECONDS:
+        elif now >= self._measured_at + SLOW_STREAM_SECONDS:
             self.speed = 0.0
         else:
             return
@@ -288,7 +288,7 @@ class StripedLane(SocketLane):
             is_small = out.nbytes <= SMALL_BYTES
             payload = out.header + out.data.tobytes() if is_small else out.header
             self._out, self._assigned = out, out.nbytes if is_small else 0
-        self._sent[number] = _Sent(NUMBER.pack(number) + payload, None)
+        self._sent[number] = _Sent(STRIPE_NUMBER.pack(number) + payload, None)
         return number
 
     def _choose(self, length: int, nbytes: int) -> _Stripe | None:
@@ -309,7 +309,7 @@ class StripedLane(SocketLane):
     def _give(self, number: int, stripe: _Stripe) -> None:
         record = self._sent[number]
         stripe.seal(record.plain)
-        stripe.sealed += len(record.plain) + OVERHEAD_BYTES
+        stripe.sealed += len(record.plain) + RECORD_OVERHEAD_BYTES
         record.stripe, record.end = stripe, stripe.sealed
 
     def _reclaim(self) -> None:
@@ -386,7 +386,7 @@ class StripedLane(SocketLane):
             return moved
 
     def _deliver(self, incoming: Incoming, record: Array) -> None:
-        payload = record[PLAIN_AT + NUMBER.size :]
+        payload = record[PLAIN_AT + STRIPE_NUMBER.size :]
         if incoming.got < 0:
             if not HEADER_BYTES <= payload.size <= FIRST_BYTES:
                 what = f"no transfer starts with a record of {payload.size} bytes"
@@ -451,11 +451,11 @@ class StripedLane(SocketLane):
                 return False
             stripe.held, moved = None, True
         while stripe.held is None and (length := stripe.ready()):
-            if not NUMBER.size < length <= NUMBER.size + STRIPE_BYTES:
+            if not STRIPE_NUMBER.size < length <= STRIPE_NUMBER.size + STRIPE_BYTES:
                 raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
             record = np.empty(PLAIN_AT + length, np.uint8)
             stripe.open(memoryview(record)[PLAIN_AT:])
-            number = int(NUMBER.unpack_from(record, PLAIN_AT)[0])
+            number = int(STRIPE_NUMBER.unpack_from(record, PLAIN_AT)[0])
             if not self._place(number, record):
                 stripe.held = number, record
             moved = True
@@ -497,9 +497,9 @@ class StripedLane(SocketLane):
                 while self._expected not in self._early and self._read_all():
                     pass
             record = self._early.get(self._expected)
-            if record is None or not HEADER_BYTES <= record.size - PLAIN_AT - NUMBER.size <= FIRST_BYTES:
+            if record is None or not HEADER_BYTES <= record.size - PLAIN_AT - STRIPE_NUMBER.size <= FIRST_BYTES:
                 return b""
-            return record[PLAIN_AT + NUMBER.size :][:HEADER_BYTES].tobytes()
+            return record[PLAIN_AT + STRIPE_NUMBER.size :][:HEADER_BYTES].tobytes()
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
         self.tend()

@@ -16,7 +16,7 @@ from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
 from covey.base.pace import Growing
 from covey.net.host import tcp
-from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
 from covey.plan import choose, doubling
@@ -24,7 +24,7 @@ from covey.runtime import loop as control
 from covey.runtime.collectives.executor import execute
 from covey.runtime.collectives.lane_switch import LaneSwitch
 from covey.runtime.collectives.part import EnginePart
-from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
+from covey.wire.header import CHANGE_PENDING, FLAGS_AT, HEADER_PREFIX, MAGIC
 
 if TYPE_CHECKING:
     import select
@@ -183,7 +183,7 @@ class Attempt(EnginePart):
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
         fields = (call.operation, call.dtype, phase, self.number, 0, self.engine.id, call.fingerprint)
-        prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
+        prefix = self._prefixes[call.fingerprint, phase] = HEADER_PREFIX.pack(MAGIC, *fields)
         return prefix
 
     # Repeated small calls
@@ -368,7 +368,9 @@ class Attempt(EnginePart):
         """
         from covey.runtime.backoff import Backoff  # slow to load; a program that joins a run has it already
 
-        shortage = Backoff(f"a free descriptor for group {self.engine.name!r}", BELL_PAUSES, within=SCARCE_SECONDS)
+        shortage = Backoff(
+            f"a free descriptor for group {self.engine.name!r}", BELL_PAUSES, within=FREE_DESCRIPTOR_SECONDS
+        )
         while True:
             try:
                 self._bell.open()

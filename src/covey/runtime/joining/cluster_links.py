@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.proto.overlay import Overlay
-from covey.runtime.peers.redial import redial
 from covey.runtime.peers.remote_process import PeerState
 from covey.wire import membership, messages
 from covey.wire.lineage import Ending, founded_at
@@ -68,7 +67,6 @@ class ClusterLinks:
         self._mesh.search.slow_down()
         self._mesh.spawn(self._mesh.resting.keep())
         self._core.may_go_on = lambda: views.generations.hears_quorum
-        self._mesh.problems.on_refused = views.generations.tell_of_refusal
 
     @property
     def is_closing(self) -> bool:
@@ -106,7 +104,7 @@ class ClusterLinks:
     def _let_vote(self, remote: RemoteProcess, seat: Seat) -> None:
         """Let a node vote for the seat that it, or an earlier life of it, had."""
         remote.votes_for = seat
-        self.views.generations.voter_up(seat, remote.card.life, remote.send)
+        self.views.generations.voter_up(seat, remote)
 
     def link_changed(self, remote: RemoteProcess) -> None:
         """Note the link in use with a member."""
@@ -145,7 +143,7 @@ class ClusterLinks:
             is_settled = peer.has_left or self._tasks.is_closing or peer.id in self._mesh.met or peer.is_denied
             return not is_settled and time.monotonic() < until
 
-        await redial(self._mesh, peer.card.contact, is_wanted)
+        await self._mesh.redial(peer.card.contact, is_wanted)
 
     def unheard(self, peer: RemoteProcess) -> None:
         """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
@@ -158,7 +156,7 @@ class ClusterLinks:
             return remote.link is not None and remote.is_silent() and not self._mesh.is_closing
 
         try:
-            await redial(self._mesh, remote.card.contact, is_wanted)
+            await self._mesh.redial(remote.card.contact, is_wanted)
         finally:
             self._redialled.discard(remote)
 

@@ -26,7 +26,7 @@ from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.wire import formation as forming
 from covey.wire import membership, messages
-from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
@@ -313,6 +313,11 @@ class Joiner(MeshListener):
     def expelled(self, remote: RemoteProcess, reason: str) -> None:
         if self.member is not None and remote.seat >= 0:
             self.member.views.losses.deny(remote.seat, reason)
+
+    def refused(self, name: str, reason: str) -> bool:
+        if self.member is not None:
+            self.member.views.generations.tell_of_refusal(name, reason)
+        return self.member is not None
 
     def identity_refused(self, error: AuthError) -> None:
         self._fail(error)

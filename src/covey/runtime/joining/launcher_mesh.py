@@ -117,7 +117,7 @@ class LauncherMesh:
         """
         self._formed = asyncio.get_running_loop().create_future()
         self._open_relays()
-        self._acceptor.on_link = self._accept
+        self._acceptor.give_links(self._accept)
         self._acceptor.open()
         self._meet_keeper()
         for peer in self._peers.values():
@@ -146,7 +146,7 @@ class LauncherMesh:
         self._open_relays()
         for peer in self._peers.values():
             self._seat_member(peer)
-        self._acceptor.on_link = self._accept
+        self._acceptor.give_links(self._accept)
         self._meet_keeper()
         self._views.enter(founded, record)
 

@@ -77,7 +77,7 @@ class Newcomer:
             QuorumLostError: the run lost all its members, and too few processes are left to begin again.
             ConfigError: a member refused this process for good.
         """
-        self._endpoint.acceptor.on_link = self._accept
+        self._endpoint.acceptor.give_links(self._accept)
         self._endpoint.acceptor.open()
         tasks = Tasks("a newcomer")
         for rank, contact in self._endpoint.contacts.items():

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
-from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.lanes.acceptor import LaneAcceptor
@@ -85,7 +85,7 @@ class Lanes:
             name = self._node.generation_table.name_of(peer)
             if not self._node.peers[peer].is_dialled:
                 for shortage in (self._node.acceptor.shortage, self.acceptor.shortage):
-                    if shortage.has_lasted(SCARCE_SECONDS):
+                    if shortage.has_lasted(FREE_DESCRIPTOR_SECONDS):
                         raise ScarceError(f"the lane that {name} dials cannot be accepted: {shortage.reason}") from None
             raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
+from covey.runtime.lanes.table import TOLD_KINDS
 from covey.runtime.links.address_race import connect_any
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
 from covey.runtime.views.losses import UNLINKED_SECONDS
@@ -66,7 +67,6 @@ PUSH_SECONDS: Final = 0.01
 RESUME: Final = 0x80
 """Set in the number of a stream: the connection is for one that exists."""
 NUMBER_BYTES: Final = 8
-RESUMABLE_KINDS: Final = ("tcp", "secure", "quic")
 
 
 @dataclass
@@ -110,7 +110,7 @@ class LaneResumption:
         """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
         contact = self._node.peers[peer].contact
         is_far = contact is not None and contact.host != self._node.host
-        return is_far and kind in RESUMABLE_KINDS and self._node.config.on_loss == "raise"
+        return is_far and kind in TOLD_KINDS and self._node.config.on_loss == "raise"
 
     def watch(self, lane: Any, peer: Seat, offer: messages.Offer, udp_port: int) -> None:
         """Look after a lane until it is closed; the peer accepts QUIC at `udp_port`, if this end has dialled it."""

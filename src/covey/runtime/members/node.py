@@ -26,8 +26,7 @@ from covey.runtime.lanes.tuning.stream_trials import StreamTrials
 from covey.runtime.lanes.tuning.stripes import Stripes
 from covey.runtime.members.consequences import Consequences
 from covey.runtime.members.group_registry import GroupRegistry
-from covey.runtime.members.routes import routes_to
-from covey.runtime.peers.peer_table import Inbox, PeerTable
+from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
 from covey.runtime.report_files import open_sinks
 from covey.runtime.report_log import ReportLog
 from covey.runtime.state.audit import SILENT, Auditor
@@ -120,8 +119,9 @@ class Node:
         self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
         self.peers = PeerTable(seat, peers)
         self.inbox = Inbox(self.peers)
-        self.groups = GroupRegistry(self)
+        self.routes = Routes(card, config.interfaces, credentials, links)
         self.lanes = Lanes(self)
+        self.groups = GroupRegistry(self.peers, self.lanes)
         self.paths = PathMonitor(self)
         self.stripes = Stripes(self)
         self.stream_trials = StreamTrials(self)
@@ -156,7 +156,7 @@ class Node:
         """What a group of this process has measured last of the links between its ranks, and when: since 1970."""
         self.calls: NodeCalls | None = None
         self._take_messages()
-        acceptor.on_lane = self.lanes.acceptor.claim
+        acceptor.give_lanes(self.lanes.acceptor.claim)
         _nodes.add(self)
         process.nodes.add(self)
 
@@ -214,7 +214,7 @@ class Node:
 
     def ways_to(self, peer: RemoteProcess, kind: str = "") -> list[Where]:
         """Return where to dial `peer`, best first."""
-        return routes_to(self, peer, kind)
+        return self.routes.to(peer, kind)
 
     # Messages and tasks
 

@@ -1,4 +1,4 @@
-"""The other processes of a run by seat, the messages that are sent to them, and the parts that take what they send.
+"""The other processes of a run by seat: where to dial them, and the messages that are sent to them and come from them.
 
 Processes are known by their *seats*: numbers that are given once in a run. Seats of the first generation are its ranks.
 """
@@ -6,6 +6,7 @@ Processes are known by their *seats*: numbers that are given once in a run. Seat
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,7 +19,7 @@ from covey.wire.decoding import SkippedMessageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from covey.runtime.links.handshake import Where
+    from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.links.link import Link
 
 FROM_EXCLUDED: Final = (
@@ -86,8 +87,8 @@ class PeerTable(dict[Seat, RemoteProcess]):
         peer = self[seat]
         if peer.link is not None:
             peer.send(message, wakes=wakes)
-        elif peer.vote is not None:
-            peer.vote(message)
+        elif peer.voter is not None:
+            peer.voter.send(message)
 
 
 def ranks_of(size: int, own: int, contacts: Mapping[Seat, messages.Contact]) -> dict[Seat, RemoteProcess]:
@@ -162,3 +163,37 @@ class MemberLinks(Protocol):
 
     def round_trip(self, way: Where) -> float | None:
         """Return the round trip of a way through a relay, if it is known without a probe."""
+
+
+class Routes:
+    """Where this process can dial others of its run, for links and lanes. On any thread."""
+
+    def __init__(self, card: messages.Card, interfaces: str, credentials: LinkCredentials, links: MemberLinks) -> None:
+        """`card` is that of this process, `interfaces` the setting, and `links` knows the relays."""
+        self._contact, self._interfaces = card.contact, interfaces
+        self._is_clear, self._links = credentials.tls is None, links
+
+    def to(self, peer: RemoteProcess, kind: str = "") -> list[Where]:
+        """Return where to dial `peer`, best first: a unix socket on one host, unless the lane has to be TCP.
+
+        Else addresses, and then relays.
+        """
+        contact, own = peer.contact, self._contact
+        assert contact is not None
+        is_same_host = contact.host == own.host
+        by_socket = kind in ("shm", "unix", "memory") or (not kind and self._is_clear)
+        if by_socket and is_same_host and contact.socket and (self._is_clear or self._is_nodes_socket(contact.socket)):
+            return [contact.socket]
+        from covey.net.discovery.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
+
+        ways: list[Where] = [peer.way] if peer.way is not None else []
+        interfaces = recent_interfaces(self._interfaces)
+        relayed = [] if is_same_host else self._links.ways(contact.relay)
+        found = (*to_dial(interfaces, contact.addresses, is_same_host), *relayed)
+        return ways + [way for way in found if way not in ways]
+
+    def _is_nodes_socket(self, path: str) -> bool:
+        """Tell whether a path that another node names is where all nodes of this user on this host listen."""
+        from covey.net.discovery.host_registry import is_nodes_socket  # of no use to ranks that a token holds together
+
+        return is_nodes_socket(path, os.path.dirname(self._contact.socket))

@@ -21,8 +21,6 @@ from covey.wire import messages
 from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from covey.base.numbers import Rank, Seat
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
@@ -171,8 +169,8 @@ class RemoteProcess:
         # The run
         self.votes_for = NO_SEAT
         """The seat of an earlier life of the same node in this node's run."""
-        self.vote: Callable[[messages.Control], None] | None = None
-        """Sends to a later life of the same node, which still votes for this one."""
+        self.voter: RemoteProcess | None = None
+        """A later life of the same node, which still votes for this one."""
         self.state = PeerState.EXPECTED
         self.since = time.time()
         """When its state changed last, in seconds since 1970."""

@@ -19,7 +19,7 @@ from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from covey.base.numbers import Rank
     from covey.runtime.links.keeper_link import KeeperLink
@@ -226,25 +226,25 @@ class GenerationTable:
             generation.view_driver.received(rank, body)
             self._tell_of_leader(generation)
 
-    def voter_up(self, seat: Seat, life: bytes, vote: Callable[[messages.Control], None]) -> None:
-        """Let a node that was started anew vote for the seat of its earlier life; `vote` sends to it."""
-        self._peers[seat].vote = vote
-        self._tell_of_seat(seat, vote)
-        self.link_up(seat, life)
+    def voter_up(self, seat: Seat, voter: RemoteProcess) -> None:
+        """Let a node that was started anew vote for the seat of its earlier life."""
+        self._peers[seat].voter = voter
+        self._tell_of_seat(seat, voter)
+        self.link_up(seat, voter.life)
 
     def voter_down(self, seat: Seat) -> None:
         """Note that there is no link any more with a node that was started anew."""
         peer = self._peers[seat]
-        peer.vote = None
+        peer.voter = None
         if peer.link is None:
             self.link_down(seat)
 
-    def _tell_of_seat(self, seat: Seat, send: Callable[[messages.Control], None]) -> None:
+    def _tell_of_seat(self, seat: Seat, voter: RemoteProcess) -> None:
         """Tell a node about the seat of its earlier life in the current generation, in which it may vote."""
         generation = self.current
         if generation is not None and generation.rank_of(seat) is not None and generation.number:
             seated = wire.encode_membership(generation.seated())
-            send(messages.Agreeing(generation.number, seated))
+            voter.send(messages.Agreeing(generation.number, seated))
 
     # What view drivers have to know
 
