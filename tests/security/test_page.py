@@ -1,4 +1,4 @@
-"""The gate of the page, attacked with raw bytes: other users, other web pages, rebinding, wrong proofs, slow readers.
+"""The rules of the page, attacked with raw bytes: other users, other web pages, rebinding, wrong proofs, slow readers.
 
 Each attack changes one thing of a request that would be answered; the first test shows that it would be.
 """
@@ -22,10 +22,10 @@ from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime import http_server
 from covey.ui import server as page_server
-from covey.ui.admission import TICKET_SECONDS, UNSEEN_SECONDS, Admission
-from covey.ui.gate import HEADERS, Access
 from covey.ui.peer import uid_of
+from covey.ui.rules import HEADERS, Access
 from covey.ui.server import ACCESS, FILES, PageServer
+from covey.ui.tickets import TICKET_SECONDS, UNSEEN_SECONDS, Tickets
 from covey.watch.overview import MachineSeen, Overview
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Served:
     def __init__(self) -> None:
         self.clock = Clock()
         self.player = Player(Overview(1, 100.0, cluster="home", machines=(MachineSeen("a" * 64, "north"),)))
-        self.page = PageServer(self.player, self.player, self.player, admission=Admission(self.clock))
+        self.page = PageServer(self.player, self.player, self.player, admission=Tickets(self.clock))
         self.host = f"127.0.0.1:{self.page.port}"
         self.origin = f"http://{self.host}"
         self.token = self.enter(self.ticket())
@@ -300,7 +300,7 @@ def test_the_token_ends_after_twelve_hours_without_a_viewer_and_is_new_at_each_s
     assert served.token != old
     assert served.get("/api/history").status == 200
     assert served.get("/api/history", Authorization=f"Bearer {old}").status == 401
-    assert len({Admission().enter(each.new_ticket()) for each in (Admission(), Admission()) if each}) == 1
+    assert len({Tickets().enter(each.new_ticket()) for each in (Tickets(), Tickets()) if each}) == 1
 
 
 def test_the_join_code_is_in_no_overview_and_only_an_action_shows_it(served: Served) -> None:

@@ -142,7 +142,7 @@ def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
             "Cluster": cluster,
             "ClusterOptions": ClusterOptions("prey", cluster.secret.key.hex()),
             "NodeIdentity": identity,
-            "Gate": endpoint.credentials,
+            "RequestRules": endpoint.credentials,
             "Seat": endpoint,
             "NewSecret": messages.NewSecret(cluster.secret.key, 1, 600, bytes(64)),
             "Offer": messages.Offer(bytes(16), lane_secret, 0, "collectives", "secure", 0, 1),

@@ -28,7 +28,7 @@ NEW_LINK_SECONDS: Final = 5.0
 FOLDER: Final = "ui"
 
 
-class _Served(msgspec.Struct):
+class _ServedPage(msgspec.Struct):
     port: int
     key: str
     format: int = LINK_FORMAT
@@ -47,7 +47,7 @@ class LinkFile:
         self._path = self.folder / f"{port}.json"
         self._lock_path = self.folder / f"{port}.lock"
         self._lock = LockHolder.take(self._lock_path, f"another `covey ui` has port {port}; use another port")
-        write_private(self._path, msgspec.json.encode(_Served(port, key)))
+        write_private(self._path, msgspec.json.encode(_ServedPage(port, key)))
 
     def close(self) -> None:
         """Remove the file."""
@@ -89,9 +89,9 @@ def _age(path: Path) -> float:
     return 0.0
 
 
-def _read(path: Path) -> _Served:
+def _read(path: Path) -> _ServedPage:
     try:
-        served = msgspec.json.decode(read_private(path), type=_Served)
+        served = msgspec.json.decode(read_private(path), type=_ServedPage)
         check_format(served.format, LINK_FORMAT)
     except NewerFormatError as error:
         raise newer_file(path, error) from None
@@ -114,7 +114,7 @@ def _is_alive(path: Path) -> bool:
     return False
 
 
-def _ask_for_ticket(served: _Served) -> str:
+def _ask_for_ticket(served: _ServedPage) -> str:
     address = f"127.0.0.1:{served.port}"
     headers = {
         "Authorization": f"Bearer {served.key}",

@@ -14,17 +14,17 @@ import msgspec
 from covey.base.errors import CoveyError
 from covey.base.text import printable
 from covey.runtime.http_server import HttpServer, Response, Stream, text
-from covey.ui.admission import Admission
-from covey.ui.gate import HEADERS, NO_TOKEN, Access, Gate
 from covey.ui.links import link_to
 from covey.ui.qr import qr_rows
-from covey.ui.snapshot import history_json, output_json, overview_line
+from covey.ui.rules import HEADERS, NO_TOKEN, Access, RequestRules
+from covey.ui.snapshot import curves_json, output_json, overview_line
+from covey.ui.tickets import Tickets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.runtime.http_server import Request
-    from covey.ui.source import Actions, Outputs, Source
+    from covey.ui.source import Outputs, PageActions, Source
     from covey.watch.overview import Overview
 
 BODY_LIMIT_BYTES: Final = 4096
@@ -93,10 +93,10 @@ class PageServer:
     def __init__(
         self,
         source: Source,
-        actions: Actions,
+        actions: PageActions,
         outputs: Outputs | None = None,
         port: int = 0,
-        admission: Admission | None = None,
+        admission: Tickets | None = None,
     ) -> None:
         """Listen at once; port 0 takes a free one. Without `outputs` the page says that it has none.
 
@@ -106,7 +106,7 @@ class PageServer:
         self._source = source
         self._actions = actions
         self._outputs = outputs
-        self.admission = admission or Admission()
+        self.admission = admission or Tickets()
         self._files = {path: _read(name) for path, (name, _) in FILES.items()}
         self._acting = threading.Lock()
         self._acted = -ACTION_EVERY
@@ -114,7 +114,7 @@ class PageServer:
         self._ready = threading.Event()
         self._http = HttpServer(self._answer, port, body_limit=BODY_LIMIT_BYTES, headers=HEADERS)
         self.port = self._http.port
-        self._gate = Gate(ACCESS, self.admission, self.port)
+        self._rules = RequestRules(ACCESS, self.admission, self.port)
         self._ready.set()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class PageServer:
 
     def _answer(self, request: Request) -> Response | Stream:
         self._ready.wait()  # the port is known a moment after the first connection may come
-        if (refusal := self._gate.refusal(request)) is not None:
+        if (refusal := self._rules.refusal(request)) is not None:
             return refusal
         if request.path in FILES:
             return Response(HTTPStatus.OK, FILES[request.path][1], self._files[request.path])
@@ -143,7 +143,7 @@ class PageServer:
                 return self._overviews(request.header("authorization"))
             case "/api/history":
                 moments = self._source.history(_first(asked, "run"))
-                return Response(HTTPStatus.OK, "application/json", history_json(moments))
+                return Response(HTTPStatus.OK, "application/json", curves_json(moments))
             case "/api/output" if self._outputs is None:
                 return text("This page shows no output: `covey logs RUN` does.\n", HTTPStatus.NOT_FOUND)
             case "/api/output":

@@ -23,7 +23,7 @@ def overview_line(overview: Overview) -> bytes:
     return msgspec.json.encode(_with_words(msgspec.to_builtins(overview))) + b"\n"
 
 
-def history_json(moments: Iterable[Moment]) -> bytes:
+def curves_json(moments: Iterable[Moment]) -> bytes:
     """Return the moments of a run as JSON."""
     return msgspec.json.encode(_with_words(msgspec.to_builtins(list(moments))))
 

@@ -22,7 +22,7 @@ class Source(Protocol):
         """Return the moments of a run after a time, the oldest first."""
 
 
-class Actions(Protocol):
+class PageActions(Protocol):
     """What a person may do on the page; each says what came of it, or raises a CoveyError."""
 
     def checkpoint(self, run_id: str) -> str:

@@ -1,4 +1,4 @@
-"""The gate: judges every request before anything else looks at it, whatever its path and method.
+"""The rules of the page: judge every request before anything else looks at it, whatever its path and method.
 
 The page is for one person: this user, at a browser of this machine, who has the link. Others that can reach a port of
 loopback are other users, web pages that the browser shows, and web pages whose name resolves to 127.0.0.1. Each rule
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from covey.runtime.http_server import Request, Response
-    from covey.ui.admission import Admission
+    from covey.ui.tickets import Tickets
 
 HEADERS: Final = {
     "Content-Security-Policy": (
@@ -56,13 +56,13 @@ class Access(enum.Enum):
         return "GET" if self in (Access.OPEN, Access.READ) else "POST"
 
 
-class Gate:
+class RequestRules:
     """Judges requests for paths with different needs."""
 
     def __init__(
         self,
         access: Mapping[str, Access],
-        admission: Admission,
+        admission: Tickets,
         port: int,
         peer_uid: Callable[[tuple[str, int], tuple[str, int]], int | None] = uid_of,
     ) -> None:

@@ -22,7 +22,7 @@ UNSEEN_SECONDS: Final = 12 * 3600.0
 """How long the token is valid without a viewer."""
 
 
-class Admission:
+class Tickets:
     """Gives out tickets and the token, and knows them again. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
