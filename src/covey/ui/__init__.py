@@ -1,5 +1,6 @@
 """The page of `covey ui`: a view of `watch` in a browser of this machine, and the rules in front of it.
 
 `PageServer` serves the files in `page/`, a stream of overviews, and a few actions; `RequestRules` judge every request
-before anything else does; `Tickets` knows which browser has proved what. Imports `watch`, `runtime` and what is below. Used by `cli`.
+before anything else does; `Tickets` knows which browser has proved what. Imports `watch`, `runtime` and
+what is below. Used by `cli`.
 """
