@@ -59,7 +59,7 @@ def liar(claim: list[int]) -> Callable[..., Any]:
 
     def records(attempt: Any, operands: dict[int, Operand]) -> Any:
         rows = describe(attempt, operands)
-        if attempt.engine.rank == HOSTILE:
+        if attempt.roster.rank == HOSTILE:
             for row in operands:
                 rows[row] = 0
                 rows[row, : len(claim)] = claim

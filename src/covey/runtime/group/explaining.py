@@ -12,15 +12,13 @@ from covey.compress.codec import Codec
 from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm
 from covey.plan.cost import bound
 from covey.plan.fit import fit
-from covey.runtime.collectives.planner import SizeClass
-from covey.runtime.collectives.sums import size_class
+from covey.runtime.collectives.size_class import SizeClass, size_class
 from covey.runtime.group.topology import Topology, topology
 
 if TYPE_CHECKING:
     from covey.plan.fit import Candidate, Fitted
-    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.planner import Planner
 
 ITEM_BYTES = 4
 """Of an element, where none is given: most large arrays are float32."""
@@ -90,7 +88,7 @@ def explain(engine: Engine, nbytes: int) -> PlanReport:
     attempt = engine.attempt
     is_alone = engine.node is None  # a run of one, or a process that was forked from a member
     plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
-    planner = None if is_alone else attempt.known_planner
+    planner = None if is_alone else attempt.planner
     is_small = nbytes < PLANNED_BYTES and (planner is None or not planner.fits_medium(nbytes, attempt.sizes))
     if is_alone or is_small or not attempt.fits_plans:
         return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
@@ -113,7 +111,7 @@ def explain_coded(engine: Engine, nbytes: int, compress: str | Codec) -> PlanRep
         why = _why_plain(engine, attempt, sums.nbytes)
         report = _report(engine, attempt, sums.nbytes, plain, None, why, SizeClass())
     else:
-        planner = attempt.known_planner
+        planner = attempt.planner
         kind = SizeClass() if planner is None else planner.classes.get(sums.key, SizeClass())
         report = _report(engine, attempt, sums.nbytes, plain, planner, kind.choice.why, kind, has_fit=False)
     return replace(report, nbytes=nbytes, codec=str(codec), wire_bytes=sums.nbytes)
@@ -124,7 +122,7 @@ def _report(
     attempt: Attempt,
     nbytes: int,
     plain: str,
-    planner: Planner | None,
+    planner: AttemptPlanner | None,
     why: str,
     kind: SizeClass,
     *,

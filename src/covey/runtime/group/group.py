@@ -155,7 +155,7 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
 
         def body(attempt: Attempt) -> tuple[dict[int, Array], int]:
             gathered = movements.gather_all(attempt, operand, wanted=movements.Wanted(shape=operand.shape))
-            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.engine.operation.sequence
+            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.operation.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:

@@ -10,6 +10,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
 from covey.plan import barrier, choose
 from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.collectives.attempt import NOTHING
 from covey.runtime.group import movements
 from covey.runtime.group.issuer import Issuer
 
@@ -50,7 +51,7 @@ class Moves(Issuer):
 
             root = self._check_rank(root, "root")
             return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
         if shortcut is not None and type(root) is int and (what := shortcut.broadcasts.get(root)) is not None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -112,7 +113,7 @@ class Moves(Issuer):
         )
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
         if shortcut is not None and self._took_shortcut(shortcut, ALL_GATHER, x, out, timeout):
             return out
         operand = readable(x)
@@ -192,7 +193,7 @@ class Moves(Issuer):
         )
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
-        shortcut = None if async_op else self._engine.shortcut
+        shortcut = None if async_op else self._engine.shortcuts.any
         if shortcut is not None and self._took_shortcut(shortcut, ALL_TO_ALL, x, out, timeout):
             return out
         operand = readable(x)
@@ -223,7 +224,7 @@ class Moves(Issuer):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
-        shortcut = None if async_op else self._engine.shortcut
+        shortcut = None if async_op else self._engine.shortcuts.any
         if shortcut is not None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -235,7 +236,7 @@ class Moves(Issuer):
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
-            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [self._engine.nothing])
+            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [NOTHING])
 
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
         if shortcut is not None:

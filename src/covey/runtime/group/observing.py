@@ -159,9 +159,9 @@ def links(engine: Engine) -> tuple[PeerLink, ...]:
 
 
 def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
-    peer, lane = engine.roster.peer(rank), engine.attempt.open_lane(rank)
+    peer, lane = engine.roster.peer(rank), engine.attempt.lanes.of(rank)
     assert peer is not None
-    kind = engine.roster.lane_kind(rank) if lane is None else lane.kind
+    kind = engine.attempt.lanes.kind_of(rank) if lane is None else lane.kind
     link = peer.link
     own = "" if link is None else link.local_ip
     is_here = engine.node is not None and engine.roster.host(rank) == engine.node.host
@@ -183,7 +183,7 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         round_trip,
         rate,
         relay,
-        engine.attempt.paths_of(rank),
-        engine.attempt.streams_of(rank),
+        engine.attempt.lanes.paths_of(rank),
+        engine.attempt.lanes.streams_of(rank),
         is_resting=link is not None and link.is_resting,
     )

@@ -84,7 +84,7 @@ class Reductions(Issuer):
         is_array = type(x) is np.ndarray  # the common case, kept short: this call is paid per step
         if not is_array and isinstance(x, int | np.integer | np.bool_) and op in ("sum", "prod") and weight is None:
             return self._reduce_whole_number(x, op, timeout, algorithm, async_op)
-        shortcut, begun_in = self._engine.all_reduce_shortcut, None
+        shortcut, begun_in = self._engine.shortcuts.all_reduce, None
         if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -130,8 +130,11 @@ class Reductions(Issuer):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             keeps = weight is None and (operand is None or operand.is_own)
-            is_large = flat.nbytes >= PLANNED_BYTES
-            planner = None if algorithm is not None else attempt.planner() if is_large else attempt.known_planner
+            planner = None if algorithm is not None else attempt.planner
+            if planner is None and algorithm is None and attempt.fits_plans and flat.nbytes >= PLANNED_BYTES:
+                from covey.runtime.collectives.planner import planner_of  # most groups have no use for it
+
+                planner = planner_of(attempt)
             if planner is not None:
                 planner.reduce_plain(
                     attempt, flat.size, flat.itemsize, plan,
@@ -149,7 +152,8 @@ class Reductions(Issuer):
         finally:
             if begun_in is not None:
                 begun_in.drop_handed_over()
-        if shortcut is not None and is_plain and operand is None and algorithm is None:
+        may_repeat = shortcut is not None and flat.nbytes <= shortcut.most_bytes
+        if may_repeat and is_plain and operand is None and algorithm is None:
             self._add_shortcut(flat, key, call)
         return result
 
@@ -182,7 +186,7 @@ class Reductions(Issuer):
 
     def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
         """Let sums of arrays like `flat` take the shortcut of the present attempt."""
-        shortcut, attempt = self._engine.all_reduce_shortcut, self._engine.attempt
+        shortcut, attempt = self._engine.shortcuts.all_reduce, self._engine.attempt
         prepared = attempt.prepared.get(key)
         if shortcut is not None and prepared is not None:
             _, shape, op, _, _ = key
@@ -213,7 +217,7 @@ class Reductions(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
@@ -274,7 +278,7 @@ class Reductions(Issuer):
             return compressing.reduce_scatter(
                 self, whole, op, codec, shares, counts is not None, out, timeout, async_op
             )
-        shortcut = self._engine.shortcut if counts is None and not async_op else None
+        shortcut = self._engine.shortcuts.any if counts is None and not async_op else None
         is_new = out is None
         if shortcut is not None and type(x) is np.ndarray and x.ndim:
             if is_new:

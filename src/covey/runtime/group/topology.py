@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.base.text import spell_rate
-from covey.runtime.collectives.network_report import oldest
+from covey.runtime.collectives.saved_links import oldest
 from covey.runtime.group import observing
 
 if TYPE_CHECKING:
     from covey.plan.network import Network
-    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ class Topology:
 def topology(engine: Engine) -> Topology:
     """Return the network between the live members of a group."""
     attempt = engine.attempt
-    planner = attempt.known_planner
+    planner = attempt.planner
     network = None if planner is None else planner.network
     if planner is None or network is None:
         return _as_seen(engine)
     return _as_agreed(engine, attempt, network, planner)
 
 
-def _as_agreed(engine: Engine, attempt: Attempt, network: Network, planner: Planner) -> Topology:
+def _as_agreed(engine: Engine, attempt: Attempt, network: Network, planner: AttemptPlanner) -> Topology:
     times = planner.times()
     known = observing.members(engine)
     by_host = observing.hosts(engine, attempt.ranks)

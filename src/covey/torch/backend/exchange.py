@@ -11,6 +11,7 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose, direct
 from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.collectives.attempt import NOTHING
 from covey.runtime.group import compressing, movements
 from covey.runtime.group.group import Group
 
@@ -87,7 +88,7 @@ class TensorGroup(Group):
                 blocks = attempt.chosen([target.flat for target in targets])
                 blocks[attempt.slot][...] = own.load()
             else:
-                blocks = [self._engine.nothing] * attempt.size
+                blocks = [NOTHING] * attempt.size
                 blocks[attempt.slot] = own.load()
             lengths = [block.size for block in blocks]
             attempt.execute(direct.gather(attempt.slot, attempt.slot_of(root), lengths), blocks)
@@ -111,7 +112,7 @@ class TensorGroup(Group):
             if parts:
                 blocks = attempt.chosen([part.load() for part in parts])
             else:
-                blocks = [self._engine.nothing] * attempt.size
+                blocks = [NOTHING] * attempt.size
                 blocks[attempt.slot] = target.flat
             lengths = [block.size for block in blocks]
             attempt.execute(direct.scatter(attempt.slot, attempt.slot_of(root), lengths), blocks)
