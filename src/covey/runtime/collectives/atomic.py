@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.operation import CurrentAttempt
     from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
-    from covey.runtime.collectives.trouble import Trouble
+    from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.members.generation import Generation
     from covey.wire.membership import State, View
 
@@ -52,7 +52,7 @@ class AtomicOperations:
         roster: GroupRoster,
         lanes: GroupLanes,
         failure: Failure,
-        trouble: Trouble,
+        trouble: OperationTrouble,
         shortcuts: Shortcuts,
         current: CurrentAttempt,
         generation: Generation,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.operation import CurrentOperation
     from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
     from covey.runtime.collectives.size_class import SizeClass, Sums
-    from covey.runtime.collectives.trouble import Trouble
+    from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.counters import GroupCounters
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Attempt:
         lanes: GroupLanes,
         operation: CurrentOperation,
         call_log: CallLog,
-        trouble: Trouble,
+        trouble: OperationTrouble,
         counters: GroupCounters,
         links: LinkMemory,
         number: int,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.operation import CurrentOperation
     from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
-    from covey.runtime.collectives.trouble import Trouble
+    from covey.runtime.collectives.trouble import OperationTrouble
 
 BELL_PAUSES: Final = Growing(0.02, 0.2)
 """Between tries to open a descriptor when the process has no more of them."""
@@ -83,7 +83,7 @@ class AttemptLanes:
         facts: GroupFacts,
         roster: GroupRoster,
         lanes: GroupLanes,
-        trouble: Trouble,
+        trouble: OperationTrouble,
         bell: Bell,
     ) -> None:
         """`number` is that of the attempt, and `ranks` are its ranks, by slot."""

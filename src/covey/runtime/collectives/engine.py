@@ -30,7 +30,7 @@ from covey.runtime.collectives.reports import ControlReports
 from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.collectives.suspicion import Suspicion
-from covey.runtime.collectives.trouble import Trouble
+from covey.runtime.collectives.trouble import OperationTrouble
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
@@ -103,7 +103,7 @@ class Engine:
             roster, operation, current, evidence, failure, stalls, bell, survives=survives
         )
         self._farewell = closure.Farewell(roster, evidence, failure, stalls, bell)
-        trouble = Trouble(facts, roster, operation, failure, stalls, suspicion, bell)
+        trouble = OperationTrouble(facts, roster, operation, failure, stalls, suspicion, bell)
         make_attempt = functools.partial(
             Attempt, facts, roster, self._lanes, operation, call_log, trouble, counters, LinkMemory()
         )
@@ -177,6 +177,11 @@ class Engine:
     def contributors(self) -> tuple[Rank, ...]:
         """The ranks whose input is in the result of the last operation that returned."""
         return self._everyone if self.atomic is None else self.atomic.contributors
+
+    @property
+    def since(self) -> float:
+        """When this process came into its run, in seconds since 1970."""
+        return process.since if self.node is None else self.node.since
 
     @property
     def live(self) -> tuple[Rank, ...]:

@@ -46,7 +46,7 @@ class TroubledAttempt(Protocol):
         """Raise if it must end."""
 
 
-class Trouble:
+class OperationTrouble:
     """Turns what goes wrong in the operations of a group into warnings and faults."""
 
     def __init__(

@@ -67,7 +67,7 @@ class Size(NamedTuple):
     itemsize: int
 
 
-class Standing(NamedTuple):
+class CodecStanding(NamedTuple):
     """What the ranks hold of a class, in common."""
 
     choice: Choice = FIRST
@@ -86,7 +86,7 @@ class _Class:
     def __init__(self) -> None:
         self.calls, self.period = 0, REVIEW
         """Calls since the last review, and how many there are between two."""
-        self.standing = Standing()
+        self.standing = CodecStanding()
         self.shortest = UNKNOWN
         """The shortest time on this rank since the ranks last exchanged figures."""
 
@@ -96,7 +96,7 @@ class _Class:
         if self.calls >= self.period:
             is_plain = self.standing.choice.codec is None
             self.period = min(2 * self.period, SELDOM * REVIEW) if is_plain else REVIEW
-            self.calls, self.standing, self.shortest = 0, Standing(self.standing.choice), UNKNOWN
+            self.calls, self.standing, self.shortest = 0, CodecStanding(self.standing.choice), UNKNOWN
 
 
 class Tuner:
@@ -160,7 +160,7 @@ def _nothing() -> None:
     pass
 
 
-def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: Standing, shortest: float) -> Standing:
+def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: CodecStanding, shortest: float) -> CodecStanding:
     """Exchange figures with all ranks, and return what they hold from now on.
 
     `shortest` is what the class took on this rank since the last exchange, with what was chosen there.
@@ -173,15 +173,15 @@ def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: Standing, shorte
     if figures[0] == UNKNOWN:  # no call was timed: connections were opened, after a loss
         return before
     if not np.isfinite(figures).all() or not figures[0] > 0:  # every rank has these figures, and returns here
-        return Standing(Choice(None, "none: what a rank has measured is not a time"))
+        return CodecStanding(Choice(None, "none: what a rank has measured is not a time"))
     slowest = [1 / -float(figure) for figure in figures[1:]]
     measured = {codec: Speed(*slowest[2 * at : 2 * at + 2]) for at, codec in enumerate(codecs)}
     return judged(attempt.size, auto, size, before, float(figures[0]), measured)
 
 
 def judged(
-    ranks: int, auto: Auto, size: Size, before: Standing, seconds: float, speeds: Mapping[Codec, Speed]
-) -> Standing:
+    ranks: int, auto: Auto, size: Size, before: CodecStanding, seconds: float, speeds: Mapping[Codec, Speed]
+) -> CodecStanding:
     """Return what follows from the time that a class took since the last review, with what was chosen there. Pure."""
     used, nbytes = before.choice.codec, 4 * size.elements
     moved = 2 * (ranks - 1) / ranks * size.elements * size.itemsize
@@ -205,7 +205,7 @@ def judged(
     return now._replace(choice=Choice(None, f"none: {_compared(now)}"))
 
 
-def _compared(standing: Standing) -> str:
+def _compared(standing: CodecStanding) -> str:
     return f"{1e3 * standing.coded:.3g} ms with {standing.tried}, {1e3 * standing.plain:.3g} ms without"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from covey.runtime.group import survival
+from covey.runtime.group.internals import restore_as
 from covey.torch.backend.devices import tensor_over
 from covey.torch.training.structure import from_plain, holder_of, put_together, state_of, take_apart, to_plain
 
@@ -53,7 +53,7 @@ def share_buffers(group: Group, model: torch.nn.Module) -> None:
         return
     state: dict[str, Any] = {name: _on_host(buffer) for name, buffer in buffers.items()}
     # Buffers differ between ranks while they train. That is no drift, so no rank's state counts as the majority's.
-    report = survival.restore(group, state, fresh=True)
+    report = restore_as(group, state, fresh=True)
     if group.rank in report.receivers:
         _fill(buffers, state)
 

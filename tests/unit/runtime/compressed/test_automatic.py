@@ -10,7 +10,7 @@ from tests.support.token_buckets import Bucket, Lines
 
 import covey
 from covey.compress.choice import Auto, Speed
-from covey.runtime.compressed.automatic import PLAIN_CALLS, REVIEWS, Size, Standing, judged
+from covey.runtime.compressed.automatic import PLAIN_CALLS, REVIEWS, CodecStanding, Size, judged
 
 if TYPE_CHECKING:
     from covey.compress.codec import Codec
@@ -22,7 +22,7 @@ MBIT = 1e6 / 8
 def codecs_used(rate: float, burst: float, nbytes: int, pause: float, speed: Speed, hiccup: int = 0) -> list[str]:
     """Return what each call of a class of two ranks uses; the rank stands still in call number `hiccup`."""
     line = Bucket(rate, burst)
-    lines, size, standing = Lines([line]), Size(nbytes // 4, 4), Standing()
+    lines, size, standing = Lines([line]), Size(nbytes // 4, 4), CodecStanding()
     speeds: dict[Codec, Speed] = {covey.Int8(): speed}
     shortest, used = float("inf"), []
     for call in range(1, 16):
@@ -54,7 +54,7 @@ def test_on_a_slow_line_the_codec_is_used_from_the_eighth_call_on_whatever_burst
 
 def test_a_codec_that_lost_against_a_burst_is_taken_again() -> None:
     speeds: dict[Codec, Speed] = {covey.Int8(): Speed(4e7, 4e7)}
-    before = judged(2, Auto(), Size(1 << 16, 4), Standing(), 0.06, speeds)
+    before = judged(2, Auto(), Size(1 << 16, 4), CodecStanding(), 0.06, speeds)
     assert before.choice.codec == covey.Int8()
     lost = judged(2, Auto(), Size(1 << 16, 4), before, 0.07, speeds)
     assert lost.choice.codec is None
