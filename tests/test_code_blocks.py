@@ -168,7 +168,7 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
     import covey.torch
 
     page = "docs/guides/pytorch.md"
-    init, late, save, hook, elastic = blocks(page)
+    init, late, save, norm, hook, elastic = blocks(page)
     _, wrap, _ = blocks("README.md")
     model = torch.nn.Linear(2, 1)
     names: dict[str, Any] = {"covey": covey, "threading": threading, "torch": torch}
@@ -183,6 +183,11 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
         names["timer"].function()  # what it would do after a minute
         dist.destroy_process_group()
         ddp = run("README.md", wrap, {"model": model})["model"]
+        normal = {
+            "model": torch.nn.BatchNorm1d(2),
+            "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+        }
+        assert run(page, norm, {**names, **normal})["model"](torch.eye(2)).shape == (2, 2)
         inputs = torch.ones(3, 2)
         run(page, hook, {**names, "ddp": ddp, "inputs": inputs, "loss": ddp(inputs).mean()})
         assert model.weight.grad is not None
@@ -362,7 +367,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
         "docs/guides/collectives.md": 4,
         **dict.fromkeys(("README.md", "docs/guides/calls.md", "docs/guides/observing.md"), 3),
-        "docs/guides/pytorch.md": 5,
+        "docs/guides/pytorch.md": 6,
         "docs/guides/metrics.md": 3,
         "docs/guides/services.md": 4,
     }

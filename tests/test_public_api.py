@@ -47,6 +47,7 @@ GROUP = {
     *("split_async", "restore_async", "close_async"),
     *("node", "call", "metrics"),
     *("checkpoint_pending", "request_checkpoint", "end_checkpoint"),
+    "report",
 }
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),

@@ -20,7 +20,7 @@ import numpy as np
 import covey
 from covey.cli.svg import DARK, STYLE
 from covey.compress.policy import make_policy
-from covey.lab.demo import model, text
+from covey.lab.demo import model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,9 +88,9 @@ TRIALS: Final = (Trial(NONE, False), *(Trial(codec, with_it) for codec in CODECS
 
 def train(group: Group, trial: Trial, training: Training) -> Curve:
     """Train a model from the beginning, as one rank, by gradient descent with momentum."""
-    book = text.load()
-    contexts, targets = text.examples(book.training)
-    held_out = text.examples(book.held_out)
+    book = model.load()
+    contexts, targets = model.examples(book.training)
+    held_out = model.examples(book.held_out)
     parameters = model.initial(len(book.alphabet), training.seed, hidden=training.hidden)
     velocities = {name: np.zeros_like(array) for name, array in parameters.items()}
     policy = make_policy(trial.codec, smallest=SMALLEST)

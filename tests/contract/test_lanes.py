@@ -21,7 +21,7 @@ from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
 from covey.net.lanes.striped import StripedLane
-from covey.wire.header import HEADER_BYTES, Header
+from covey.wire.header import HEADER_BYTES, TransferHeader
 from covey.wire.seal import RECORD_LIMIT
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class Transfer(NamedTuple):
 
 
 def transfer(number: int, nbytes: int, dtype: np.dtype[Any] | None = None) -> Transfer:
-    return Transfer(Header(0, 0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), noise(nbytes, number), dtype)
+    return Transfer(
+        TransferHeader(0, 0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), noise(nbytes, number), dtype
+    )
 
 
 def noise(nbytes: int, *seed: int) -> Array:

@@ -16,7 +16,7 @@ from tests.support.values import LANES, same, values
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.net.lanes.ring import memory_bytes
 from covey.net.lanes.ring_socket import RingSocket
 from covey.proto import message_stream

@@ -21,13 +21,13 @@ from tests.support.native_ends import NativeEnd, OtherHeaderError, StoppedError,
 from tests.support.sets import pairs
 from tests.support.waiting import DEADLINE
 
+from covey.net.host.machine import native_crypto
 from covey.net.lanes import shm
 from covey.net.lanes.lane import SMALL_BYTES, LaneClosedError
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
 from covey.net.lanes.striped import StripedLane
-from covey.net.native import native_crypto
 from covey.wire.header import HEADER_BYTES, flagged
 from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, REKEY_SECONDS, Sealer, lane_keys
 

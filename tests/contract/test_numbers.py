@@ -13,7 +13,7 @@ from tests.support.sets import pairs
 from tests.support.values import LANES, all_values, combined, same, values
 
 import covey
-from covey.base.dtypes import BFLOAT16, DTYPES
+from covey.base.arithmetic import BFLOAT16, DTYPES
 from covey.plan import choose
 from covey.testing.threads import run_threads
 

@@ -19,7 +19,7 @@ from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
-from covey.wire.header import Header
+from covey.wire.header import TransferHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -436,7 +436,7 @@ def test_the_header_of_a_rank_that_never_answers_tells_what_it_called() -> None:
         engine = engine_of(group)
         said = make_call("broadcast", 0, (6,), root=0)
         if group.rank == 1:
-            header = Header(said.operation, said.dtype, 0, 0, 0, engine.id, said.fingerprint, 2, 0, 48)
+            header = TransferHeader(said.operation, said.dtype, 0, 0, 0, engine.id, said.fingerprint, 2, 0, 48)
             engine.stalls.recognise(engine.ranks[0], header, None, is_here=True)
             engine.stalls.compare(2)
         with pytest.raises(MismatchError) as caught:

@@ -12,7 +12,7 @@ from tests.support.sets import first
 from tests.support.values import LANES, combined, same, values
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.plan import choose
 from covey.plan.moves import part
 from covey.testing.threads import run_threads

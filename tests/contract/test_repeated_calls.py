@@ -17,8 +17,8 @@ from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey import MismatchError
-from covey.base.dtypes import BFLOAT16
-from covey.net.native import native_crypto
+from covey.base.arithmetic import BFLOAT16
+from covey.net.host.machine import native_crypto
 from covey.runtime.group.internals import engine_of, issuer_of
 from covey.runtime.group.moves import ALL_GATHER, ALL_TO_ALL
 from covey.testing.threads import run_threads

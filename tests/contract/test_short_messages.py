@@ -15,7 +15,7 @@ from tests.support.values import LANES, same, values
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
 

@@ -20,9 +20,9 @@ from tests.support.native_ends import NativeEnd, in_parallel, transfers
 from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
+from covey.net.host.machine import native_crypto
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.striped import NUMBER, STRIPE_BYTES, WINDOW, StripedLane
-from covey.net.native import native_crypto
 from covey.wire.seal import DIALLER, LENGTH, OVERHEAD_BYTES, Opener, Sealer, lane_keys, record_length
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from tests.support import pipes
 from tests.support.machines import Lab, end, heard, wait_until_joined
 from tests.support.waiting import DEADLINE
 
-from covey.net import audit
+from covey.net.audit import audit_log
+from covey.net.host.locks import only_one
 from covey.net.keys.identity import NodeIdentity
-from covey.net.locks import only_one
 
 if TYPE_CHECKING:
     import subprocess
@@ -227,9 +227,9 @@ def test_a_run_of_one_machine_and_a_visit_note_nothing(lab: Lab) -> None:
 # The command
 
 
-def fill(machine: Machine, monkeypatch: pytest.MonkeyPatch, *notes: audit.Note) -> None:
+def fill(machine: Machine, monkeypatch: pytest.MonkeyPatch, *notes: audit_log.Note) -> None:
     monkeypatch.setenv("COVEY_HOME", str(machine.home))
-    audit.append(notes)
+    audit_log.append(notes)
 
 
 def test_entries_are_chosen_by_cluster_time_and_event(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +237,9 @@ def test_entries_are_chosen_by_cluster_time_and_event(lab: Lab, monkeypatch: pyt
     fill(
         one,
         monkeypatch,
-        audit.Note("home", "met", name="old", time=now - 3 * 3600),
-        audit.Note("home", "refused", name="young", time=now - 60),
-        audit.Note("work", "met", name="youngest", time=now),
+        audit_log.Note("home", "met", name="old", time=now - 3 * 3600),
+        audit_log.Note("home", "refused", name="young", time=now - 60),
+        audit_log.Note("work", "met", name="youngest", time=now),
     )
 
     def chosen(*words: str) -> list[str]:
@@ -268,7 +268,7 @@ def test_without_a_log_there_is_nothing_to_show_and_nothing_wrong(lab: Lab) -> N
 def test_tampering_makes_verify_fail_with_1(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     one = lab.machine("one")
     for name in "abc":
-        fill(one, monkeypatch, audit.Note("home", "met", name=name))
+        fill(one, monkeypatch, audit_log.Note("home", "met", name=name))
     path = one.home / "audit" / "log.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"name":"b"', b'"name":"x"'))
     ended = one.covey("audit", "--verify")
@@ -284,7 +284,7 @@ def test_a_log_that_was_changed_by_hand_moves_no_cursor(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, on_terminal: bool
 ) -> None:
     one = lab.machine("one")
-    fill(one, monkeypatch, audit.Note("home", "met", name="NAME", reason="[red]not markup[/red]"))
+    fill(one, monkeypatch, audit_log.Note("home", "met", name="NAME", reason="[red]not markup[/red]"))
     path = one.home / "audit" / "log.jsonl"
     path.write_bytes(path.read_bytes().replace(b"NAME", b"\\u001b[2Jx\\u0007"))
     if on_terminal:
@@ -306,10 +306,10 @@ def test_a_log_that_was_changed_by_hand_moves_no_cursor(
 
 def test_follow_shows_entries_as_they_come_and_ends_with_ctrl_c(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     one = lab.machine("one")
-    fill(one, monkeypatch, audit.Note("home", "met", name="before"))
+    fill(one, monkeypatch, audit_log.Note("home", "met", name="before"))
     following = one.start("-m", "covey", "audit", "--follow", "--json", "--event", "met")
     assert heard(following)["name"] == "before"
-    fill(one, monkeypatch, audit.Note("home", "refused", name="no"), audit.Note("home", "met", name="new"))
+    fill(one, monkeypatch, audit_log.Note("home", "refused", name="no"), audit_log.Note("home", "met", name="new"))
     assert select.select([pipes.stdout(following)], [], [], DEADLINE)[0]
     assert heard(following)["name"] == "new"
     following.send_signal(signal.SIGINT)
@@ -320,4 +320,4 @@ def test_follow_shows_entries_as_they_come_and_ends_with_ctrl_c(lab: Lab, monkey
 def test_every_event_in_the_source_is_listed() -> None:
     assert sys.flags.optimize == 0  # the assertion in Note holds it
     with pytest.raises(AssertionError, match="list the event"):
-        audit.Note("home", "invented")
+        audit_log.Note("home", "invented")

@@ -18,7 +18,7 @@ from tests.support.jobs import SOURCE, finish, new_job
 
 from covey.base.errors import ConfigError
 from covey.lab.chaos.cutting import require_cutting
-from covey.lab.chaos.watched import started_for
+from covey.lab.chaos.processes import started_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -146,14 +146,18 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
     events: list[str] = []
 
     def shown(pids: list[int]) -> list[dict[str, Any]]:
-        """Wait until these are the nodes of the run, by rank, and one of them leads; return them."""
+        """Wait until these are the live ranks of the run, and one of them leads; return them as `covey status` does."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
             for run in heard(watch)["runs"]:
-                nodes = run["nodes"]
-                events.extend(event["kind"] for event in run["events"])
-                if [node["pid"] for node in nodes] == pids and sum(node["is_leader"] for node in nodes) == 1:
-                    return nodes
+                live = [rank["pid"] for rank in run["ranks"] if rank["state"] not in ("lost", "left", "joining")]
+                events.extend(event["kind"] for event in run["happenings"])
+                if live == pids:
+                    status = homes[0].machine.covey("status", "--json")
+                    for found in json.loads(status.stdout)["runs"]:
+                        nodes = found["nodes"]
+                        if [node["pid"] for node in nodes] == pids and sum(node["is_leader"] for node in nodes) == 1:
+                            return nodes
         raise AssertionError(f"{pids} were not shown")
 
     nodes = shown([member.pid for member in ranks])

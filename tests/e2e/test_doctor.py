@@ -184,7 +184,7 @@ def test_an_examination_that_does_not_end_is_ended(job: Job) -> None:
     stuck = """
 import threading
 from covey.cli.doctor import command
-from covey.runtime.mesh.visit import Visit
+from covey.runtime.peers.visit import Visit
 command.DEADLINE_SECONDS = 0.5
 Visit.look = lambda *_, **__: threading.Event().wait()
 """

@@ -14,7 +14,7 @@ from tests.support.sets import first
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.proto import parting
+from covey.proto import call_inquiries
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_ranks_that_only_sent_learn_at_close_that_the_others_called_something_el
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parting, "PATIENCE", 0.1)
+    monkeypatch.setattr(call_inquiries, "PATIENCE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")

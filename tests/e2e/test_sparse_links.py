@@ -27,7 +27,7 @@ SPARSE = ELASTIC.replace(
     "import covey\n",
     """import covey
 from covey.runtime.group.internals import engine_of
-from covey.runtime.mesh import resting_links
+from covey.runtime.peers import resting_links
 resting_links.LINK_IDLE_SECONDS, resting_links.IDLE_CHECK_EVERY = 0.3, 0.1
 """,
 )

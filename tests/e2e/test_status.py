@@ -112,25 +112,27 @@ def test_a_frozen_node_is_shown_by_what_the_others_know_of_it(lab) -> None:
 
 def test_watching_shows_nodes_that_come_and_go_until_ctrl_c(lab) -> None:
     machine = lab.machine("one", "lab")
-    watch = machine.start("-m", "covey", "status", "--watch", "--json", "--wait", "0.2")
+    watch = machine.start("-m", "covey", "status", "lab", "--watch", "--json")
     assert heard(watch)["runs"] == []
     node = machine.node("mine", min_size=2)
-    while not (runs := heard(watch)["runs"]):
+    while not (runs := heard(watch)["runs"]) or not runs[0]["ranks"]:
         pass
-    assert [each["pid"] for each in runs[0]["nodes"]] == [node.pid]
+    assert (runs[0]["name"], runs[0]["state"]) == ("mine", "waiting")
+    assert [(each["pid"], each["state"]) for each in runs[0]["ranks"]] == [(node.pid, "joining")]
+    assert runs[0]["sentence"]["text"] == "1 of 2 nodes so far"
     node.kill()
     node.wait(DEADLINE)
-    while heard(watch)["runs"]:
+    while heard(watch)["runs"][0]["state"] != "ended":
         pass
     watch.send_signal(signal.SIGINT)
     assert end(watch)[0] == 0
 
 
-def test_watching_without_a_terminal_prints_one_block_after_another(lab) -> None:
+def test_watching_without_a_terminal_prints_one_line_after_another(lab) -> None:
     machine = lab.machine("one", "lab")
     assert heard(machine.node("mine", min_size=2)) == "joining"
-    watch = machine.start("-m", "covey", "status", "--watch")
-    while "run mine in lab: joining" not in watch.stdout.readline():
+    watch = machine.start("-m", "covey", "status", "lab", "--watch")
+    while "mine, waiting, 0 ranks" not in watch.stdout.readline():
         pass
     watch.send_signal(signal.SIGTERM)
     code, _, err = end(watch)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PRELUDE = """
-import json, logging, os, sys
+import json, logging, os, sys, time
 import numpy as np
 import covey
 from covey.runtime.group.internals import engine_of
@@ -73,6 +73,7 @@ for group in covey.generations(**options):
         break
     while not group.change_pending:
         group.barrier()
+        time.sleep(0.01)
 """
 )
 
@@ -80,21 +81,20 @@ for group in covey.generations(**options):
 class Releases:
     """Starts programs with this release of covey, or with a later one."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._secret = job, secrets.token_hex(32)
-        self._later: dict[str, Path] = {}
+    def __init__(self, job: Job, builds: Path) -> None:
+        self._job, self._builds, self._secret = job, builds, secrets.token_hex(32)
 
     def later(self, **changes: object) -> str:
-        """Return where a later release is that was built with these changes."""
-        name = json.dumps(changes, sort_keys=True)
-        if name not in self._later:
-            self._later[name] = build(self._job.folder / f"later{len(self._later)}", **changes)  # type: ignore[arg-type]
-        return str(self._later[name])
+        """Return where a later release is that was built with these changes, by this test or one before it."""
+        folder = self._builds / "-".join(["later", *(f"{name}-{value}" for name, value in sorted(changes.items()))])
+        if not (folder / "covey").exists():
+            build(folder, **changes)  # type: ignore[arg-type]
+        return str(folder)
 
     def start(self, code: str, later: str = "", **env: object) -> subprocess.Popen[str]:
         """Start a program with this release, or with that in the folder `later`."""
         self._job.popen = subprocess.Popen if later else forked.Popen
-        return self._job.start(code, **(env | {"PYTHONPATH": later, "PYTHONDONTWRITEBYTECODE": 1} if later else env))
+        return self._job.start(code, **(env | {"PYTHONPATH": later} if later else env))
 
     def node(
         self, later: str = "", *, code: str = JOIN, holds: bool = False, **options: object
@@ -112,10 +112,16 @@ class Releases:
         return self.start(JOIN, later, RANK=rank, WORLD_SIZE=size, **env)
 
 
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Later releases, which programs of all tests here use."""
+    return tmp_path_factory.mktemp("releases")
+
+
 @pytest.fixture
-def releases() -> Iterator[Releases]:
+def releases(builds: Path) -> Iterator[Releases]:
     with new_job() as job:
-        yield Releases(job)
+        yield Releases(job, builds)
 
 
 def check_run(ended: list[Ended], version: int, features: list[str], later: int) -> None:

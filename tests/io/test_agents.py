@@ -17,13 +17,13 @@ from covey.agent.agent import serving
 from covey.agent.launching import AgentShare, deliver
 from covey.agent.permission import Permission
 from covey.agent.requests import StartRequest
-from covey.agent.shares import Ended, Printed, Said
+from covey.agent.shares import Printed, Said, ShareEnded
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
-from covey.net.home import home
+from covey.net.host.folders import home
 from covey.net.keys import trust
 from covey.net.keys.identity import id_text, own_machine
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_terminal_that_loses_its_link_continues_where_it_was(tmp_path: Path) -
             (tmp_path / f"after-{lines}").touch()
         thread.join(DEADLINE)
         assert printed() == b"".join(b"line %d\n" % number for number in range(40))
-        assert reports[-1] == Ended(3)
+        assert reports[-1] == ShareEnded(3)
         assert [each.text for each in reports if isinstance(each, Said)].count("connected again") == 2
 
 
@@ -162,7 +162,7 @@ def test_a_terminal_is_told_that_an_agent_was_restarted_and_its_program_has_ende
         )  # the agent that is linked is another process
         reports: list[Report] = []
         AgentShare(caller, 1).run(reports.append)
-        assert reports == [Ended(1, "the agent was restarted, and its programs have ended with it", is_lost=True)]
+        assert reports == [ShareEnded(1, "the agent was restarted, and its programs have ended with it", is_lost=True)]
 
 
 def test_an_error_of_an_agent_keeps_its_lines_and_no_other_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,19 +23,19 @@ from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
 from covey.runtime.keeper.service import ClusterKeeperService
-from covey.runtime.members import process_table
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.mesh import Mesh
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import Mesh
+from covey.runtime.views import process_table
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
@@ -120,7 +120,7 @@ def test_every_node_hears_how_the_processes_of_a_keeper_are(monkeypatch: pytest.
         other = await add(stack, cluster)
         braggart = await add(stack, cluster, keeper=service.id, host="elsewhere")
         for node in (other, braggart):
-            await node.until(lambda node: node.standing(own.mesh.card) == Vouch.BUSY, node)
+            await node.until(lambda node: node.standing(own.mesh.card) == ProcessState.BUSY, node)
         assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.mesh.keepers} == {service.id}
         assert service.id not in other.mesh.met
         assert other.standing(braggart.mesh.card) is None
@@ -128,12 +128,12 @@ def test_every_node_hears_how_the_processes_of_a_keeper_are(monkeypatch: pytest.
         other.said.clear()
         await other.until(lambda: messages.Vouch in [type(message) for _, message in other.said])
         process.send_signal(signal.SIGSTOP)
-        await other.until(lambda: other.standing(own.mesh.card) == Vouch.STOPPED)
+        await other.until(lambda: other.standing(own.mesh.card) == ProcessState.STOPPED)
         process.send_signal(signal.SIGCONT)
-        await other.until(lambda: other.standing(own.mesh.card) == Vouch.BUSY)
+        await other.until(lambda: other.standing(own.mesh.card) == ProcessState.BUSY)
         process.kill()
         await own.mesh.close()
-        await other.until(lambda: other.standing(own.mesh.card) == Vouch.EXITED)
+        await other.until(lambda: other.standing(own.mesh.card) == ProcessState.EXITED)
 
     run(work)
 
@@ -144,11 +144,11 @@ def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
         service = opened(stack, cluster)
         own = await add(stack, cluster, keeper=service.id, pid=process.pid)
         other = await add(stack, cluster)
-        await other.until(lambda: other.standing(own.mesh.card) == Vouch.BUSY)
+        await other.until(lambda: other.standing(own.mesh.card) == ProcessState.BUSY)
         process.kill()
         process.wait(DEADLINE)
         await asyncio.to_thread(service.close)
-        await other.until(lambda: other.standing(own.mesh.card) == Vouch.EXITED)
+        await other.until(lambda: other.standing(own.mesh.card) == ProcessState.EXITED)
 
     run(work)
 
@@ -182,8 +182,8 @@ def test_a_node_that_comes_later_to_a_network_without_multicast_is_met_too() -> 
         service = opened(stack, seeded)
         await first.until(lambda: bool(first.mesh.keepers))
         own = await add(stack, seeded, announce=False, keeper=service.id, pid=process.pid)
-        await first.until(lambda: first.standing(own.mesh.card) == Vouch.BUSY)
-        await own.until(lambda: own.standing(own.mesh.card) == Vouch.BUSY)
+        await first.until(lambda: first.standing(own.mesh.card) == ProcessState.BUSY)
+        await own.until(lambda: own.standing(own.mesh.card) == ProcessState.BUSY)
 
     run(work)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.cli.doctor import router as doctor_router
-from covey.cli.doctor.router import RouterFacts, RouterQuestion
-from covey.net import port_mapping, upnp
+from covey.cli.doctor import probes as doctor_router
+from covey.cli.doctor.probes import RouterFacts, RouterQuestion
+from covey.net.router import port_mapping, upnp
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
-from covey.net import audit, home, saved_figures
+from covey.net.audit import audit_log
+from covey.net.host import folders, saved_figures
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
-from covey.runtime.mesh.records import Records
+from covey.runtime.joining.records import Records
 from covey.wire.lineage import Ending, Remembered
 from covey.wire.membership import Bound, MemberKey
 from covey.wire.secret import ClusterSecret
@@ -50,7 +51,7 @@ def as_array(*, at: int) -> Callable[[bytes], bytes]:
 
 
 def write_log() -> None:
-    audit.append([audit.Note("lab", "met")])
+    audit_log.append([audit_log.Note("lab", "met")])
 
 
 def records() -> Records:
@@ -108,10 +109,10 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
 def test_a_file_of_a_later_release_is_refused_and_not_changed(name: str, tmp_path: Path) -> None:
     write, pattern, change, use = FILES[name]
     write()
-    (path,) = home.existing().glob(pattern)
+    (path,) = folders.existing().glob(pattern)
     newer = change(path.read_bytes())
     path.write_bytes(newer)
-    before = {each: each.read_bytes() for each in home.existing().rglob("*") if each.is_file()}
+    before = {each: each.read_bytes() for each in folders.existing().rglob("*") if each.is_file()}
     with pytest.raises(ConfigError) as raised:
         use()
     assert "was written by a later release of covey (format 2, and this release reads up to 1)" in str(raised.value)
@@ -122,7 +123,7 @@ def test_a_file_of_a_later_release_is_refused_and_not_changed(name: str, tmp_pat
 
 def test_figures_of_a_later_release_are_not_used_nor_replaced(caplog: pytest.LogCaptureFixture) -> None:
     figures()
-    path = home.existing() / saved_figures.FILE
+    path = folders.existing() / saved_figures.FILE
     path.write_bytes(newer := as_array(at=2)(path.read_bytes()))
     assert saved_figures.read_figures(b"m" * 32) == ()
     figures()

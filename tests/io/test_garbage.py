@@ -24,10 +24,10 @@ from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.source_limits import SOURCE_RATE
-from covey.runtime.members import lane_dialler
 from covey.runtime.members import node as node_module
 from covey.wire import door, frame, header, message_header, messages, proofs
 
@@ -101,14 +101,14 @@ def test_any_bytes_are_a_control_message_or_a_protocol_error(data: bytes) -> Non
         messages.decode_control(data)
 
 
-@given(mutations([header.Header(1, 2, 0, 0, 0, 3, 4, 5, 6, 7).pack()]))
+@given(mutations([header.TransferHeader(1, 2, 0, 0, 0, 3, 4, 5, 6, 7).pack()]))
 def test_any_bytes_are_a_transfer_header_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         found = header.unpack(data)
         assert header.unpack(found.pack()) == found
 
 
-@given(mutations([message_header.encode(message_header.Header(1, 2, 12, 5, dtype_code=8, shape=(3,)))]))
+@given(mutations([message_header.encode(message_header.MessageHeader(1, 2, 12, 5, dtype_code=8, shape=(3,)))]))
 def test_any_bytes_are_a_message_header_incomplete_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         found = message_header.decode(data, 0, len(data))
@@ -374,7 +374,7 @@ def test_diallers_that_hold_the_key_and_say_no_more_are_forgotten_in_time(
     attacked: AttackedRun, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("covey.runtime.links.handshake.HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr("covey.runtime.members.lane_acceptor.HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr("covey.runtime.lanes.acceptor.HANDSHAKE_SECONDS", 0.5)
     for rank in range(2):
         attacked.start(rank)
     assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2

@@ -16,7 +16,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.runtime import http_server
-from covey.runtime.http_server import CONNECTIONS, HttpServer, Request, Response, text
+from covey.runtime.http_server import CONNECTIONS, HttpServer, Request, Response, by_path, text
 from covey.runtime.metrics.pages import stacks_page
 from covey.runtime.tracebacks import stacks
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def hello(request: Request) -> Response:
-    return text(f"hello {request.path}, you accept {request.accept!r}")
+    return text(f"hello {request.path}, you accept {request.header('accept')!r}")
 
 
 def fail(_request: Request) -> Response:
@@ -35,7 +35,7 @@ def fail(_request: Request) -> Response:
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
     pages = {"/hello": hello, "/fails": fail, "/stacks": lambda request: stacks_page(request, stacks)}
-    with HttpServer(pages, 0) as server:
+    with HttpServer(by_path(pages), 0) as server:
         yield server
 
 
@@ -82,7 +82,7 @@ def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkey
     assert (http_server.CONNECTIONS, http_server.HEAD_LIMIT_BYTES, http_server.REQUEST_SECONDS) == (8, 8192, 5.0)
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
     before = threading.active_count()
-    with HttpServer({"/hello": hello}, 0) as server:
+    with HttpServer(by_path({"/hello": hello}), 0) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * CONNECTIONS)]
         try:
             idle[0].sendall(b"GET /hello HTTP/1.1\r\nX-Slow: ")
@@ -100,7 +100,7 @@ def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkey
 
 def test_idle_connections_keep_nobody_out_and_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", DEADLINE)  # none of them ends by itself
-    with HttpServer({"/hello": hello}, 0) as server:
+    with HttpServer(by_path({"/hello": hello}), 0) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port), DEADLINE) for _ in range(3 * CONNECTIONS)]
         try:
             idle[-1].sendall(b"GET /hel")  # has begun, and is idle all the same
@@ -125,7 +125,7 @@ def test_connections_that_are_being_answered_are_not_ended_for_others(monkeypatc
         return text("done")
 
     answers: list[int] = []
-    with HttpServer({"/slow": slow, "/hello": hello}, 0) as server:
+    with HttpServer(by_path({"/slow": slow, "/hello": hello}), 0) as server:
         busy = [
             threading.Thread(target=lambda: answers.append(ask(server, "GET", "/slow")[0])) for _ in range(CONNECTIONS)
         ]
@@ -149,8 +149,8 @@ def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
         assert ask(server, "GET", "/stacks", Host=host)[0] == 200
     for host in ("evil.example", "evil.example:9100", "192.168.1.5", "[fe80::1]", "9100", ":9100", "[::1", "::1", "0"):
         assert ask(server, "GET", "/stacks", Host=host)[:2] == (403, "stacks are shown on this machine only\n")
-    assert not http_server._is_loopback("192.168.1.5")
-    assert http_server._is_loopback("::ffff:127.0.0.1")
+    assert not http_server.is_loopback("192.168.1.5")
+    assert http_server.is_loopback("::ffff:127.0.0.1")
 
 
 @given(st.text(alphabet="019:[]%.abcflost", max_size=20))
@@ -159,7 +159,7 @@ def test_stacks_are_shown_to_this_machine_only(server: HttpServer) -> None:
 def test_a_host_is_this_machine_only_if_it_names_it(host: str) -> None:
     if http_server._is_here(host):
         name = urlsplit(f"//{host}").hostname
-        assert not host or name == "localhost" or http_server._is_loopback(name or "")
+        assert not host or name == "localhost" or http_server.is_loopback(name or "")
 
 
 def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: py
         time.sleep(0.3)
         return text("done")
 
-    server = HttpServer({"/slow": slow}, 0)
+    server = HttpServer(by_path({"/slow": slow}), 0)
     answers: list[int] = []
     client = threading.Thread(target=lambda: answers.append(ask(server, "GET", "/slow")[0]))
     client.start()
@@ -182,5 +182,8 @@ def test_an_answer_that_has_begun_is_sent_before_the_server_ends(monkeypatch: py
     assert answers == [200]
     with pytest.raises(OSError, match="refused"):
         ask(server, "GET", "/slow")
-    with HttpServer({}, 0) as other, pytest.raises(ConfigError, match=f"127.0.0.1:{other.port}: .*; use another port"):
-        HttpServer({}, other.port)
+    with (
+        HttpServer(by_path({}), 0) as other,
+        pytest.raises(ConfigError, match=f"127.0.0.1:{other.port}: .*; use another port"),
+    ):
+        HttpServer(by_path({}), other.port)

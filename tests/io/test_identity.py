@@ -18,9 +18,9 @@ from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
-from covey.net.home import home, private_folder, read_private, write_private
+from covey.net.host.folders import home, private_folder, read_private, write_private
+from covey.net.host.locks import only_one
 from covey.net.keys.identity import NodeIdentity, ensure_identity, id_text, node_name, resolve_id, short_id
-from covey.net.locks import only_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -301,7 +301,7 @@ def test_links_pipes_folders_and_huge_files_are_not_read(tmp_path: Path) -> None
 CRASH = """
 import os, stat, sys
 from pathlib import Path
-from covey.net.home import write_private
+from covey.net.host.folders import write_private
 if sys.argv[2] == "before":
     os.replace = lambda *paths: os._exit(9)
 elif sys.argv[2] == "after":
@@ -332,7 +332,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
 
 
 def test_one_at_a_time_means_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.net.locks.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("covey.net.host.locks.LOCK_SECONDS", 0.05)
     with only_one(tmp_path / "lock"), pytest.raises(ConfigError, match="lock locked"), only_one(tmp_path / "lock"):
         pytest.fail("two at a time")
     with only_one(tmp_path / "lock"):

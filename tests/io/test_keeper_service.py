@@ -23,12 +23,12 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.base.numbers import Seat
 from covey.proto.ballot import first_record
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
 from covey.runtime.keeper import local_keeper as local_keeper
 from covey.runtime.keeper.service import KeeperService, keeper_path
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members import process_table
-from covey.runtime.members.view_driver import ViewDriver, rank_id
+from covey.runtime.views import process_table
+from covey.runtime.views.view_driver import ViewDriver, rank_id
 from covey.wire import messages
 from covey.wire.membership import MemberKey
 from covey.wire.versions import only
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from covey.base.errors import CoveyError
-    from covey.proto.changes import QuorumLost, Waiting
+    from covey.proto.changes import QuorumAwaited, QuorumLost
     from covey.runtime.links.link import Link
     from covey.wire.membership import View
 
@@ -201,7 +201,7 @@ class Member:
     def excluded(self, view: View) -> None:
         self.is_excluded = True
 
-    def waiting(self, effect: Waiting) -> None: ...
+    def waiting(self, effect: QuorumAwaited) -> None: ...
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         raise AssertionError(f"a keeper can always decide: {effect}")
@@ -231,12 +231,18 @@ async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation:
 def test_a_killed_process_is_told_of_as_exited_at_once(service: KeeperService, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, service) for _ in range(3)]
-        await asyncio.gather(*(rank.until(lambda rank: rank.standing(ranks[2]) == Vouch.BUSY, rank) for rank in ranks))
+        await asyncio.gather(
+            *(rank.until(lambda rank: rank.standing(ranks[2]) == ProcessState.BUSY, rank) for rank in ranks)
+        )
         await only_news_are_told(ranks[0], monkeypatch)
         ranks[1].process.kill()
-        known = [rank.until(lambda rank: rank.standing(ranks[1]) == Vouch.EXITED, rank) for rank in ranks]
+        known = [rank.until(lambda rank: rank.standing(ranks[1]) == ProcessState.EXITED, rank) for rank in ranks]
         await asyncio.gather(*known)  # the dead one's link is kept by us, so it is told as well
-        assert [ranks[0].standing(rank) for rank in ranks] == [Vouch.BUSY, Vouch.EXITED, Vouch.BUSY]
+        assert [ranks[0].standing(rank) for rank in ranks] == [
+            ProcessState.BUSY,
+            ProcessState.EXITED,
+            ProcessState.BUSY,
+        ]
         with pytest.raises(RefusedError, match=f"sees no process {ranks[1].process.pid}"):
             await ranks[1].dial(stack, service)
 
@@ -249,13 +255,13 @@ def test_a_stopped_process_is_told_of_and_so_is_its_going_on(
 ) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         one, other = [await Rank.come(stack, service) for _ in range(2)]
-        await one.until(lambda: one.standing(other) == Vouch.BUSY)
+        await one.until(lambda: one.standing(other) == ProcessState.BUSY)
         await only_news_are_told(one, monkeypatch)
         other.process.send_signal(signal.SIGSTOP)
-        await one.until(lambda: one.standing(other) == Vouch.STOPPED)
-        assert one.standing(one) == Vouch.BUSY
+        await one.until(lambda: one.standing(other) == ProcessState.STOPPED)
+        assert one.standing(one) == ProcessState.BUSY
         other.process.send_signal(signal.SIGCONT)
-        await one.until(lambda: one.standing(other) == Vouch.BUSY)
+        await one.until(lambda: one.standing(other) == ProcessState.BUSY)
 
     run(work)
 
@@ -298,15 +304,15 @@ def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(service: 
         first.abort()
         await other.until(lambda: other.ends == 1)
         one.said.clear()
-        await one.until(lambda: one.standing(other) == Vouch.BUSY)
+        await one.until(lambda: one.standing(other) == ProcessState.BUSY)
         second = await other.dial(stack, service)
         other.said.clear()
         await other.dial(stack, service)
         await other.until(lambda: other.ends == 2)
         assert second.ended.is_set()
-        await other.until(lambda: other.standing(one) == Vouch.BUSY)
+        await other.until(lambda: other.standing(one) == ProcessState.BUSY)
         other.process.kill()
-        await one.until(lambda: one.standing(other) == Vouch.EXITED)
+        await one.until(lambda: one.standing(other) == ProcessState.EXITED)
 
     run(work)
 
@@ -408,7 +414,7 @@ def test_a_member_that_is_slow_to_come_to_the_keeper_is_not_lost(service: Keeper
         for rank in early:
             rank.send(founded(ranks))
         await early[0].until(lambda: sum(isinstance(each, messages.Vouch) for each in early[0].said) >= 4)  # 1.5 s
-        assert early[0].standing(ranks[2]) == Vouch.BUSY  # it is known from the founding
+        assert early[0].standing(ranks[2]) == ProcessState.BUSY  # it is known from the founding
         await ranks[2].dial(stack, service)
         for member in members:
             member.open(members)
@@ -583,11 +589,11 @@ def test_the_last_member_is_not_excluded_while_its_process_exists(
         other.process.kill()
         await one.until(lambda: [view.ranks for view in members[0].views] == [(0,)])
         one.process.send_signal(signal.SIGSTOP)
-        await one.until(lambda: one.standing(one) == Vouch.STOPPED)
+        await one.until(lambda: one.standing(one) == ProcessState.STOPPED)
         looks = len(one.said) + 5  # the keeper judges its processes after each of these reports
         await one.until(lambda: len(one.said) > looks)
         one.process.send_signal(signal.SIGCONT)
-        await one.until(lambda: one.standing(one) == Vouch.BUSY)
+        await one.until(lambda: one.standing(one) == ProcessState.BUSY)
         assert [view.ranks for view in members[0].views] == [(0,)]
         assert not members[0].is_excluded
 

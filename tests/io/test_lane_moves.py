@@ -14,11 +14,11 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import PeerLostError
 from covey.base.numbers import Seat
-from covey.net import descriptors
+from covey.net.host import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
-from covey.runtime.members import stream_choice, stream_trials
-from covey.runtime.members.lane_moves import RETIRE_CHECK_EVERY, LaneMoves
+from covey.runtime.lanes.tuning import stream_choice, stream_trials
+from covey.runtime.lanes.tuning.moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
 from covey.wire import messages
 

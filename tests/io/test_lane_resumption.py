@@ -17,7 +17,7 @@ from covey.base.errors import ConnectError, PeerLostError
 from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
-from covey.runtime.members.lane_resumption import NUMBER_BYTES, RESUME, LaneResumption
+from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
 from covey.testing.threads import run_threads
 from covey.wire import messages, proofs
 

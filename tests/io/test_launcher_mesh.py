@@ -15,18 +15,18 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
 from covey.base.version import __version__
-from covey.proto.health import Cause, Vouch
+from covey.proto.health import Cause, ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.node import Node
+from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.testing.threads import run_threads
 from covey.wire import messages
 from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +65,12 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
         group.barrier()
         presence, other = generation.view_driver._core._presence, 1 - group.rank
 
-        async def hear(value: Vouch) -> float:
+        async def hear(value: ProcessState) -> float:
             node.losses.vouched(node.peers[Seat(other)].card.keeper, [(node.peers[Seat(other)].life, int(value))])
             return presence.vouched_until(other)
 
-        assert control.start(hear(Vouch.STOPPED)).result(DEADLINE) < 0
-        return control.start(hear(Vouch.BUSY)).result(DEADLINE)
+        assert control.start(hear(ProcessState.STOPPED)).result(DEADLINE) < 0
+        return control.start(hear(ProcessState.BUSY)).result(DEADLINE)
 
     began = time.monotonic()
     assert min(run_threads(2, work, lanes="unix", timeout=DEADLINE)) > began

@@ -15,13 +15,13 @@ from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 
 from covey.base.pace import Growing
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.proto.calling.tags import CALL_TAG
 from covey.proto.message_link import MessageSizes
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.messages.listening import ListeningMessenger
 from covey.runtime.work import Work
-from covey.testing.proxy import Proxy, Way
+from covey.testing.proxy import Direction, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -316,9 +316,9 @@ def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair, monkeypatch: 
     pair.answerer.messenger.close(time.monotonic() + SHORT)
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", list(Direction))
 def test_what_a_machine_on_the_way_acknowledges_and_swallows_is_sent_again(
-    way: Way, monkeypatch: pytest.MonkeyPatch
+    way: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_poll, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(lane_poll, "DOUBTS", Growing(0.3, 60.0))

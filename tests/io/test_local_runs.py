@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.local_runs import LocalRunFound, describe, find_local_run, local_runs
+from covey.net.host.runs import LocalRunFound, describe, find_local_run, local_runs
 from covey.runtime import loop as control
 from covey.runtime.group.internals import node_of
 from covey.runtime.keeper.flights import collect
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members.rank_visitors import VISITORS_LIMIT
-from covey.runtime.mesh.local_visit import LocalVisit, visiting_ranks
+from covey.runtime.links.handshake import RefusedError, dial
+from covey.runtime.peers.local_visit import LocalVisit, visiting_ranks
+from covey.runtime.peers.rank_visitors import VISITORS_LIMIT
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
@@ -101,8 +101,8 @@ def test_a_command_asks_all_ranks_that_have_joined_and_they_go_on() -> None:
                     rank: messages.Inspected("secrets", 0, 0, b"") for rank in range(3)
                 }
             for number in range(2 * VISITORS_LIMIT):  # the oldest of too many is dropped, and the ranks stay usable
-                late = LocalVisit(run)
-                control.run(late.open(LinkCredentials.of_token(run.token())), 20.0)
+                late = LocalVisit(run, run.token())
+                late.link(20.0)
                 assert late.ranks == [0, 1, 2], number
             answers = late.ask(INSPECT, 10.0)
             assert all(answer is not None for answer in answers.values())
@@ -116,8 +116,8 @@ def test_without_the_token_or_from_beyond_a_unix_socket_no_rank_answers() -> Non
         run, node = found_run(group), node_of(group)
         assert node is not None
         if group.rank == 0:
-            stranger = LocalVisit(run)
-            control.run(stranger.open(LinkCredentials.of_token(secrets.token_bytes(32))), 20.0)
+            stranger = LocalVisit(run, secrets.token_bytes(32))
+            stranger.link(20.0)
             assert stranger.ranks == []
             (address,) = node.card.contact.addresses
             card = messages.Card(b"", secrets.token_bytes(16), "visitor", "", 1, messages.Contact("", (), ""))

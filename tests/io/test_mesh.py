@@ -24,14 +24,14 @@ from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity, short_id
 from covey.net.keys.tls import Credentials
 from covey.proto.formation import Formed
+from covey.runtime.joining import joiner as joiner_module
+from covey.runtime.joining.joiner import Joiner
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.mesh import joiner as joiner_module
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.follower import DialOutcome
-from covey.runtime.mesh.hints import Hint
-from covey.runtime.mesh.joiner import Joiner
-from covey.runtime.mesh.mesh import Mesh
-from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.follower import DialOutcome
+from covey.runtime.peers.hints import Hint
+from covey.runtime.peers.mesh import Mesh
+from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
 from covey.wire import messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")

@@ -14,8 +14,8 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members.epochs import Epochs
-from covey.runtime.members.lane_table import LaneKey
+from covey.runtime.lanes.epochs import Epochs
+from covey.runtime.lanes.table import LaneKey
 from covey.runtime.members.node import Node
 from covey.testing import run_threads
 from covey.wire import messages

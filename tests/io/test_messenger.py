@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import (
     ClosedError,
     ConfigError,
@@ -26,7 +26,7 @@ from covey.proto.matching import ANY
 from covey.proto.message_link import MessageSizes
 from covey.runtime.messages.messenger import Messenger
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from covey.runtime.work import Work
@@ -725,16 +725,16 @@ def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_group: MakeGroup)
     length = 100 * KIB
     send = group.start_send(0, content(1, length), 1)
     group.messengers[0].progress_in_background(send)
-    far.sendall(wire.encode(Header(wire.RESUME)) + wire.encode(Header(wire.CTS, 0, length)))
+    far.sendall(wire.encode(MessageHeader(wire.RESUME)) + wire.encode(MessageHeader(wire.CTS, 0, length)))
     arrived = b""
     while not arrived.endswith(content(1, length)):
         arrived += far.recv(MIB)
     with pytest.raises(DeadlineError):
         send.wait(0.1)
-    far.sendall(wire.encode(Header(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES - 1)))
+    far.sendall(wire.encode(MessageHeader(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES - 1)))
     with pytest.raises(DeadlineError):
         send.wait(0.1)
-    far.sendall(wire.encode(Header(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES)))
+    far.sendall(wire.encode(MessageHeader(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES)))
     send.wait(DEADLINE)
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError
-from covey.net import port_mapping, upnp
-from covey.net.port_mapping import PortMapping, ask_gateway, default_gateway
+from covey.net.router import port_mapping, upnp
+from covey.net.router.port_mapping import PortMapping, ask_gateway, default_gateway
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:

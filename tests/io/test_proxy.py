@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.testing import proxy as proxy_module
-from covey.testing.proxy import Proxy, Way
+from covey.testing.proxy import Direction, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,8 +115,8 @@ def test_bytes_pass_unchanged_both_ways_and_are_recorded_by_connection(proxy: Pr
     with dial(proxy) as second:
         assert ask(second, b"second") == answer(b"second")
     assert proxy.connections() == 2
-    assert [proxy.recorded(0, way) for way in Way] == [TEXT, answer(TEXT)]
-    assert [proxy.recorded(1, way) for way in Way] == [b"second", answer(b"second")]
+    assert [proxy.recorded(0, way) for way in Direction] == [TEXT, answer(TEXT)]
+    assert [proxy.recorded(1, way) for way in Direction] == [b"second", answer(b"second")]
 
 
 def test_the_end_of_one_direction_is_passed_on_while_the_other_still_works() -> None:
@@ -136,13 +136,13 @@ def test_the_end_of_one_direction_is_passed_on_while_the_other_still_works() -> 
 def test_a_delay_is_felt_once_each_way_and_not_once_a_chunk(
     proxy: Proxy, client: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, delays = proxy_module._Pipe.put, list[float]()
+    put, delays = proxy_module._ProxyPipe.put, list[float]()
 
     def note(pipe: Any, data: bytes, now: float, **limits: float) -> None:
         put(pipe, data, now, **limits)
         delays.append(pipe.queue[-1][0] - now)
 
-    monkeypatch.setattr(proxy_module._Pipe, "put", note)
+    monkeypatch.setattr(proxy_module._ProxyPipe, "put", note)
     proxy.delay = 0.1
     start = time.monotonic()
     assert ask(client, TEXT * 30) == answer(TEXT * 30)  # 300 kB: many chunks
@@ -158,18 +158,18 @@ def test_bandwidth_is_limited_each_way(proxy: Proxy, client: socket.socket) -> N
     assert time.monotonic() - start >= 0.3
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", Direction)
 @pytest.mark.parametrize("byte", [0, 5_432, len(TEXT) - 1])
 def test_one_bit_of_one_byte_of_one_direction_is_flipped(
-    proxy: Proxy, client: socket.socket, echo: Echo, way: Way, byte: int
+    proxy: Proxy, client: socket.socket, echo: Echo, way: Direction, byte: int
 ) -> None:
     proxy.flip_bit(way, byte, bit=3)
     got = ask(client, TEXT)
-    flipped = bytearray(TEXT if way is Way.TO_TARGET else answer(TEXT))
+    flipped = bytearray(TEXT if way is Direction.TO_TARGET else answer(TEXT))
     flipped[byte] ^= 8
     assert proxy.flips_done == 1
-    assert echo.heard[0] == (flipped if way is Way.TO_TARGET else TEXT)
-    assert got == (answer(bytes(flipped)) if way is Way.TO_TARGET else flipped)
+    assert echo.heard[0] == (flipped if way is Direction.TO_TARGET else TEXT)
+    assert got == (answer(bytes(flipped)) if way is Direction.TO_TARGET else flipped)
 
 
 def test_what_is_held_is_neither_accepted_nor_forwarded_and_comes_when_resumed(
@@ -190,9 +190,9 @@ def test_what_is_held_is_neither_accepted_nor_forwarded_and_comes_when_resumed(
 def test_what_is_swallowed_is_taken_and_not_passed_on(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     client.sendall(TEXT[:100])
     assert client.recv(100, socket.MSG_WAITALL) == bytes(255 - byte for byte in TEXT[:100])
-    proxy.swallow(Way.TO_TARGET)
+    proxy.swallow(Direction.TO_TARGET)
     client.sendall(TEXT)
-    while len(proxy.recorded(0, Way.TO_TARGET)) < 100 + len(TEXT):
+    while len(proxy.recorded(0, Direction.TO_TARGET)) < 100 + len(TEXT):
         time.sleep(0.001)
     assert bytes(echo.heard[0]) == TEXT[:100]
     with dial(proxy) as another:
@@ -222,7 +222,7 @@ def test_all_connections_can_be_reset(proxy: Proxy, client: socket.socket, echo:
 def test_a_truncated_direction_brings_so_many_bytes_and_then_the_end(
     proxy: Proxy, client: socket.socket, echo: Echo, size: int
 ) -> None:
-    proxy.truncate(Way.TO_TARGET, size)
+    proxy.truncate(Direction.TO_TARGET, size)
     client.sendall(TEXT)
     echo.end_of(0)
     assert echo.heard[0] == TEXT[:size]
@@ -243,11 +243,11 @@ def test_recorded_bytes_are_put_into_a_living_connection_a_second_time(
     proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
     ask(client, b"first, ")
-    proxy.inject(0, Way.TO_TARGET, proxy.recorded(0, Way.TO_TARGET)[:3])
+    proxy.inject(0, Direction.TO_TARGET, proxy.recorded(0, Direction.TO_TARGET)[:3])
     assert read(client, 3) == answer(b"fir")
     assert ask(client, b"last") == answer(b"last")
     assert echo.heard[0] == b"first, firlast"
-    proxy.inject(0, Way.TO_CLIENT, b"forged")
+    proxy.inject(0, Direction.TO_CLIENT, b"forged")
     assert read(client, 6) == b"forged"
 
 

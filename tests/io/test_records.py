@@ -18,16 +18,16 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
-from covey.runtime.members.view_driver import ViewDriver
-from covey.runtime.mesh.records import Records
+from covey.runtime.joining.records import Records
+from covey.runtime.views.view_driver import ViewDriver
 from covey.wire import messages
-from covey.wire.lineage import Ending, Known, Remembered, new_lineage
+from covey.wire.lineage import Ending, KnownLineage, Remembered, new_lineage
 from covey.wire.membership import Bound, MemberKey, Record, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.proto.changes import QuorumLost, Waiting
+    from covey.proto.changes import QuorumAwaited, QuorumLost
 
 LINEAGE = b"l" * 16
 IDS = [bytes([number]) * 32 for number in (1, 2, 3)]
@@ -126,7 +126,7 @@ def test_a_writer_that_is_killed_leaves_one_whole_record(home: Path) -> None:
     code = """
 import sys
 from covey.proto.ballot import first_record
-from covey.runtime.mesh.records import Records
+from covey.runtime.joining.records import Records
 from covey.wire.membership import Bound, MemberKey
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:
@@ -161,8 +161,8 @@ def lineage(number: int) -> bytes:
 def test_all_nodes_of_a_machine_know_the_lineages_that_one_of_them_learned_of(home: Path) -> None:
     one, other = Records("lab", "mine", IDS[0]), Records("lab", "mine", IDS[1])
     assert one.lineages() == Remembered()
-    one.remember(Remembered((Known(lineage(5), ("a", "b")),)))
-    other.remember(Remembered((Known(lineage(6), ()),), (Ending(lineage(1), True),)))
+    one.remember(Remembered((KnownLineage(lineage(5), ("a", "b")),)))
+    other.remember(Remembered((KnownLineage(lineage(6), ()),), (Ending(lineage(1), True),)))
     for records in (one, other):
         known = records.lineages()
         assert {each.lineage: each.names for each in known.open} == {lineage(5): ("a", "b"), lineage(6): ()}
@@ -176,17 +176,17 @@ def test_all_nodes_of_a_machine_know_the_lineages_that_one_of_them_learned_of(ho
 def test_a_person_gives_up_what_may_be_going_on_and_keeps_what_is_over(home: Path) -> None:
     records = Records("lab", "mine", b"")
     assert records.forget_lineages() == {}
-    records.remember(Remembered((Known(lineage(5), ("a",)),), (Ending(lineage(1), True),)))
+    records.remember(Remembered((KnownLineage(lineage(5), ("a",)),), (Ending(lineage(1), True),)))
     assert records.forget_lineages() == {lineage(5): ("a",)}
     assert records.lineages() == Remembered((), (Ending(lineage(1), True),), (lineage(5),))
-    records.remember(Remembered((Known(lineage(5), ("a",)),)))
+    records.remember(Remembered((KnownLineage(lineage(5), ("a",)),)))
     assert [each.lineage for each in records.lineages().open] == [lineage(5)], "it was heard of again"
     assert records.lineages().given_up == (lineage(5),)
 
 
 def test_a_damaged_record_of_lineages_is_named(home: Path) -> None:
     records = Records("lab", "mine", IDS[0])
-    records.remember(Remembered((Known(lineage(5), ()),)))
+    records.remember(Remembered((KnownLineage(lineage(5), ()),)))
     (path,) = (home / "runs").glob("*.lineages")
     path.write_bytes(b"?" + path.read_bytes())
     with pytest.raises(ConfigError, match=rf"{path} is damaged"):
@@ -240,7 +240,7 @@ class RecordingMember:
     def excluded(self, view: View) -> None:
         raise AssertionError(f"was put out by {view}")
 
-    def waiting(self, effect: Waiting) -> None: ...
+    def waiting(self, effect: QuorumAwaited) -> None: ...
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         raise AssertionError(effect)

@@ -13,14 +13,14 @@ from tests.io.test_mesh import Meshes, new_cluster, only_links, run, until
 from tests.support.relays import ask, client, listen, open_relay, port_of, register
 
 from covey.base.pace import Growing
-from covey.proto import relaying
+from covey.proto import relay_table
 from covey.runtime.links import address_race
 from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.mesh import better_ways, relay_registration
-from covey.runtime.mesh import mesh as mesh_module
-from covey.runtime.mesh import relays as relays_module
-from covey.runtime.mesh.follower import DialOutcome
+from covey.runtime.peers import better_ways, relay_registration
+from covey.runtime.peers import mesh as mesh_module
+from covey.runtime.peers import relays as relays_module
+from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.server import RelayLimits
 from covey.runtime.relaying.thread import RelayThread
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator
 
-    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.peers.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -405,7 +405,7 @@ def test_a_side_that_ends_ends_the_other() -> None:
 
 
 def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(relay_table, "CALL_SECONDS", 0.1)
 
     async def work(_meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -416,7 +416,7 @@ def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPa
                     sock, answer = await ask(port, lambda challenge, token=token: key.call(challenge, token))  # type: ignore[misc]
                     sock.close()
                     answers.append(answer)
-                assert answers == [RelayRefusal(relaying.UNKNOWN), RelayRefusal(relaying.UNANSWERED)]
+                assert answers == [RelayRefusal(relay_table.UNKNOWN), RelayRefusal(relay_table.UNANSWERED)]
 
     run(work)
 

@@ -20,15 +20,15 @@ from covey.base.numbers import Seat
 from covey.proto.overlay import Overlay
 from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
 from covey.runtime.links.link import Link
-from covey.runtime.mesh import resting_links
+from covey.runtime.peers import resting_links
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 SIZE = 6
 

@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, TOKEN, RunFolder, sweep
+from covey.net.host.runs import AGE_SECONDS, LOCK, PREFIX, TOKEN, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HOLD = """
 import sys, time
-from covey.net.run_folder import RunFolder
+from covey.net.host.runs import RunFolder
 folder = RunFolder()
 print(folder.path, flush=True)
 time.sleep(600)

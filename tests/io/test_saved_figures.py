@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from covey.net import saved_figures
-from covey.net.saved_figures import FILE, OLDEST_SECONDS, is_recent, keep_figures, read_figures
+from covey.net.host import saved_figures
+from covey.net.host.saved_figures import FILE, OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.wire.saved_figures import MAX_FIGURES, SavedFigure, SavedFigures, encode_saved_figures
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from covey.net.discovery import interfaces, mdns
 from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
 from covey.runtime.loop import aside
-from covey.runtime.mesh import mesh as mesh_module
-from covey.runtime.mesh.follower import DialOutcome, HintFollower
-from covey.runtime.mesh.hints import TRIES, Hint, Origin
+from covey.runtime.peers import mesh as mesh_module
+from covey.runtime.peers.follower import DialOutcome, HintFollower
+from covey.runtime.peers.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.mesh.search import Search
+    from covey.runtime.peers.search import Search
 
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -125,9 +125,9 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
 
 
 def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.runtime.mesh.follower.SCARCE_SECONDS", 0.0)
-    monkeypatch.setattr("covey.runtime.mesh.follower.AGAIN_SECONDS", 0.004)
-    monkeypatch.setattr("covey.runtime.mesh.hints.PAUSES", Growing(0.001, 0.002))
+    monkeypatch.setattr("covey.runtime.peers.follower.SCARCE_SECONDS", 0.0)
+    monkeypatch.setattr("covey.runtime.peers.follower.AGAIN_SECONDS", 0.004)
+    monkeypatch.setattr("covey.runtime.peers.hints.PAUSES", Growing(0.001, 0.002))
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 
     async def dial(_hint: Hint) -> DialOutcome:
@@ -172,7 +172,7 @@ def test_a_seed_is_tried_again_whatever_happened(monkeypatch: pytest.MonkeyPatch
         tries += 1
         raise error
 
-    monkeypatch.setattr("covey.runtime.mesh.search.aside", fail)
+    monkeypatch.setattr("covey.runtime.peers.search.aside", fail)
 
     async def work(meshes: Meshes) -> None:
         node = await meshes.add(new_cluster(seeds=("127.0.0.1:9",)))

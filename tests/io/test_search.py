@@ -14,8 +14,8 @@ from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.search import Search
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.search import Search
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.settings_files import effective_environment, settings_of_files
+from covey.net.host.settings_files import effective_environment, settings_of_files
 
 if TYPE_CHECKING:
     from pathlib import Path

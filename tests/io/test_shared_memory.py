@@ -18,7 +18,8 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.lanes import shm
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members import lane_acceptor, lane_dialler
+from covey.runtime.lanes import acceptor as lane_acceptor
+from covey.runtime.lanes import dialler as lane_dialler
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:

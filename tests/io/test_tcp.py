@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.compiled import needs_compiler, shared_library
 
-from covey.net import tcp
-from covey.net.tcp import STUCK_SECONDS, STUCK_TIMEOUTS, Acknowledgements
+from covey.net.host import tcp
+from covey.net.host.tcp import STUCK_SECONDS, STUCK_TIMEOUTS, Acknowledgements
 
 if TYPE_CHECKING:
     from pathlib import Path

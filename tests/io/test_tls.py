@@ -26,8 +26,7 @@ from tests.support.secured import secure_end
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
-from covey.cli.doctor.cures import Obstacle, obstacle
-from covey.net import certificates
+from covey.cli.doctor.finding import Obstacle, obstacle
 from covey.net.keys import tls
 from covey.net.keys.tls import PROTOCOL, Channel, Credentials, peer_id
 from covey.runtime.links.acceptor import Acceptor
@@ -111,7 +110,7 @@ def test_a_clock_before_all_certificates_shows_in_the_error_on_either_side(
 ) -> None:
     """A certificate of the same cluster that is valid only later is what a node with a wrong clock sees."""
     good = credentials(ONE)
-    monkeypatch.setattr(certificates, "_SINCE", datetime.datetime(9000, 1, 1))
+    monkeypatch.setattr(tls, "_SINCE", datetime.datetime(9000, 1, 1))
     late = credentials(TWO)
     monkeypatch.undo()
     sees, is_seen = (good, late) if dialler_is_early else (late, good)

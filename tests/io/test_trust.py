@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from covey.base.errors import AuthError, ConfigError
-from covey.net import home as private
+from covey.net.host import folders as private
 from covey.net.keys import charter, clusters, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity, machine_name, own_machine

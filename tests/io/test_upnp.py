@@ -10,9 +10,9 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError
-from covey.net import port_mapping, upnp
-from covey.net.port_mapping import PortMapping, ask_gateway
-from covey.net.upnp import UpnpPort
+from covey.net.router import port_mapping, upnp
+from covey.net.router.port_mapping import PortMapping, ask_gateway
+from covey.net.router.upnp import UpnpPort
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:

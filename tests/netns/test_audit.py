@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.support.nodes import Cluster, node_id
 
-from covey.net import audit_reader
+from covey.net.audit import audit_reader
 from covey.testing.netns import Lan
 
 WORK = """

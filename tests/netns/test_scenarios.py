@@ -10,8 +10,8 @@ import pytest
 from tests.support.nodes import PORT, Cluster, check_members, check_run, seconds_to_first_result
 
 from covey.base.native import native
-from covey.net.cores import usable_cores
-from covey.runtime.members.lane_kinds import STREAMS_FAR, streams_for
+from covey.net.host.machine import usable_cores
+from covey.runtime.lanes.kinds import STREAMS_FAR, streams_for
 from covey.testing.netns import Lan
 
 if TYPE_CHECKING:

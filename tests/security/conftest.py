@@ -8,7 +8,7 @@ import pytest
 from tests.support.attackers import new_cluster, victim
 from tests.support.waiting import DEADLINE
 
-from covey.runtime.mesh import mesh
+from covey.runtime.peers import mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,12 +18,12 @@ from covey.agent.callers import calling
 from covey.agent.link_transport import SESSIONS_PER_LINK
 from covey.agent.requests import FileEntry, StartRequest
 from covey.base.errors import AuthError, ConfigError, ConnectError
-from covey.net import audit_reader
+from covey.net.audit import audit_reader
 from covey.runtime import loop as control
 from covey.runtime.links.link import BACKLOG_LIMIT
-from covey.runtime.members import audit
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.visit import visiting
+from covey.runtime.state import audit
 from covey.wire import messages
 from covey.wire.calls import CallPayload, CallRequest, encode_call_message
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 pytestmark = pytest.mark.usefixtures("home")
 

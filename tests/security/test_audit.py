@@ -22,9 +22,9 @@ from tests.support.attackers import (
 )
 from tests.support.waiting import DEADLINE
 
-from covey.net import audit_reader
+from covey.net.audit import audit_reader
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.members.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.runtime.state.audit import SOURCE_BURST, STRANGERS_BURST
 from covey.wire import door, messages
 from covey.wire import formation as forming
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from covey.net.audit import Entry
+    from covey.net.audit.audit_log import AuditEntry
 
 CROWD = 300
 
 
-def entries(prey: Victim, is_enough: Callable[[list[Entry]], bool] = bool) -> list[Entry]:
+def entries(prey: Victim, is_enough: Callable[[list[AuditEntry]], bool] = bool) -> list[AuditEntry]:
     """Return what is in the log as soon as that is enough."""
     deadline = time.monotonic() + DEADLINE
     while True:
@@ -49,7 +49,7 @@ def entries(prey: Victim, is_enough: Callable[[list[Entry]], bool] = bool) -> li
         time.sleep(0.02)
 
 
-def of(event: str) -> Callable[[list[Entry]], bool]:
+def of(event: str) -> Callable[[list[AuditEntry]], bool]:
     return lambda found: any(entry.event == event for entry in found)
 
 
@@ -150,7 +150,7 @@ def test_a_node_that_asks_for_a_run_under_other_terms_is_noted(prey: Victim) -> 
     with Insider(prey) as member, Insider(prey) as elsewhere:
         for each, run in ((member, "run"), (elsewhere, "another")):
             identity = each.identity
-            me = forming.Member(identity.id, identity.life, identity.name, "host", b"")
+            me = forming.FoundingMember(identity.id, identity.life, identity.name, "host", b"")
             terms = forming.Terms(run, "program", 3, 2, None, f"{messages.VERSION}", "secure")
             here = forming.Here(terms, me, (), forming.Phase.JOINING)
             each.say(messages.Forming(messages.encode(here)))

@@ -14,21 +14,21 @@ import pytest
 from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
-from covey.coordinator import limits
-from covey.net import audit as audit_log
-from covey.net import descriptors
+from covey.coordinator import refusal
+from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
+from covey.net.host import descriptors
 from covey.net.keys import clusters
-from covey.proto import relaying
+from covey.proto import relay_table
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
+from covey.runtime.joining import situation
 from covey.runtime.links import acceptor as acceptor
 from covey.runtime.links import dial_limits as allowance
 from covey.runtime.links import link
 from covey.runtime.links import source_limits as arrivals
-from covey.runtime.members import audit
-from covey.runtime.mesh import (
+from covey.runtime.peers import (
     follower,
     hints,
     node_links,
@@ -36,10 +36,10 @@ from covey.runtime.mesh import (
     reach,
     relay_registration,
     relays,
-    situation,
     visitors,
 )
 from covey.runtime.relaying import pipe, server
+from covey.runtime.state import audit
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -164,8 +164,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
         f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.MESSAGE_BYTES >> 30} GiB",
-        f"{limits.MESSAGE_BYTES >> 10} KiB; {limits.MAX_RUNS}; {limits.MAX_WORKERS}; {limits.MAX_CALLS}; "
-        f"{limits.MAX_CONNECTIONS}",
+        f"{refusal.MESSAGE_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
+        f"{refusal.MAX_CONNECTIONS}",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
@@ -202,6 +202,8 @@ def test_the_numbers_about_relays_are_those_of_the_code() -> None:
     )
     strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
     assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
-    calls = f"calls that wait for up to {relaying.CALL_SECONDS:.0f} s, {relaying.CALLS_AT_ONCE} of them for one node"
+    calls = (
+        f"calls that wait for up to {relay_table.CALL_SECONDS:.0f} s, {relay_table.CALLS_AT_ONCE} of them for one node"
+    )
     assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words
     assert f"uses at most {relays.OFFERS_LIMIT} such relays" in words

@@ -13,9 +13,8 @@ from tests.support.hostile_ranks import HOSTILE, SIZE, attack
 from tests.support.waiting import DEADLINE
 
 from covey import Codec, ConfigError, ErrorFeedback, Int8, MismatchError, PeerLostError, RemoteProtocolError
-from covey.base.arithmetic import reduction
+from covey.base.arithmetic import dtype_code, reduction
 from covey.base.config import GroupConfig
-from covey.base.dtypes import dtype_code
 from covey.plan import choose, direct
 from covey.plan.moves import part
 from covey.runtime.compressed import dense, sparse

@@ -23,13 +23,13 @@ from tests.support.machines import end, heard, new_lab
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
-from covey.coordinator import limits, security, tls, tls_front
+from covey.coordinator import refusal, security, tls, tls_front
 from covey.coordinator.certificates import derived, key_of, machine_of, subject_of
 from covey.coordinator.refusal import RefusalError
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import own_machine
-from covey.net.keys.pem_files import PemFiles
+from covey.net.keys.organisation import PemFiles
 from covey.runtime.environment import ClusterOptions
 from covey.wire.messages import Charter, encode
 from covey.wire.secret import ClusterSecret
@@ -316,7 +316,7 @@ def test_the_oldest_connection_without_an_identity_makes_room_for_another(
 ) -> None:
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tls_front, "MAX_HANDSHAKES", 2)
-    assert (limits.MAX_HANDSHAKES, limits.MAX_CONNECTIONS, tls_front.HANDSHAKE_SECONDS) == (512, 4096, 5.0)
+    assert (refusal.MAX_HANDSHAKES, refusal.MAX_CONNECTIONS, tls_front.HANDSHAKE_SECONDS) == (512, 4096, 5.0)
     monkeypatch.setattr(tls_front, "HANDSHAKE_SECONDS", DEADLINE)  # none of them ends by itself
     secured = security.LoopbackSecurity()
 

@@ -23,8 +23,7 @@ from tests.support.seeds import examples
 from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
 from covey.lab.fuzz import contract, values
-from covey.lab.fuzz.contract import BrokenContractError
-from covey.lab.fuzz.inputs import inputs
+from covey.lab.fuzz.contract import BrokenContractError, inputs
 from covey.lab.fuzz.reached import Missed, ReachedCode
 from covey.lab.fuzz.targets import Target, all_targets, message_decoders, modules
 from covey.net.discovery import host_registry as host_registry

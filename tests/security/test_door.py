@@ -30,7 +30,7 @@ from tests.support.waiting import DEADLINE
 from covey.runtime.links import acceptor
 from covey.runtime.links.acceptor import STRANGERS_AT_ONCE
 from covey.runtime.links.source_limits import SOURCE_BURST
-from covey.testing.proxy import Proxy, Way
+from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret
 
@@ -113,7 +113,7 @@ def test_a_recorded_exchange_replayed_gets_no_answer(prey: Victim) -> None:
         relayed = type(prey)(prey.cluster, prey.endpoint, prey.node, proxy.address)
         with Insider(relayed, purpose="visitor") as honest:
             honest.ping()
-        assert len(proxy.recorded(0, Way.TO_TARGET)) > 1000
+        assert len(proxy.recorded(0, Direction.TO_TARGET)) > 1000
         with proxy.replay(0) as sock:
             sock.settimeout(DEADLINE)
             read(sock, door.CHALLENGE_BYTES)

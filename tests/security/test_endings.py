@@ -16,7 +16,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import GroupChangedError
 from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
 from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.cluster_keeper import ClusterKeeper
 from covey.runtime.keeper.service import ClusterKeeperService
@@ -241,7 +241,7 @@ def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keepe
         stack.callback(process.kill)
         own = stack.enter_context(attacked.own(honest, process.pid))
         own.ping()
-        assert attacked.vouched(honest.life) == Vouch.BUSY
+        assert attacked.vouched(honest.life) == ProcessState.BUSY
 
 
 def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_taken(
@@ -273,7 +273,7 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
         nodes |= {identity.id: thread_run.start(work, identity) for identity in (watcher, owner)}
         together()
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
-            speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
+            speaker.say(messages.Vouch(((owner.life, int(ProcessState.EXITED)),)))
             speaker.ping()
             node = call_on_loop(lambda: nodes[watcher.id].node)
             generation = node.generation

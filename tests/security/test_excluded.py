@@ -16,7 +16,7 @@ from tests.support.attackers import LOOPBACK, call_on_loop, new_cluster, run_nod
 from tests.support.runs import node_of
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
@@ -26,7 +26,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
-    from covey.runtime.members.lane_table import LaneKey
+    from covey.runtime.lanes.table import LaneKey
     from covey.runtime.members.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
@@ -51,7 +51,7 @@ def poison(number: int) -> bytes:
     """Return the frame of a message that no rank should get."""
     data = POISON.tobytes()
     code = dtype_code(POISON.dtype)
-    header = wire.Header(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
+    header = wire.MessageHeader(wire.EAGER, number, len(data), 7, False, code, POISON.shape)
     return wire.encode(header) + data
 
 

@@ -13,7 +13,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause
-from covey.runtime.members import newcomers
+from covey.runtime.views import newcomers
 from covey.wire import messages
 
 if TYPE_CHECKING:

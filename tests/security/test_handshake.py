@@ -39,20 +39,19 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import AuthError, ConnectError
 from covey.base.numbers import Seat
-from covey.net import audit_reader
-from covey.net.certificates import signed_certificate
+from covey.net.audit import audit_reader
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
-from covey.net.keys.tls import Credentials
+from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
 from covey.runtime.links import acceptor, handshake
 from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.members.node import Node
-from covey.runtime.members.remote_process import ranks_of
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.testing.proxy import Proxy, Way
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.remote_process import ranks_of
+from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, frame, messages
 from covey.wire.versions import only
 
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.members.launcher_mesh import LauncherMesh
+    from covey.runtime.peers.launcher_mesh import LauncherMesh
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
@@ -557,7 +556,7 @@ def test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_
     with Proxy(prey.address) as proxy:
         welcome, peer = handshake_with(proxy.address, prey.cluster)
         assert welcome.card.id == peer
-        seen = proxy.recorded(0, Way.TO_TARGET) + proxy.recorded(0, Way.TO_CLIENT)
+        seen = proxy.recorded(0, Direction.TO_TARGET) + proxy.recorded(0, Direction.TO_CLIENT)
     assert len(seen) > 1000
     authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca")).public_key()
     names = (welcome.card.name, prey.cluster.name, "covey node", "covey authority")
@@ -596,7 +595,10 @@ def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -
 
 
 def test_an_altered_handshake_makes_no_link(prey: Victim) -> None:
-    for way, places in ((Way.TO_TARGET, (0, 20, 60, 120, 400, 900)), (Way.TO_CLIENT, (3, 20, 80, 200, 400, 900))):
+    for way, places in (
+        (Direction.TO_TARGET, (0, 20, 60, 120, 400, 900)),
+        (Direction.TO_CLIENT, (3, 20, 80, 200, 400, 900)),
+    ):
         for place in places:
             with Proxy(prey.address) as proxy:
                 proxy.flip_bit(way, place)

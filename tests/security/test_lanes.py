@@ -30,7 +30,7 @@ from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
 from covey.runtime.members.node import Node
-from covey.testing.proxy import Proxy, Way
+from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages, proofs
 from covey.wire.seal import RECORD_LIMIT
 
@@ -99,13 +99,13 @@ def under_attack(
     return [list(pair) for pair in zip(*by_rank, strict=True)]
 
 
-def flip(way: Way, byte: int, bit: int = 0) -> Callable[[Proxy], None]:
+def flip(way: Direction, byte: int, bit: int = 0) -> Callable[[Proxy], None]:
     return lambda proxy: proxy.flip_bit(way, byte, bit)
 
 
 PLACES = [
-    *((Way.TO_TARGET, CLAIM + at) for at in (0, 1, 3, 4, 40, 70, 90, 1000, 100_000, 200_000)),
-    *((Way.TO_CLIENT, GREETED + at) for at in (0, 2, 3, 4, 40, 70, 90, 1000, 100_000, 200_000)),
+    *((Direction.TO_TARGET, CLAIM + at) for at in (0, 1, 3, 4, 40, 70, 90, 1000, 100_000, 200_000)),
+    *((Direction.TO_CLIENT, GREETED + at) for at in (0, 2, 3, 4, 40, 70, 90, 1000, 100_000, 200_000)),
 ]
 
 
@@ -123,7 +123,12 @@ def test_a_flipped_bit_anywhere_in_a_lane_is_noticed_by_all_and_never_a_wrong_nu
 
 
 def test_a_lane_whose_greeting_is_altered_does_not_open(detour: Detour) -> None:
-    places = [(Way.TO_CLIENT, 5), (Way.TO_TARGET, 20), (Way.TO_TARGET, CLAIM - 1), (Way.TO_CLIENT, GREETED - 1)]
+    places = [
+        (Direction.TO_CLIENT, 5),
+        (Direction.TO_TARGET, 20),
+        (Direction.TO_TARGET, CLAIM - 1),
+        (Direction.TO_CLIENT, GREETED - 1),
+    ]
     results = under_attack(detour, [flip(way, byte) for way, byte in places], timeout=PATIENCE)
     for place, pair in zip(places, results, strict=True):
         assert all("DeadlineError" in words or "PeerLostError" in words for words in pair), (place, pair)
@@ -146,7 +151,7 @@ def test_a_lane_that_a_stranger_ends_is_a_lost_peer_at_once(detour: Detour, rese
 
 
 def test_a_truncated_lane_ends_both_sides(detour: Detour) -> None:
-    cuts = [(Way.TO_TARGET, CLAIM + at) for at in (0, 2, 50, 150_000)] + [(Way.TO_CLIENT, GREETED + 30)]
+    cuts = [(Direction.TO_TARGET, CLAIM + at) for at in (0, 2, 50, 150_000)] + [(Direction.TO_CLIENT, GREETED + 30)]
     results = under_attack(detour, [lambda proxy, cut=cut: proxy.truncate(*cut) for cut in cuts])  # type: ignore[misc]
     assert all(words for pair in results for words in pair), results
 
@@ -158,7 +163,11 @@ def test_records_repeated_or_put_in_between_are_noticed(detour: Detour) -> None:
 
     def rank_main(group: Group) -> list[str]:
         results = []
-        ways = [(Way.TO_TARGET, Way.TO_TARGET), (Way.TO_CLIENT, Way.TO_CLIENT), (Way.TO_TARGET, Way.TO_CLIENT)]
+        ways = [
+            (Direction.TO_TARGET, Direction.TO_TARGET),
+            (Direction.TO_CLIENT, Direction.TO_CLIENT),
+            (Direction.TO_TARGET, Direction.TO_CLIENT),
+        ]
         for number, (source, target) in enumerate(ways):
             part = group.split(0)
             if turn.wait() == 0:
@@ -169,7 +178,7 @@ def test_records_repeated_or_put_in_between_are_noticed(detour: Detour) -> None:
                 part.all_reduce(data)
                 assert data.tobytes() == expected(number).tobytes()
                 if turn.wait() == 0:
-                    begin = {Way.TO_TARGET: CLAIM, Way.TO_CLIENT: GREETED}[source]
+                    begin = {Direction.TO_TARGET: CLAIM, Direction.TO_CLIENT: GREETED}[source]
                     detour.proxy.inject(0, target, detour.proxy.recorded(0, source)[begin:])
                 turn.wait()
                 results.append(outcome(part, number))
@@ -188,7 +197,7 @@ def test_messages_through_altered_wires_are_right_or_errors(detour: Detour) -> N
         for byte in (0, 30, 1000, 2 * RECORD_LIMIT):
             part = group.split(0)
             if turn.wait() == 0:
-                way = Way.TO_TARGET
+                way = Direction.TO_TARGET
                 detour.fresh(lambda proxy, at=byte, way=way: proxy.flip_bit(way, CLAIM + at))  # type: ignore[misc]
             turn.wait()
             patience = PATIENCE if byte < 2 * RECORD_LIMIT else DEADLINE

@@ -34,14 +34,14 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
 from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
-from covey.proto.health import Vouch
+from covey.proto.health import ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.dial_limits import SOCKETS
-from covey.runtime.mesh.follower import HINTS_AT_ONCE
-from covey.runtime.mesh.node_links import LINKS_LIMIT
-from covey.runtime.mesh.reach import NOT_TRIED
-from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT
+from covey.runtime.peers.follower import HINTS_AT_ONCE
+from covey.runtime.peers.node_links import LINKS_LIMIT
+from covey.runtime.peers.reach import NOT_TRIED
+from covey.runtime.peers.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import door, formation, frame, messages
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def nonsense_formation(kind: Any, rng: random.Random, insider: Insider, prey: Vi
     ids = [insider.card.id, prey.node.card.id, rng.randbytes(32)]
     lives = [insider.card.life, prey.node.card.life, rng.randbytes(16)]
 
-    def member() -> formation.Member:
-        return formation.Member(rng.choice(ids), rng.choice(lives), "n" * rng.randrange(80), "host", b"")
+    def member() -> formation.FoundingMember:
+        return formation.FoundingMember(rng.choice(ids), rng.choice(lives), "n" * rng.randrange(80), "host", b"")
 
     def terms() -> formation.Terms:
         return formation.Terms("run", "program", rng.choice([None, 2]), 2, None, "1", "secure")
@@ -439,7 +439,7 @@ def test_a_keeper_is_believed_only_about_processes_that_named_it(monkeypatch: py
         assert node is not None
         address = ("127.0.0.1", node.card.contact.addresses[0].port)
         prey = Victim(cluster, None, node, address)  # type: ignore[arg-type]
-        death = messages.Vouch(((node.peers[Seat(1)].life, Vouch.EXITED),))
+        death = messages.Vouch(((node.peers[Seat(1)].life, ProcessState.EXITED),))
         try:
             for purpose, identity in (("keeper", stranger), ("candidate", stranger), ("visitor", named)):
                 with Insider(prey, identity, purpose=purpose) as liar:

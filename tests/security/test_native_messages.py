@@ -21,7 +21,7 @@ from tests.support.compiled import needs_native
 from tests.support.guarded import GuardedMemory
 from tests.support.waiting import DEADLINE
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import RemoteProtocolError
 from covey.net.lanes.ring import memory_bytes
 from covey.net.lanes.ring_socket import RingSocket
@@ -30,7 +30,7 @@ from covey.proto.message_link import LentStreams, MessageSizes
 from covey.runtime.messages.lending import short_sizes, unfinished_message
 from covey.runtime.messages.message_lane import MessageLane
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Victim:
         self.is_lent = False
         self.operation: Any = None
         """The message that was under way when the streams were taken back last."""
-        self.put(wire.encode(Header(wire.RESUME)))
+        self.put(wire.encode(MessageHeader(wire.RESUME)))
         self.lane.flush()
         self.read()
 
@@ -116,7 +116,7 @@ def victim() -> Iterator[Victim]:
 
 
 def eager(number: int, array: np.ndarray[Any, Any], tag: int = 3, **changed: Any) -> bytes:
-    header = Header(wire.EAGER, number, array.nbytes, tag, False, dtype_code(array.dtype), array.shape)
+    header = MessageHeader(wire.EAGER, number, array.nbytes, tag, False, dtype_code(array.dtype), array.shape)
     return wire.encode(header._replace(**changed)) + array.tobytes()
 
 
@@ -148,9 +148,9 @@ def test_a_message_that_is_as_it_should_be_passes(victim: Victim) -> None:
         eager(0, ARRAY)[:6] + bytes([33]) + eager(0, ARRAY)[7:],
         eager(0, ARRAY)[:5] + bytes([200]) + eager(0, ARRAY)[6:],
         b"\0" * 64,
-        wire.encode(Header(wire.ACK, payload_bytes=1)) + b"\0" * 64,
-        wire.encode(Header(wire.CREDIT, payload_bytes=1)) + b"\0" * 64,
-        wire.encode(Header(wire.RESUME)),
+        wire.encode(MessageHeader(wire.ACK, payload_bytes=1)) + b"\0" * 64,
+        wire.encode(MessageHeader(wire.CREDIT, payload_bytes=1)) + b"\0" * 64,
+        wire.encode(MessageHeader(wire.RESUME)),
     ],
 )
 def test_a_frame_that_cannot_be_is_left_to_python_which_refuses_it(victim: Victim, frame: bytes) -> None:
@@ -188,7 +188,7 @@ def test_any_bytes_are_messages_or_left_to_python(victim: Victim, seed: int) -> 
         array = np.frombuffer(
             rng.randbytes(8 * rng.randrange(1, 40)), rng.choice([d for d in DTYPES if d.kind in "iu"])
         )
-        frame = bytearray(eager(good, array) if rng.random() < 0.8 else wire.encode(Header(wire.ACK)))
+        frame = bytearray(eager(good, array) if rng.random() < 0.8 else wire.encode(MessageHeader(wire.ACK)))
         is_good = rng.random() < 0.7
         if not is_good:
             for _ in range(rng.choice([1, 1, 4])):
@@ -224,7 +224,7 @@ def rts(number: int = 0, array: np.ndarray[Any, Any] = LONG, **changed: Any) -> 
 
 
 def data(number: int, payload: bytes, **changed: Any) -> bytes:
-    return wire.encode(Header(wire.DATA, number, len(payload))._replace(**changed)) + payload
+    return wire.encode(MessageHeader(wire.DATA, number, len(payload))._replace(**changed)) + payload
 
 
 def test_a_long_message_that_is_as_it_should_be_passes(victim: Victim) -> None:
@@ -253,7 +253,7 @@ def test_a_long_message_that_is_as_it_should_be_passes(victim: Victim) -> None:
         data(0, b"x" * 10, payload_bytes=1 << 62),
         rts(0),
         rts(2),
-        wire.encode(Header(wire.CTS, 0, 6000)),
+        wire.encode(MessageHeader(wire.CTS, 0, 6000)),
         b"\0" * 64,
     ],
 )
@@ -300,10 +300,10 @@ def test_an_announcement_of_more_than_there_is_memory_for_is_left_to_python(vict
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.encode(Header(wire.CTS, 1, 6000)),
-        wire.encode(Header(wire.CTS, 0, 5999)),
-        wire.encode(Header(wire.CTS, 0, 6000))[:4] + b"\1" + wire.encode(Header(wire.CTS, 0, 6000))[5:],
-        wire.encode(Header(wire.ACK, payload_bytes=1 << 40)),
+        wire.encode(MessageHeader(wire.CTS, 1, 6000)),
+        wire.encode(MessageHeader(wire.CTS, 0, 5999)),
+        wire.encode(MessageHeader(wire.CTS, 0, 6000))[:4] + b"\1" + wire.encode(MessageHeader(wire.CTS, 0, 6000))[5:],
+        wire.encode(MessageHeader(wire.ACK, payload_bytes=1 << 40)),
         data(0, b"x"),
     ],
 )
@@ -325,7 +325,9 @@ def test_an_impossible_position_ends_a_long_message_that_waits(victim: Victim, w
     victim.lend()
     large = np.arange(CAPACITY, dtype=np.int16)
     is_sent = word == TAIL
-    victim.put(wire.encode(Header(wire.CTS, 0, large.nbytes)) if is_sent else rts() + data(0, b"x", payload_bytes=6000))
+    victim.put(
+        wire.encode(MessageHeader(wire.CTS, 0, large.nbytes)) if is_sent else rts() + data(0, b"x", payload_bytes=6000)
+    )
     began, base = time.monotonic(), victim.words[HEAD] if is_sent else victim.words[IN + HEAD]
 
     def write() -> None:
@@ -356,7 +358,7 @@ def test_a_peer_that_sleeps_is_woken_for_the_last_part_of_a_payload(victim: Vict
     small = np.arange(1100, dtype=np.int16)
     victim.words[READER_ASLEEP if does == "send" else IN + WRITER_ASLEEP] = 1
     if does == "send":
-        victim.put(wire.encode(Header(wire.CTS, 0, small.nbytes)))
+        victim.put(wire.encode(MessageHeader(wire.CTS, 0, small.nbytes)))
         assert type(victim.ring.short.send(small, 3, 0.0)) is tuple  # it is not acknowledged
     else:
         victim.put(rts(0, small) + data(0, small.tobytes()))
@@ -396,7 +398,7 @@ def test_any_bytes_are_pieces_or_left_to_python(victim: Victim, seed: int) -> No
             with contextlib.suppress(RemoteProtocolError, MemoryError):
                 victim.read()
             return
-        victim.put(wire.encode(Header(wire.CTS, number, rng.choice([0, array.nbytes]))))
+        victim.put(wire.encode(MessageHeader(wire.CTS, number, rng.choice([0, array.nbytes]))))
         sent = victim.ring.short.send(array, rng.randrange(9), 0.0)
         if sent is not True:
             assert type(sent) is tuple

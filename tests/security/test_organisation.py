@@ -14,8 +14,7 @@ from tests.support.authorities import Authority
 from tests.support.machines import end, heard, new_lab
 
 from covey.base.errors import ConfigError
-from covey.net.keys.organisation import Organisation
-from covey.net.keys.pem_files import PemFiles
+from covey.net.keys.organisation import Organisation, PemFiles
 from covey.wire import messages
 
 if TYPE_CHECKING:

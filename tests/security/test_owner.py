@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.attackers import BROKEN, Insider, Victim, new_cluster, until, victim
 
-from covey.net.keys import clusters, owner, rotation
+from covey.net.keys import clusters, owner
 from covey.wire import messages
 from covey.wire.owner import rotation_words
 from covey.wire.secret import ClusterSecret
@@ -53,7 +53,7 @@ class Owned:
     ) -> messages.NewSecret:
         after = replace(self.cluster, secret=new, serial=serial)
         receiver = recipient or self.prey.node.card.id
-        return rotation.sign(by or self.private, self.cluster, after, 600, receiver)
+        return owner.sign_secret(by or self.private, self.cluster, after, 600, receiver)
 
 
 @pytest.fixture

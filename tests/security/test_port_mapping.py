@@ -13,11 +13,11 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConnectError
-from covey.net import port_mapping, upnp
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
-from covey.net.port_mapping import ANSWERS_LIMIT, ask_gateway
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.net.router import port_mapping, upnp
+from covey.net.router.port_mapping import ANSWERS_LIMIT, ask_gateway
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.testing.gateway import GatewayThread
 from covey.wire.secret import ClusterSecret
 

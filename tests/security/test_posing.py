@@ -20,7 +20,6 @@ from tests.support.waiting import DEADLINE
 
 from covey.net.discovery.interfaces import usable_interfaces
 from covey.net.keys.identity import NodeIdentity
-from covey.proto.membership import Membership
 from covey.runtime.environment import ClusterOptions, LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 from covey.wire import membership, messages
@@ -39,12 +38,7 @@ def links_by_rank(group: Group) -> dict[int, bytes]:
     return {remote.seat: remote.card.id for remote in mesh.met.values() if remote.seat >= 0}
 
 
-@pytest.fixture(autouse=True)
-def _time_to_link_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give members whose links these tests cut more than the usual second, in which a busy machine may not dial."""
-    defaults = Membership.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "relink", SURVIVING.patience / 2)
+pytestmark = pytest.mark.usefixtures("links_are_awaited")
 
 
 def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_a_run_is_formed() -> None:

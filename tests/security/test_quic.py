@@ -19,10 +19,9 @@ from tests.io.test_quic_pump import KEY, Admitting
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.quic import pump as pumping
-from covey.net.quic.carrier import dial
-from covey.net.quic.certificates import QuicCredentials
-from covey.net.quic.first_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
+from covey.net.quic.carrier import QuicCredentials, dial
 from covey.net.quic.pump import UNPROVED_AT_ONCE, QuicPump
+from covey.net.quic.unknown_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.source_limits import SOURCE_BURST, SourceLimits
 from covey.testing import run_threads

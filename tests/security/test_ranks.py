@@ -18,8 +18,8 @@ import pytest
 from tests.support.hostile_ranks import HOSTILE, SIZE, attack
 from tests.support.waiting import DEADLINE
 
+from covey.base.arithmetic import dtype_code
 from covey.base.config import GroupConfig
-from covey.base.dtypes import dtype_code
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.base.numbers import Rank, Slot
 from covey.runtime.buffers import Operand, readable
@@ -28,7 +28,7 @@ from covey.runtime.group.internals import engine_of, issuer_of
 from covey.runtime.group.state_transfer import REQUEST, StateTransfer
 from covey.testing import run_threads
 from covey.wire import objects
-from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Entry, Manifest
+from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Manifest, ManifestEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,8 +209,8 @@ def test_a_value_of_another_type_than_asked_for_names_its_sender() -> None:
 # Manifests
 
 
-def entry(**changes: Any) -> Entry:
-    good = Entry(name="w", is_array=True, dtype_code=FLOAT64, shape=(3,), tags=bytes(16))
+def entry(**changes: Any) -> ManifestEntry:
+    good = ManifestEntry(name="w", is_array=True, dtype_code=FLOAT64, shape=(3,), tags=bytes(16))
     return replace(good, **changes)
 
 
@@ -233,7 +233,7 @@ MANIFESTS: dict[str, Manifest] = {
     "too many": Manifest(
         is_fresh=False,
         entries=tuple(
-            Entry(name=f"{n:x}".rjust(6, "0"), is_array=True, dtype_code=0, shape=(0,), tags=b"")
+            ManifestEntry(name=f"{n:x}".rjust(6, "0"), is_array=True, dtype_code=0, shape=(0,), tags=b"")
             for n in range(ENTRIES_LIMIT + 1)
         ),
     ),
@@ -384,7 +384,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
             messenger = engine_of(group).routing.messenger()
             messenger._opening.open(messenger, 0, time.monotonic() + DEADLINE)
             with messenger._lock:
-                header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
+                header = wire.MessageHeader(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
                 link = messenger._matcher.link(0)
                 link.push(header)
                 link._next_id += 1

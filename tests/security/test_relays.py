@@ -18,11 +18,11 @@ from covey.base.errors import AuthError
 from covey.base.version import __version__
 from covey.runtime.links import handshake
 from covey.runtime.links.relayed import receive_message, send_message
-from covey.runtime.mesh import better_ways, relay_registration
-from covey.runtime.mesh import dialer as dialer_module
-from covey.runtime.mesh import relays as relays_module
-from covey.runtime.mesh.follower import DialOutcome
-from covey.runtime.mesh.hints import HINTS_LIMIT
+from covey.runtime.peers import better_ways, relay_registration
+from covey.runtime.peers import dialer as dialer_module
+from covey.runtime.peers import relays as relays_module
+from covey.runtime.peers.follower import DialOutcome
+from covey.runtime.peers.hints import HINTS_LIMIT
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
 from covey.wire.frame import LENGTH, frame
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.peers.mesh import Mesh
     from covey.wire.relay import RelayMessage
 
 PATIENCE = 1.0

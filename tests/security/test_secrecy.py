@@ -24,7 +24,7 @@ from covey.base.errors import CoveyError
 from covey.net.keys import secret_sources
 from covey.net.keys.identity import NodeIdentity, id_text, node_name
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.testing.netns import Lan, require_namespaces
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret, encode_join_code

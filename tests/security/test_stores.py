@@ -137,7 +137,7 @@ def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
                 return answers
             together()
             count = client.ask(store.Add("count", 0), DEADLINE).number
-            known = client.ask(store.Check(("key",)), DEADLINE).number
+            known = client.ask(store.HasKeys(("key",)), DEADLINE).number
             together()
             return count, known
 

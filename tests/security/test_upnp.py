@@ -13,9 +13,9 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
-from covey.net import port_mapping, upnp
-from covey.net.port_mapping import ask_gateway
-from covey.net.upnp import FOUND_LIMIT, UpnpPort, read_http
+from covey.net.router import port_mapping, upnp
+from covey.net.router.port_mapping import ask_gateway
+from covey.net.router.upnp import FOUND_LIMIT, UpnpPort, read_http
 from covey.testing.gateway import GatewayThread
 from covey.wire.upnp import MOST_DOCUMENT_BYTES
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
     from covey.runtime.links.link import Link
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
+    from covey.runtime.views.generation import Generation
 
 LIAR = 2
 HONEST = (0, 1)

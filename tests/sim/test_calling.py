@@ -20,7 +20,7 @@ from tests.support.seeds import seeds
 from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
-from covey.proto.calling.effects import Ending
+from covey.proto.calling.effects import CallEnding
 from covey.proto.calling.incoming import IncomingCalls
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.turns import FairQueue, HandlerShares
@@ -219,7 +219,7 @@ def play(seed: int) -> None:
             world.after(chance.uniform(0, 0.5), lambda: cancel(caller, peer, number))
 
     def cancel(caller: int, peer: int, number: int) -> None:
-        world.cores[caller].outgoing.cancel(peer, number, Ending.CANCELLED)
+        world.cores[caller].outgoing.cancel(peer, number, CallEnding.CANCELLED)
         world.settle(caller)
 
     for _ in range(400):
@@ -237,8 +237,8 @@ def play(seed: int) -> None:
         if peer != victim and (peer, caller, number) in world.ran:
             assert world.answers[peer, caller, number] == 1, "a function ran, and its call has not one answer"
         outcome = world.outcomes[caller, peer, number]
-        if isinstance(outcome, Ending):
-            assert outcome is not Ending.LOST or peer == victim
+        if isinstance(outcome, CallEnding):
+            assert outcome is not CallEnding.LOST or peer == victim
             continue
         ran = world.ran[peer, caller, number]
         if size > MEMORY:
@@ -313,7 +313,7 @@ def after_their_deadlines() -> None:
         world.after(2.0 + number, lambda: world.call(0, 1, "echo", 0, 5.0))
     world.play()
     hung, served = outcomes_of(world, 0)[: HANDLERS - 2], outcomes_of(world, 0)[HANDLERS - 2 :]
-    assert [getattr(each, "kind", each) for each in hung] == [Ending.LATE] * (HANDLERS - 2)
+    assert [getattr(each, "kind", each) for each in hung] == [CallEnding.LATE] * (HANDLERS - 2)
     assert [type(each) for each in served] == [wire.CallResult] * 20
 
 

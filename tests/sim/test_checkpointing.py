@@ -10,7 +10,7 @@ import pytest
 from tests.support.seeds import batches
 
 from covey.proto import checkpointing
-from covey.proto.checkpointing import Begun, Checkpoint, Checkpointing, Ended, Named, Send
+from covey.proto.checkpointing import Begun, Checkpoint, CheckpointEnded, Checkpointing, Named, SendToMember
 from covey.wire import checkpoint as wire
 
 BATCH = 250
@@ -87,13 +87,13 @@ class World:
         member = self.members[seat]
         for effect in member.core.effects():
             match effect:
-                case Send(peer, message):
+                case SendToMember(peer, message):
                     if peer in self.members:
                         body = wire.encode_checkpoint(message)
                         self.links.setdefault((seat, peer), deque()).append((member.core._epoch, body))
                 case Begun(checkpoint):
                     member.begun.append(checkpoint.id)
-                case Ended(order, failed):
+                case CheckpointEnded(order, failed):
                     member.ended.append(order.id)
                     assert not failed or order.id.endswith("7")
                 case Named(name):

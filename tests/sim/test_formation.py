@@ -12,11 +12,20 @@ import pytest
 from tests.support.hash_seeds import printed_with_another_hash_seed
 from tests.support.seeds import batches
 
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
-from covey.proto.founders import rank_order
-from covey.wire.formation import Here, Member, Outcome, Propose, Standing, Terms, decode_formation, encode_formation
+from covey.proto.formation.joiners import rank_order
+from covey.wire.formation import (
+    FoundingMember,
+    Here,
+    Outcome,
+    Propose,
+    Standing,
+    Terms,
+    decode_formation,
+    encode_formation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +61,7 @@ class Play:
         """Plan everything from the seed."""
         self.seed, self.hard = seed, hard
         self.chance = chance = random.Random(seed)
-        self.world = World(
+        self.world = SimulatedWorld(
             seed,
             delay=chance.choice([0.002, 0.02, 0.1, 0.3]),
             loss=chance.choice([0.0, 0.05, 0.2, 0.4 if hard else 0.1]),
@@ -74,7 +83,7 @@ class Play:
         self.hosts = [chance.choice(["north", "south", "west"]) for _ in self.ids]
         self.names: dict[bytes, str] = {}
         self.lives: list[tuple[bytes, RecordedFormation]] = []
-        self.returned: list[tuple[Member, Formed]] = []
+        self.returned: list[tuple[FoundingMember, Formed]] = []
         self.dead: set[bytes] = set()
         self.proposals = 0
         spread = chance.choice([0.5, 5.0])
@@ -89,7 +98,7 @@ class Play:
         if id in self.world.nodes:
             return
         self.names[life] = name = "abcdefghi"[index] + "'" * sum(known == id for known, _ in self.lives)
-        me = Member(id, life, name, self.hosts[index], b"")
+        me = FoundingMember(id, life, name, self.hosts[index], b"")
         seeded = random.Random(self.chance.random())
         core = RecordedFormation(me, self.terms, seeded, self.world.now, settle=self.settle, patience=self.patience)
         core.on_proposal = self.on_proposal

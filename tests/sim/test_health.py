@@ -16,7 +16,18 @@ from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.proto import evidence, health
-from covey.proto.health import REPORT_EVERY, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
+from covey.proto.health import (
+    REPORT_EVERY,
+    Cause,
+    Dead,
+    Health,
+    PeerOpinion,
+    ProcessState,
+    SendPing,
+    Suspect,
+    Trust,
+    Unheard,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -127,14 +138,14 @@ class Ward:
         for other in self.others(actor):
             if (at := self.air.arrival(actor.host, other.host, self.now)) is not None:
                 self.at(at, self._call, other, "link_lost", actor.id)
-        self._keeper_sees(actor, Vouch.EXITED)
+        self._keeper_sees(actor, ProcessState.EXITED)
 
     def stop(self, index: int, seconds: float = math.inf) -> None:
         """SIGSTOP, and SIGCONT after a while."""
         actor = self.actors[index]
         actor.is_stopped = True
         self.hold(index, seconds)
-        self._keeper_sees(actor, Vouch.STOPPED)
+        self._keeper_sees(actor, ProcessState.STOPPED)
         if seconds < math.inf:
             self.at(self.now + seconds, self._goes_on, actor)
 
@@ -205,7 +216,7 @@ class Ward:
 
     def _perform(self, actor: Actor) -> None:
         for effect in actor.health.effects():
-            if type(effect) not in (Ping, Unheard):
+            if type(effect) not in (SendPing, Unheard):
                 self.log.append((self.now, actor.name, effect))
                 continue
             other = self.actors[effect.peer[0] - 97]
@@ -251,21 +262,21 @@ class Ward:
 
     def _vouch_on(self, actor: Actor) -> None:
         if not actor.is_gone:
-            self._say(actor, Vouch.STOPPED if actor.is_stopped else Vouch.BUSY)
+            self._say(actor, ProcessState.STOPPED if actor.is_stopped else ProcessState.BUSY)
             self.at(self.now + REPORT_EVERY, self._vouch_on, actor)
 
-    def _keeper_sees(self, actor: Actor, vouch: Vouch) -> None:
+    def _keeper_sees(self, actor: Actor, vouch: ProcessState) -> None:
         if self.has_keepers:
             self.at(self.now + self.chance.uniform(0, KEEPER_LOOKS_EVERY), self._say, actor, vouch)
 
-    def _say(self, actor: Actor, vouch: Vouch) -> None:
+    def _say(self, actor: Actor, vouch: ProcessState) -> None:
         for other in self.others(actor):
             if (at := self.air.arrival(actor.host, other.host, self.now)) is not None:
                 self.at(at, self._call, other, "vouched", actor.id, vouch)
 
     def _goes_on(self, actor: Actor) -> None:
         actor.is_stopped = False
-        self._keeper_sees(actor, Vouch.BUSY)
+        self._keeper_sees(actor, ProcessState.BUSY)
 
 
 def hosts(count: int) -> list[str]:
@@ -389,7 +400,9 @@ def test_a_cable_that_was_loose_for_three_seconds_kills_nobody(seed: int) -> Non
     ward.run(5.0)
     ward.unplug("h1", seconds=3.0)
     assert only(Dead, ward.run(20.0)) == []
-    assert all(one.health.standing(other.id) is Standing.TRUSTED for one in ward.actors for other in ward.others(one))
+    assert all(
+        one.health.standing(other.id) is PeerOpinion.TRUSTED for one in ward.actors for other in ward.others(one)
+    )
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -433,7 +446,7 @@ def test_a_node_that_was_suspended_accuses_nobody_and_is_well_again_to_the_other
     assert [entry for entry in ward.log if entry[1] == "a"] == [], ward.story()
     assert {what.peer for _, _, what in ward.log} == {b"a"}
     assert len(only(Dead, ward.log)) == (3 if seconds > 5 else 0)
-    assert all(other.health.standing(b"a") is Standing.TRUSTED for other in ward.actors[1:])
+    assert all(other.health.standing(b"a") is PeerOpinion.TRUSTED for other in ward.actors[1:])
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
@@ -471,7 +484,7 @@ def seldom_listening(seed: int) -> bool:
     for turn in range(60):
         ward.at(ward.now + 0.9 * turn, ward.hold, 0, 0.7)
     ward.run(53.0)
-    return ward.actors[0].health.standing(b"b") is not Standing.DEAD
+    return ward.actors[0].health.standing(b"b") is not PeerOpinion.DEAD
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[int], bool]]] = {

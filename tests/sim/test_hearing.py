@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.seeds import batches, seeds
 
-from covey.proto.hearing import PATIENCE, Hearing
+from covey.proto.call_inquiries import TESTIMONY_PATIENCE, Hearing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class Play:
         if not self.is_equal:
             odd, at = draw.choice(self.ranks), draw.randrange(len(common))
             odd.calls[at] = 4
-        self.slowest = draw.choice((0.0, 0.3, 0.3, 2 * PATIENCE))
+        self.slowest = draw.choice((0.0, 0.3, 0.3, 2 * TESTIMONY_PATIENCE))
         """How long the thread of an operation may take until it looks."""
         self.held_up = draw.choice(self.ranks) if draw.random() < 0.1 else None
         """A rank that is alive and looks at nothing."""
@@ -145,7 +145,7 @@ class Play:
         rank.core.looked(rank.log, rank.shown(self.now), self.now)
         if not rank.core.differs_at:
             self.tell_all(rank, self.hear_testimony, rank.log, rank.shown(self.now))
-            self.after(PATIENCE, self.tick, rank)
+            self.after(TESTIMONY_PATIENCE, self.tick, rank)
         self.decide(rank)
 
     def hear_testimony(self, rank: RankOf, source: int, calls: dict[int, int], found: list[tuple[int, int]]) -> None:
@@ -210,7 +210,9 @@ class Play:
             latest = max(rank.ended_at for rank in survivors) - self.killed_at
             assert latest <= NEWS + 2 * LINK + 1e-3, "a rank waits though all have testified"
         latest = max(rank.ended_at for rank in survivors) - self.killed_at
-        assert latest <= 0.3 + NEWS + self.slowest + 2 * LINK + PATIENCE + COMPARE, "a rank waits for too long"
+        assert latest <= 0.3 + NEWS + self.slowest + 2 * LINK + TESTIMONY_PATIENCE + COMPARE, (
+            "a rank waits for too long"
+        )
 
 
 @pytest.mark.parametrize("batch", batches(20))

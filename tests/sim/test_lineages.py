@@ -18,7 +18,7 @@ from covey.proto.formation import Formation
 from covey.proto.joining import Joining
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
-from covey.proto.membership.position import ViewPosition
+from covey.proto.membership.state import ViewPosition
 from covey.wire.membership import View
 
 

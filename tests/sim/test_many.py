@@ -18,14 +18,14 @@ from tests.sim.test_membership import perform as perform_views
 from tests.support.seeds import batches, seeds
 
 from covey.lab.resting import RestingWorld
-from covey.lab.world import SimulatedNode, World
+from covey.lab.world import SimulatedNode, SimulatedWorld
 from covey.proto.ballot import first_record
-from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
-from covey.proto.formation import Formation, announcer, deciding
-from covey.proto.founders import rank_order
-from covey.proto.membership import Membership, answerer
+from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, SendToNode
+from covey.proto.formation import Formation, joiners, proposals
+from covey.proto.formation.joiners import rank_order
+from covey.proto.membership import Membership, ballots
 from covey.proto.overlay import SPARSE, Overlay, Topology
-from covey.wire.formation import Member, Propose, Standing, Terms
+from covey.wire.formation import FoundingMember, Propose, Standing, Terms
 from covey.wire.membership import MemberKey, Pulse, Record, State, View
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ class CountedFormation(Formation):
 @pytest.mark.parametrize("seed", seeds(1))
 def test_hundreds_of_nodes_agree_on_a_run_in_a_few_messages_each(seed: int) -> None:
     chance, size = random.Random(seed), size_of(seed)
-    world, counted = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01])), Counter[type]()
+    world, counted = SimulatedWorld(seed, delay=0.02, loss=chance.choice([0.0, 0.01])), Counter[type]()
     terms = Terms("a run", "train.py", size, 2, None, "1", "auto")
     for number in range(size):
-        me = Member(chance.randbytes(32), chance.randbytes(16), f"n{number}", f"host {number % 9}", b"")
+        me = FoundingMember(chance.randbytes(32), chance.randbytes(16), f"n{number}", f"host {number % 9}", b"")
         core = CountedFormation(me, terms, random.Random(chance.random()), 0.0)
         core.counted = counted
         world.nodes[me.id] = SimulatedNode(me.id, me.life, core)
@@ -90,8 +90,8 @@ def test_formations_in_which_one_member_tells_all_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for hundreds of members, played with a few and all faults: that member is lost, cut off, or late."""
-    monkeypatch.setattr(deciding, "TELL_ALL", 2)
-    monkeypatch.setattr(announcer, "CROWD", 2)
+    monkeypatch.setattr(proposals, "TELL_ALL", 2)
+    monkeypatch.setattr(joiners, "CROWD", 2)
     plays = [perform(seed, hard=seed % 2 == 1) for seed in range(40 * batch, 40 * batch + 40)]
     assert sum(len(play.returned) for play in plays) > 80
     assert any(play.dead for play in plays)
@@ -102,7 +102,7 @@ def test_views_in_which_changes_are_told_together_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for hundreds of members, played with a few, all faults, and operations in several groups."""
-    monkeypatch.setattr(answerer, "CROWD", 1)
+    monkeypatch.setattr(ballots, "CROWD", 1)
     totals = sum((perform_views(seed).count() for seed in range(60 * batch, 60 * batch + 60)), Counter[str]())
     assert totals["views"] > 20, totals
     assert totals["operations that returned"] > 300, totals
@@ -142,7 +142,7 @@ class ViewMember:
         while effects := self.core.effects():
             for effect in effects:
                 match effect:
-                    case Send(peer, message):
+                    case SendToNode(peer, message):
                         sent.append((peer, message))
                     case Freeze(number):
                         self.core.frozen(number, [self.state], self.now)
@@ -155,7 +155,7 @@ class ViewMember:
 
 
 def start(
-    world: World, size: int, chance: random.Random, counted: Counter[type], *, has_keeper: bool = False
+    world: SimulatedWorld, size: int, chance: random.Random, counted: Counter[type], *, has_keeper: bool = False
 ) -> list[bytes]:
     """Add the members of a run to a world, all with links, and last the keeper; return their ids by rank."""
     keys = [MemberKey(chance.randbytes(32), chance.randbytes(16)) for _ in range(size)]
@@ -176,7 +176,7 @@ def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other
     """Members die in two waves, the second while the first is decided, and links between the others break."""
     chance, size = random.Random(seed), size_of(seed)
     counted = Counter[type]()
-    world = World(seed, delay=0.02, loss=chance.choice([0.0, 0.01]), notice=0.3)
+    world = SimulatedWorld(seed, delay=0.02, loss=chance.choice([0.0, 0.01]), notice=0.3)
     ids = start(world, size, chance, counted, has_keeper=has_keeper)
     living = lose_many(world, ids, chance)
     for _ in range(chance.randint(0, 20)):
@@ -187,7 +187,9 @@ def test_hundreds_of_members_go_on_without_those_that_are_lost_and_lose_no_other
     assert sum(counted.values()) - counted[Pulse] < 60 * size * len(views)
 
 
-def lose_many(world: World, ids: list[bytes], chance: random.Random, *, with_leader: bool = False) -> tuple[int, ...]:
+def lose_many(
+    world: SimulatedWorld, ids: list[bytes], chance: random.Random, *, with_leader: bool = False
+) -> tuple[int, ...]:
     """Crash members in two waves, half of them silently; return the ranks of the others."""
     size, first = len(ids), world.nodes[ids[0]].core
     assert isinstance(first, ViewMember)
@@ -202,7 +204,7 @@ def lose_many(world: World, ids: list[bytes], chance: random.Random, *, with_lea
     return tuple(rank for rank in range(size) if rank not in set(lost))
 
 
-def agreed_views(world: World, ids: list[bytes], living: tuple[int, ...]) -> dict[int, View]:
+def agreed_views(world: SimulatedWorld, ids: list[bytes], living: tuple[int, ...]) -> dict[int, View]:
     """Wait for the view of exactly the living members; return all views, which have lost no living one."""
     began_at = world.now
     members: list[Any] = [world.nodes[ids[rank]].core for rank in living]
@@ -224,7 +226,7 @@ class AwakeLinks:
     """The links that members keep awake: with their neighbours in an overlay, and with the leader."""
 
     def __init__(self, topology: Topology) -> None:
-        self.world: World | None = None
+        self.world: SimulatedWorld | None = None
         self.ids: list[bytes] = []
         self._topology = topology
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.seeds import batches, seeds
 
-from covey.proto import parting
-from covey.proto.parting import Parting
+from covey.proto import call_inquiries
+from covey.proto.call_inquiries import Parting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH = 400
-PROMPT = parting.PAUSES.most + 0.3
+PROMPT = call_inquiries.ASK_PAUSES.most + 0.3
 """Seconds in which a rank knows that the others have called its last operation: a pause, a question and an answer."""
 SENDS, SUM = (2, 3, 4), 1
 """Fingerprints of operations: of three in which a rank only sends, and of one in which it hears from all."""
@@ -296,7 +296,7 @@ class WaitsForTheDead(Parting):
         pass
 
     def tick(self, now: float) -> None:
-        self._until = now + parting.PATIENCE
+        self._until = now + call_inquiries.PARTING_PATIENCE
         super().tick(now)
 
 

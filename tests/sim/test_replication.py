@@ -16,7 +16,7 @@ from tests.support.linearizability import Operation, State, is_linearizable
 from tests.support.seeds import batches, seeds
 
 from covey.proto import replication, store_copy
-from covey.proto.replication import Answered, Numbers, Replica, Send
+from covey.proto.replication import Answered, Numbers, Replica, SendToReplica
 from covey.proto.store_copy import RUN_STORE
 from covey.wire import store as wire
 
@@ -41,8 +41,8 @@ class World:
         self._make, self._in_two_steps = replica, in_two_steps
         self.now = 0
         self.replicas: dict[int, Replica] = {}
-        self.links: dict[tuple[int, int], deque[Send]] = {}
-        self.late: list[tuple[tuple[int, int], Send]] = []
+        self.links: dict[tuple[int, int], deque[SendToReplica]] = {}
+        self.late: list[tuple[tuple[int, int], SendToReplica]] = []
         """Messages on links that were replaced: they arrive in their order of each link, at any time."""
         self.dead: set[tuple[int, int]] = set()
         """From and to: links that are broken, and whose sender has not noticed it."""
@@ -162,7 +162,7 @@ class World:
                 assert body == effect.body
                 self.links.setdefault((process, effect.peer), deque()).append(effect)
 
-    def _hear(self, pair: tuple[int, int], sent: Send) -> None:
+    def _hear(self, pair: tuple[int, int], sent: SendToReplica) -> None:
         self.replicas[pair[1]].heard(pair[0], sent.store, sent.number, sent.body)
         self._perform(pair[1])
 

@@ -1,6 +1,6 @@
 """Runs whose links rest: most members do not notice that another one crashes or is cut off before they send to it.
 
-A failing seed prints its story; `python -m covey.lab.resting_churn --seed N` tells it again.
+A failing seed prints its story; `python -m covey.lab.resting --seed N` tells it again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from tests.support.plays import performed
 from tests.support.seeds import batches, seeds
 
 from covey.lab.invariants import BrokenError
-from covey.lab.resting import RestingWorld
-from covey.lab.resting_churn import RestingPlay, play_of
-from covey.proto.membership import answerer
-from covey.proto.membership.position import ViewPosition
+from covey.lab.resting import RestingPlay, RestingWorld, play_of
+from covey.proto.membership import ballots
+from covey.proto.membership.state import ViewPosition
 
 
 def perform(seed: int) -> RestingPlay:
@@ -38,7 +37,7 @@ def test_fifty_runs_whose_links_rest_keep_the_invariants(batch: int) -> None:
 @pytest.mark.parametrize("batch", seeds(1))
 def test_so_do_those_in_which_changes_are_told_together(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules for hundreds of members, in which links rest, played with a few and all faults."""
-    monkeypatch.setattr(answerer, "CROWD", 1)
+    monkeypatch.setattr(ballots, "CROWD", 1)
     for seed in range(30 * batch, 30 * batch + 30):
         perform(100_000 + seed)
 

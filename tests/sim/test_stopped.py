@@ -12,7 +12,7 @@ from tests.support.seeds import seeds
 from covey.lab.churn import Play
 from covey.lab.invariants import BrokenError
 from covey.lab.workers import Worker
-from covey.proto import keeping
+from covey.proto import keeper
 from covey.proto.health import STOPPED_SILENCE
 from covey.wire.membership import Decided
 
@@ -61,7 +61,7 @@ class StoppedHost(Play):
         exited = [rank for rank, id in enumerate(self.ids) if id in self.crashed]
         stopped = [self.ids.index(id) for id, at in self.stopped_at.items() if world.now >= at + STOPPED_SILENCE]
         stays = [rank for rank in core.view.ranks if rank not in core.leaving]
-        lost = keeping.lost_ranks(exited, stopped, stays)
+        lost = keeper.lost_ranks(exited, stopped, stays)
         for rank in sorted(lost ^ self.lost):
             self._judge(self.keeper or b"", self.ids[rank], rank in lost, True)
         self.lost = lost
@@ -82,7 +82,7 @@ def test_a_run_does_not_end_while_a_process_that_stays_exists() -> None:
 
 
 def test_a_keeper_that_gives_up_every_stopped_process_is_caught() -> None:
-    with mock.patch.object(keeping, "lost_ranks", lambda exited, stopped, _stays: {*exited, *stopped}):
+    with mock.patch.object(keeper, "lost_ranks", lambda exited, stopped, _stays: {*exited, *stopped}):
         for seed in range(400):
             try:
                 StoppedHost(seed).perform()

@@ -13,8 +13,8 @@ from covey.lab.churn import PATIENCE, RELINK, Play
 from covey.lab.invariants import BrokenError
 from covey.lab.workers import Worker
 from covey.proto.changes import Excluded
-from covey.proto.membership.proposer import Proposer
-from covey.proto.presence import Presence
+from covey.proto.membership.ballots import Proposer
+from covey.proto.membership.state import Presence
 from covey.wire.membership import Trouble
 
 EVERY = 0.5

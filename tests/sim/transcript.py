@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.lab import lineages
 from covey.lab.lineages import Disk, EndedNotice, FoundedNotice, SimulatedProcess, Story, ViewNotice
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.wire.formation import Answer, Here, Outcome, Phase, Propose, Standing, Terms
 from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Refuse, Seated, Trouble, View
 
@@ -37,7 +37,7 @@ SIZED, OPEN = (
 )
 
 
-class RecordingWorld(World):
+class RecordingWorld(SimulatedWorld):
     """A world that records what arrives, and how nodes change."""
 
     def __init__(self, script: Script) -> None:

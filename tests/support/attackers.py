@@ -26,10 +26,10 @@ from covey.net.keys.tls import Credentials
 from covey.runtime import loop as control
 from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.joining.cluster_join import join_run
+from covey.runtime.joining.joiner import Joiner
 from covey.runtime.joining.request import JoinTarget
 from covey.runtime.members.node import Node
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.joiner import Joiner
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.testing.proxy import Proxy
 from covey.wire import door, frame, messages
 from covey.wire.formation import Terms
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.peers.endpoint import Endpoint
+    from covey.runtime.peers.mesh import Mesh
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")

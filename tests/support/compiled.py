@@ -14,7 +14,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
-from covey.runtime.members.lanes import Lanes
+from covey.runtime.lanes.lanes import Lanes
 
 if TYPE_CHECKING:
     from covey.runtime.members.node import Node

@@ -62,9 +62,10 @@ _EDITS: Final = {
 def build(folder: Path, *, requires: bool = False, oldest: int = 3) -> Path:
     """Write a later release into a folder; return what a program puts on PYTHONPATH to use it.
 
-    It speaks protocol `oldest` to 4, and with `requires` only with processes that know its feature.
+    It speaks protocol `oldest` to 4, and with `requires` only with processes that know its feature. Modules that are
+    not edited bring their bytecode: it counts as long as the time of the source is the same.
     """
-    shutil.copytree(_SOURCE, folder / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_SOURCE, folder / "covey", ignore=shutil.ignore_patterns("native"))
     for name, edits in _EDITS.items():
         _edit(folder / "covey" / name, edits)
     versions = folder / "covey" / "wire" / "versions.py"

@@ -23,7 +23,7 @@ from covey.runtime.collectives.native_executor import (
     WRONG_HEADER,
     native_reduction,
 )
-from covey.wire.header import PREFIX, Header
+from covey.wire.header import PREFIX, TransferHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def transfers(sizes: Sequence[int], dtype: np.dtype[Any] | None = None, *, seed:
     """Return the transfers of one plan, in bytes; with a dtype, their receiver reduces them."""
     made = []
     for move, nbytes in enumerate(sizes):
-        header = Header(0, 0, 0, 0, 0, 7, 0, SEQUENCE, move, nbytes).pack()
+        header = TransferHeader(0, 0, 0, 0, 0, 7, 0, SEQUENCE, move, nbytes).pack()
         if dtype is not None and dtype.kind == "c":  # any bits would do, but a sum with zero keeps only numbers
             payload = np.random.default_rng([seed, move, nbytes]).standard_normal(nbytes // 8).view(np.uint8)
         else:
@@ -108,7 +108,7 @@ class NativeEnd:
         if self._is_started:
             reason = runner.resume(stall_ns)
         else:
-            prefix = Header(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: PREFIX.size]
+            prefix = TransferHeader(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: PREFIX.size]
             how = (self._reduction, 1, prefix, SEQUENCE, None, False, 0, 0, stall_ns)
             elements = [buffer.view(f"V{self._itemsize}") for buffer in self._buffers]
             reason = runner.start(self._plan, elements, *how)

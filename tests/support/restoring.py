@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.proto.transferring import elect
+from covey.proto.restore import elect
 from covey.runtime.group import restore as restoring
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.internals import issuer_of

@@ -17,7 +17,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.runtime.joining.request import JoinRequest, JoinTarget
-from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.group.group import Group
+    from covey.runtime.joining.joiner import Joiner
     from covey.runtime.members.node import Node
-    from covey.runtime.mesh.endpoint import Endpoint
-    from covey.runtime.mesh.joiner import Joiner
+    from covey.runtime.peers.endpoint import Endpoint
 
 SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=40.0)
 """A member that is silent is waited for for half of it: longer than a machine stands still. A member that was cut off
@@ -206,6 +206,6 @@ def say(group: Group, rank: int, message: messages.Control) -> None:
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
     """What a joiner tells of itself."""
     card = insider.card
-    member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
+    member = formation.FoundingMember(card.id, card.life, "insider", card.contact.host, b"")
     values: dict[str, Any] = {"phase": formation.Phase.JOINING}
     return messages.Forming(messages.encode(formation.Here(terms, member, hears, **(values | fields))))

@@ -110,7 +110,7 @@ def beyond_gloo(rank: int, size: int, store: str) -> None:
     assert half.tolist() == [sum(everyone) / size] * 3
 
     with raises(TypeError, "mean"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
     if size > 1:
         with raises(covey.ConfigError, "cannot be divided"):
             dist.group.WORLD.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))

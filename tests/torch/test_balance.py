@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.torch.training.balance import Pace, by_speed, even
+from covey.torch.training.sampler import Pace, by_speed, even
 
 SPEEDS = st.lists(st.floats(1e-6, 1e9) | st.sampled_from([0.0, math.nan, math.inf]), min_size=1, max_size=12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
@@ -186,9 +187,15 @@ def converge(rank: int) -> float:
 # The tests
 
 
-@pytest.fixture(scope="module", params=["covey", "gloo"])
+@functools.cache
+def results_on(backend: str) -> list[dict[str, Any]]:
+    return run_torch_ranks(SIZE, every_hook, backend)
+
+
+@pytest.fixture(params=["covey", "gloo"])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_torch_ranks(SIZE, every_hook, request.param)
+    """What the ranks found. Not of the module: in a random order pytest would make it anew whenever the backend changes."""
+    return results_on(request.param)
 
 
 def test_unequal_batches_are_trained_on_as_one_process_trains_on_all_of_them(results: list[dict[str, Any]]) -> None:

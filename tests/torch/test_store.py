@@ -27,7 +27,7 @@ from covey.runtime import loop as control
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
-from covey.runtime.members.store import StoreClient
+from covey.runtime.state.store import StoreClient
 from covey.torch.backend.store import CoveyStore, open_store
 from covey.wire import messages
 from covey.wire import store as wire

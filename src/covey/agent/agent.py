@@ -9,13 +9,13 @@ from covey.agent.link_transport import LinkTransport
 from covey.agent.requests import CALL_BYTES
 from covey.agent.service import AgentService
 from covey.base.config import GroupConfig, ports_from
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
 from covey.runtime.keeper.member_relay import MemberRelay
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.mesh import Mesh
+from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import Mesh
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
     from covey.runtime.calls.transport import CallListener
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.peers.endpoint import Endpoint
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 CALL_SECONDS: Final = 30.0
 

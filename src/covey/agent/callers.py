@@ -16,11 +16,11 @@ from covey.base.errors import AuthError, CallRefusedError, ConfigError, ConnectE
 from covey.net.keys.identity import ensure_identity, id_text, machine_name
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
+from covey.wire.call_values import Signature
 from covey.wire.machine import machine_of
-from covey.wire.signatures import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from covey.net.keys.trust import TrustedMachine
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.calls.work import CallWork
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.peers.visit import Visit
 
 SEARCH_SECONDS: Final = 2.0
 """How long to look for all agents."""

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from covey.agent.paths import PathSet
-from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES
+from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, PathSet
 from covey.agent.snapshot import FILES_LIMIT, FOLDER_BYTES, FOLDER_FLAGS, folder_below
 from covey.base.errors import ConfigError
-from covey.net.home import private_folder, read_private, write_private
+from covey.net.host.folders import private_folder, read_private, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.agent.jobs import environment
 from covey.agent.requests import CHUNK_BYTES
 from covey.base.errors import ConfigError
-from covey.net.home import private_folder
+from covey.net.host.folders import private_folder
 from covey.runtime.processes import Children, OutputTail
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from covey.agent.requests import JobReport
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.pace import Bucket
-from covey.net.home import private_folder
+from covey.net.host.folders import private_folder
 from covey.runtime.keeper.keeper import TERM_GRACE
 from covey.runtime.keeper.supervisor import SIGNAL_GRACE
 from covey.runtime.processes import Children, exit_status

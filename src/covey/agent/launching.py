@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from covey.agent.callers import RestartedError
 from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
-from covey.agent.shares import Ended, Printed, Said
+from covey.agent.shares import Printed, Said, ShareEnded
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.runtime.backoff import Backoff
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.agent.callers import AgentCaller
     from covey.agent.shares import Report
     from covey.agent.snapshot import Snapshot
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 T = TypeVar("T")
 
@@ -73,22 +73,22 @@ class AgentShare:
                         report(Printed(stream, data))
                     offset = batch.next
                     if batch.code is not None:
-                        report(Ended(batch.code))
+                        report(ShareEnded(batch.code))
                         return
                 raise ConnectError("the output ended early")
             except ConnectError as error:
                 if tries.is_over:
-                    report(Ended(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s", is_lost=True))
+                    report(ShareEnded(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s", is_lost=True))
                     return
                 if not tries.failures:
                     report(Said("the agent is lost; trying to reach it again"))
                 tries.failed(error)
                 time.sleep(tries.pause)
             except RestartedError as error:
-                report(Ended(1, str(error), is_lost=True))
+                report(ShareEnded(1, str(error), is_lost=True))
                 return
             except CoveyError as error:
-                report(Ended(1, str(error)))
+                report(ShareEnded(1, str(error)))
                 return
 
     def send_signal(self, signum: int) -> None:

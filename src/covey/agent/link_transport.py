@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.links.link import Link
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 SESSIONS_LIMIT: Final = 256
 SESSIONS_PER_LINK: Final = 4

@@ -1,31 +1,38 @@
 """What a terminal shows of programs on several machines: whole lines, each with its machine and rank; and log files.
 
-`covey run` on each machine has put the prefix before each line, as in `[north 3] step 100`.
+`covey run` on each machine has put the prefix before each line, as in `[north 3] step 100`. `read_output` reads the
+output that agents have kept, for `covey logs`.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import select
 import sys
+import threading
 from typing import TYPE_CHECKING, Final
 
+from covey.base.errors import CoveyError
 from covey.runtime.keeper.output import Cursor, HeldLine
 from covey.runtime.keeper.supervisor import INCOMPLETE_LOGS_CODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from covey.agent.callers import AgentCaller
+    from covey.agent.requests import OutputBatch
     from covey.runtime.keeper.rank_logs import RankLogs
 
 WRITE_WAIT_SECONDS: Final = 0.2
 _PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
-
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
 """Where a line of `covey run` itself begins."""
 _OWN: Final = re.compile(rb"^(?=[^\[\r\n])(?!covey: )", re.MULTILINE)
 """Where a line begins that no rank wrote: an error of `covey run`, of ssh, or of the shell there."""
+BATCHES_LIMIT: Final = 8
+"""Batches of one machine that wait to be shown."""
 
 
 class Screen:
@@ -96,3 +103,57 @@ class Screen:
     def close(self) -> None:
         """Show nothing more: the terminal does not take it, and is left."""
         self._is_closed = {1: True, 2: True}
+
+
+def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: bool) -> None:
+    """Show what programs have written; `to_end`, also what they still write, until all have ended.
+
+    Raises:
+        CoveyError: an agent cannot be reached; the output of the others is shown first.
+    """
+    errors: list[CoveyError] = []
+    if to_end:
+        _read_together(programs, screen, errors)
+    else:
+        for agent, number in programs.items():
+            try:
+                for batch in agent.stream("follow", number, 0, False, False):
+                    _show(agent.name, batch, screen)
+            except CoveyError as error:
+                errors.append(error)
+            screen.ended(agent.name)
+    if errors:
+        raise errors[0]
+
+
+def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: list[CoveyError]) -> None:
+    batches: queue.Queue[tuple[AgentCaller, OutputBatch | CoveyError | None]] = queue.Queue(
+        BATCHES_LIMIT * len(programs)
+    )
+
+    def read(agent: AgentCaller, number: int) -> None:
+        try:
+            for batch in agent.stream("follow", number, 0, False, True):
+                batches.put((agent, batch))
+            batches.put((agent, None))
+        except CoveyError as error:
+            batches.put((agent, error))
+
+    for agent, number in programs.items():
+        threading.Thread(target=read, args=(agent, number), name="covey-logs", daemon=True).start()
+    left = len(programs)
+    while left:
+        agent, batch = batches.get()
+        if batch is None or isinstance(batch, CoveyError):
+            screen.ended(agent.name)
+            left -= 1
+            errors += [] if batch is None else [batch]
+        else:
+            _show(agent.name, batch, screen)
+
+
+def _show(machine: str, batch: OutputBatch, screen: Screen) -> None:
+    if batch.missing:
+        screen.note(f"{machine}: {batch.missing} bytes of output are no longer there")
+    for stream, data in batch.records:
+        screen.show(machine, stream, data)

@@ -29,9 +29,9 @@ from covey.agent.requests import (
 )
 from covey.base.errors import ConfigError
 from covey.base.numbers import Seat
-from covey.net.home import home, private_folder
+from covey.net.host.folders import home, private_folder
+from covey.net.host.locks import LockHolder
 from covey.net.keys.identity import node_name
-from covey.net.locks import LockHolder
 from covey.runtime.calls.caller import current_caller
 from covey.wire.machine import machine_of
 

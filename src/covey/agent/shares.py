@@ -39,7 +39,7 @@ class Printed(NamedTuple):
     data: bytes
 
 
-class Ended(NamedTuple):
+class ShareEnded(NamedTuple):
     """A program has ended."""
 
     code: int
@@ -55,7 +55,7 @@ class Said(NamedTuple):
     text: str
 
 
-Report = Printed | Ended | Said
+Report = Printed | ShareEnded | Said
 
 
 class Share(Protocol):
@@ -66,7 +66,7 @@ class Share(Protocol):
         """The machine."""
 
     def run(self, report: Callable[[Report], None]) -> None:
-        """Report until the program has ended; `Ended` comes last. On a thread of its own."""
+        """Report until the program has ended; `ShareEnded` comes last. On a thread of its own."""
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on. On a thread of its own."""
@@ -146,7 +146,7 @@ class SharedRun:
                         self._screen.show(share.name, stream, data)
                     case Said(text):
                         self._screen.note(f"{share.name}: {text}")
-                    case Ended():
+                    case ShareEnded():
                         self._screen.ended(share.name)
                         self._on_end(number, what)
 
@@ -164,7 +164,7 @@ class SharedRun:
                 typed = "Stopping… press Ctrl-C again to kill"
                 self._screen.note(typed if signum == signal.SIGINT else f"{signal_name(signum)}: stopping…")
 
-    def _on_end(self, number: int, ended: Ended) -> None:
+    def _on_end(self, number: int, ended: ShareEnded) -> None:
         code, why, is_lost = ended
         del self._alive[number]
         name = self._shares[number].name

@@ -2,7 +2,7 @@
 
 Nothing is sent before the whole folder was read, and what is sent is what was read: a file that changes later changes
 nothing. Never in a snapshot: covey's own folder, and what a link outside of the folder leads to. Only if a person names
-it: what may hold secrets (`agent.sensitive`).
+it: what may hold secrets (`agent.ignore`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, Self
 
-from covey.agent.ignore import FILE_NAME, IgnoreRules
-from covey.agent.paths import PathSet
-from covey.agent.requests import FileEntry
-from covey.agent.sensitive import HEAD_BYTES, PROFILE_MARKS, SensitiveRules, is_private_key
+from covey.agent.ignore import FILE_NAME, HEAD_BYTES, PROFILE_MARKS, IgnoreRules, SensitiveRules, is_private_key
+from covey.agent.requests import FileEntry, PathSet
 from covey.base.errors import ConfigError
-from covey.net.home import home_path
+from covey.net.host.folders import home_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

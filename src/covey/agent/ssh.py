@@ -14,7 +14,7 @@ import subprocess
 import threading
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from covey.agent.shares import Ended, Printed
+from covey.agent.shares import Printed, ShareEnded
 from covey.base.errors import ConfigError
 from covey.runtime import processes
 from covey.runtime.processes import Children
@@ -95,7 +95,7 @@ class SshShare:
                 pipe = subprocess.PIPE
                 child = children.start(self._argv, env=os.environ, is_bound=False, stdin=pipe, stdout=pipe, stderr=pipe)
             except ConfigError as error:
-                report(Ended(1, f"{error}; install ssh, or set COVEY_SSH"))
+                report(ShareEnded(1, f"{error}; install ssh, or set COVEY_SSH"))
                 return
             with self._lock:
                 self._input = child.process.stdin
@@ -112,7 +112,7 @@ class SshShare:
             with self._lock:
                 self._input = None
             code = processes.exit_status(child.code or 0)
-        report(Ended(code, self._explain(code)))
+        report(ShareEnded(code, self._explain(code)))
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on, through the input of ssh."""

@@ -1,6 +1,6 @@
-"""What `op=` does with each dtype: how two arrays are combined, and how the last two of a mean are.
+"""The element types that covey supports, with their codes on the wire, and what `op=` does with each of them.
 
-float16 and bfloat16 arrays are combined in float32 and rounded once per combination.
+A reduction says how two arrays are combined, and how the last two of a mean are.
 """
 
 from __future__ import annotations
@@ -9,16 +9,37 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 
+DTYPES: Final[tuple[np.dtype[Any], ...]] = tuple(
+    np.dtype(name)
+    for name in (
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        ml_dtypes.bfloat16,
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    )
+)
+"""Indexed by code. Codes are part of the wire format: only append."""
+BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 Array = np.ndarray[Any, np.dtype[Any]]
 Combine = Callable[..., Any]
-
 OPS: Final = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
-
 _UFUNCS: Final[dict[str, np.ufunc]] = {
     "sum": np.add,
     "mean": np.add,
@@ -29,6 +50,15 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
+
+
+def dtype_code(dtype: np.dtype[Any]) -> int:
+    """Return the wire code of `dtype`; raise TypeError if covey does not support it."""
+    code = _CODES.get(dtype)
+    if code is None:
+        hint = "; convert it to the native byte order" if dtype.newbyteorder("=") in _CODES else ""
+        raise TypeError(f"covey cannot move arrays of {dtype!r}{hint}. It moves {', '.join(d.name for d in DTYPES)}.")
+    return code
 
 
 class Reduction(NamedTuple):

@@ -1,7 +1,7 @@
 """Reads settings from variables, files and arguments; unknown names and invalid values are refused.
 
 Explicit arguments beat the environment, which beats the defaults. Nothing here reads the environment itself:
-callers pass the mapping, with the settings of covey.toml below it (`covey.net.settings_files`).
+callers pass the mapping, with the settings of covey.toml below it (`covey.net.host.settings_files`).
 """
 
 from __future__ import annotations

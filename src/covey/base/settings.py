@@ -423,6 +423,20 @@ _OTHERS: Final = (
         _MACHINE, "events", FilePath(), None, "A file to which losses and recoveries are appended, as JSON."
     ),
     _other(
+        _MACHINE, "reports", FilePath(), None,
+        "A file to which what programs report (`group.report`) is appended, as JSON.",
+    ),
+    _other(
+        _MACHINE, "tensorboard", FilePath(), None,
+        "A folder in which every rank that reports writes an event file of TensorBoard.",
+    ),
+    _other(
+        _MACHINE, "as", OneOf(("gloo",)), None,
+        "The backend of torch whose place covey takes: programs that ask torch for it by name get covey. "
+        "`covey.torch.replace` does the same from a program.",
+        option=Option(metavar="gloo"),
+    ),
+    _other(
         _MACHINE, "native", Flag(), True,
         "0: move data with Python instead of the compiled executor; `covey --version` shows which one is used.",
     ),

@@ -13,7 +13,7 @@ from covey.base.errors import ConfigError
 from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, named, spread, tell_result
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import confirm, say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import id_text, is_whole_id, machine_name, meant_ids, own_machine, resolve_id, short_id
 from covey.wire import messages
@@ -153,7 +153,7 @@ def _amend(
     """Change the list; `names` are what the machines that are approved now call themselves."""
     bound = {machine: machine_name(name, machine) for machine, name in names.items() if name}
     changed = charter.amend(found, private, lambda now: (now[0], allowed), bound)
-    audit.note(found.name, "list-changed", reason=headline)
+    audit_log.note(found.name, "list-changed", reason=headline)
     if not as_json:
         say(headline)
     obeying, others = spread(changed, quiet=as_json)

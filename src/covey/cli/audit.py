@@ -17,14 +17,14 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say
-from covey.net import audit_reader
-from covey.net.audit import EVENTS, TEXT_LIMIT
+from covey.net.audit import audit_reader
+from covey.net.audit.audit_log import EVENTS, TEXT_LIMIT
 from covey.net.keys.identity import short_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.net.audit import Entry
+    from covey.net.audit.audit_log import AuditEntry
 
 ENTRIES_CHECK_EVERY: Final = 0.25
 """How often `--follow` looks for new entries."""
@@ -82,7 +82,7 @@ class _Choice:
     def __init__(self, cluster: str | None, since: datetime | None, events: frozenset[str]) -> None:
         self._cluster, self._since, self._events = cluster, since, events
 
-    def takes(self, entry: Entry) -> bool:
+    def takes(self, entry: AuditEntry) -> bool:
         if self._cluster not in (None, entry.cluster) or (self._events and entry.event not in self._events):
             return False
         if self._since is None:
@@ -105,19 +105,19 @@ def _moment(text: str | None) -> datetime | None:
         raise ConfigError(f"--since {text!r} is no time; write 90s, 15m, 2h, 7d or 2026-01-31T12:00") from None
 
 
-def _print_lines(shown: Iterable[Entry], *, as_json: bool) -> None:
+def _print_lines(shown: Iterable[AuditEntry], *, as_json: bool) -> None:
     for entry in shown:
         print(json.dumps(msgspec.to_builtins(entry)) if as_json else "\t".join(map(_or_dash, _cells(entry))))
     sys.stdout.flush()
 
 
-def _print_table(shown: list[Entry]) -> None:
+def _print_table(shown: list[AuditEntry]) -> None:
     if not shown:
         return typer.echo("There is no such entry in the audit log of this machine.")
     typer.echo(table(_columns(shown), room()))
 
 
-def _columns(shown: list[Entry]) -> list[Column]:
+def _columns(shown: list[AuditEntry]) -> list[Column]:
     cells = zip(*map(_cells, shown), strict=True)
     return [
         Column(title, texts, leave_out=_LEFT_OUT.get(title, 0), wraps=title == "REASON")
@@ -125,7 +125,7 @@ def _columns(shown: list[Entry]) -> list[Column]:
     ]
 
 
-def _cells(entry: Entry) -> tuple[str, ...]:
+def _cells(entry: AuditEntry) -> tuple[str, ...]:
     """Return the cells of an entry, without control characters: the file may have been tampered with."""
     try:
         node = short_id(bytes.fromhex(entry.node))

@@ -12,18 +12,18 @@ from covey.base.errors import CoveyError
 from covey.base.pace import Growing
 from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import meant_ids, resolve_id, short_id
-from covey.net.settings_files import effective_environment
 from covey.runtime.backoff import Backoff
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 OBEY_SECONDS: Final = 5.0
 """How long running nodes may take to confirm a new charter."""

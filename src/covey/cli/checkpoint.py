@@ -14,7 +14,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.cli.runs import find_run, visiting_members
 from covey.cli.terminal import working
-from covey.net.local_runs import LocalRunFound
+from covey.net.host.runs import LocalRunFound
 from covey.wire import messages
 from covey.wire.checkpoint import check_order
 
@@ -103,7 +103,7 @@ def _asking(run: str, cluster: str | None, look: float) -> Iterator[Ask]:
     """Yield a function that asks a member of the run; it returns None if no answer came."""
     found = find_run(run, cluster)
     if isinstance(found, LocalRunFound):
-        from covey.runtime.mesh.local_visit import visiting_ranks
+        from covey.runtime.peers.local_visit import visiting_ranks
 
         with visiting_ranks(found) as ranks:
             yield lambda question: ranks.ask_one(question, RANKS_ANSWER_SECONDS)

@@ -11,7 +11,7 @@ import typer
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import clusters as files
 from covey.net.keys import owner
 
@@ -54,7 +54,7 @@ def _forget(name: str, *, yes: bool) -> None:
             f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
         )
     files.remove(name)
-    audit.note(name, "secret-removed")
+    audit_log.note(name, "secret-removed")
     typer.echo(f"This machine has left the cluster {name!r}.")
 
 

@@ -13,7 +13,7 @@ from covey.base.config import EffectiveSetting, effective_settings, refuse_unkno
 from covey.base.errors import ConfigError
 from covey.base.settings import FILE, SETTINGS, suggestion
 from covey.cli.layout import Column, room, table, wrap
-from covey.net.settings_files import settings_of_files
+from covey.net.host.settings_files import settings_of_files
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -10,7 +10,7 @@ import typer
 from covey.agent.snapshot import LEADS_OUT, OWN, SECRET
 from covey.base.text import printable
 from covey.cli.terminal import confirm, plural, say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import trust
 from covey.net.keys.identity import id_text
 
@@ -74,7 +74,7 @@ def ask_to_send(
         )
         trust.remember(cluster, {each.machine: each.name for each in first}, has_had_files=True)
         for each in found.new:
-            audit.note(cluster.name, "trusted", node=each.machine, name=each.name, reason="for files and programs")
+            audit_log.note(cluster.name, "trusted", node=each.machine, name=each.name, reason="for files and programs")
     return [*found.trusted, *found.new]
 
 

@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError, CoveyError, DeadlineError
 from covey.base.text import printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net.home import home
+from covey.net.host.folders import home
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
@@ -174,13 +174,13 @@ def _security(
 
     require_grpc()
     from covey.coordinator.security import choose_security
-    from covey.net.keys.pem_files import PemFiles
+    from covey.net.keys.organisation import PemFiles
 
     return choose_security(host, PemFiles.of(tls_ca, tls_cert, tls_key), ClusterOptions(cluster))
 
 
 def _sizes(size: int | None, min_size: int | None, max_size: int | None, settle: float) -> Sizes | None:
-    from covey.coordinator.checking import sizes
+    from covey.coordinator.requests import sizes
 
     if size is not None and (min_size, max_size) != (None, None):
         raise ConfigError("--size says exactly how many; --min-size and --max-size say how many at least and at most")

@@ -12,7 +12,7 @@ from covey.base.errors import ConfigError
 from covey.cli.charter import as_rows, label, machine_of, named, spread, tell_result
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import own_ids, resolve_id, short_id
 
@@ -61,7 +61,7 @@ def deny(
     name = names.get(node_id, "")
     if private is None:
         clusters.update(found.name, lambda now: replace(now, denied=now.denied | {node_id}))
-        audit.note(found.name, "denied", node=node_id, name=name, reason="on this machine")
+        audit_log.note(found.name, "denied", node=node_id, name=name, reason="on this machine")
         if as_json:
             return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
         return say(
@@ -70,7 +70,7 @@ def deny(
             "This stops mistakes, not an attacker with the cluster's secret: for that, run `covey secret rotate`."
         )
     changed = charter.amend(found, private, lambda now: (now[0] | {node_id}, now[1]))
-    audit.note(found.name, "denied", node=node_id, name=name, reason="in the whole cluster")
+    audit_log.note(found.name, "denied", node=node_id, name=name, reason="in the whole cluster")
     headline = (
         f"{label(node_id, names)} is denied in {found.name!r}.\n"
         "This stops mistakes, not an attacker with the cluster's secret: for that, run `covey secret rotate`, or let "
@@ -85,11 +85,11 @@ def _undo(found: Cluster, node_id: bytes, names: dict[bytes, str], private: Owne
         raise ConfigError(f"{label(node_id, names)} is not denied in {found.name!r}; see `covey deny --list`")
     if node_id in found.denied:
         clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
-        audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="on this machine")
+        audit_log.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="on this machine")
     if node_id in by_owner:
         key = private if private is not None else owner.require(found, "letting this node in again")
         changed = charter.amend(found, key, lambda now: (now[0] - {node_id}, now[1]))
-        audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="in the whole cluster")
+        audit_log.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="in the whole cluster")
         return _tell(changed, node_id, f"{label(node_id, names)} may be in {found.name!r} again.", as_json=as_json)
     if as_json:
         return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))

@@ -12,7 +12,7 @@ import typer
 from covey.base.errors import ConfigError
 from covey.cli.init import run_command
 from covey.cli.terminal import say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity
@@ -57,7 +57,7 @@ def enroll(
         denied = old.denied if old is not None else frozenset()  # denied nodes stay denied under a new key
         clusters.save(Cluster(secret, seeds, denied, owner, relays=relays))
         joined = "is now in"
-    audit.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
+    audit_log.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
     ensure_identity()
     say(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
     if clusters.default_name() != secret.name:

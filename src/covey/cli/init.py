@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import ipaddress
 import json
 import secrets
 import sys
@@ -12,19 +11,18 @@ from typing import Annotated, Final
 
 import typer
 
-from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_relays
 from covey.cli.terminal import say
-from covey.net import audit
+from covey.net.audit import audit_log
+from covey.net.discovery.own_seeds import current_seeds
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import ensure_identity
-from covey.net.settings_files import effective_environment
 from covey.wire.secret import (
     KEY_BYTES,
     MAX_RELAYS,
-    MAX_SEEDS,
     ClusterSecret,
     check_cluster_name,
     encode_join_code,
@@ -68,7 +66,12 @@ def init(
     if show:
         shown = clusters.find_saved(cluster)
         headline = f"The cluster {shown.name!r} has this join code:"
-        return _print_code(replace(shown, relays=relays or shown.relays), current_seeds(), headline, as_json=as_json)
+        return _print_code(
+            replace(shown, relays=relays or shown.relays),
+            current_seeds(effective_environment()),
+            headline,
+            as_json=as_json,
+        )
     name = check_cluster_name(cluster or DEFAULT_NAME)
     replaced = clusters.cluster_path(name).exists()
     if replaced and not force:
@@ -78,13 +81,13 @@ def init(
         )
     secret = _ask_passphrase(name) if passphrase else ClusterSecret(name, secrets.token_bytes(KEY_BYTES))
     denied = clusters.load(name).denied if replaced else frozenset()
-    seeds = current_seeds()  # raises if no interface is usable, before anything is changed
+    seeds = current_seeds(effective_environment())  # raises if no interface is usable, before anything is changed
     # A passphrase makes the same cluster on every machine, so no machine is its owner.
     made = Cluster(secret, denied=denied, owner=b"" if passphrase else owner.make(name), relays=relays)
     if passphrase:
         owner.forget(name)
     clusters.save(made)
-    audit.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
+    audit_log.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
     if replaced:
@@ -98,21 +101,6 @@ def _relays(text: str | None) -> tuple[str, ...]:
     if len(relays) > MAX_RELAYS:
         raise ConfigError(f"a join code holds at most {MAX_RELAYS} relays, not {len(relays)}")
     return relays
-
-
-def current_seeds() -> tuple[str, ...]:
-    """Return the addresses for a join code: where nodes of this machine listen, one address family per interface."""
-    from covey.net.discovery.interfaces import usable_interfaces
-
-    seeds: list[str] = []
-    env = effective_environment()
-    port = ports_from(env.get("COVEY_PORT", ""))[0]
-    for interface in usable_interfaces(env.get("COVEY_INTERFACES", "")):
-        ips = [ipaddress.ip_address(text) for text in interface.addresses]
-        ips = [ip for ip in ips if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
-        family = min((ip.version for ip in ips), default=4)
-        seeds += [f"[{ip}]:{port}" if family == 6 else f"{ip}:{port}" for ip in ips if ip.version == family]
-    return tuple(seeds[:MAX_SEEDS])
 
 
 def run_command(name: str) -> str:

@@ -10,7 +10,7 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.cli.ps import trusted_reports
 from covey.cli.terminal import working
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -29,8 +29,7 @@ def logs(
     Lines of one machine are in order; without -f, machines follow one another. Ctrl-C ends this command, not the run.
     """
     from covey.agent.callers import calling
-    from covey.agent.reading import read_output
-    from covey.agent.screen import Screen
+    from covey.agent.screen import Screen, read_output
 
     env = effective_environment()
     chosen = ClusterOptions(cluster).find(env)

@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "logs": "Show the output of a run that was started with `covey run --on`.",
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
+    "ui": "Show machines and runs in a browser.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
     "checkpoint": "Ask all ranks of a run to save a checkpoint.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
@@ -138,7 +139,7 @@ def _version(asked: bool) -> None:
             version = metadata.version("covey")
         except metadata.PackageNotFoundError:  # run from its source folder
             from covey.base.version import __version__ as version
-        from covey.net.native import describe_executor
+        from covey.net.host.machine import describe_executor
 
         typer.echo(f"covey {version}\nexecutor: {describe_executor()}")
         raise typer.Exit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import keyword
 import os
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -46,18 +47,23 @@ def command_of(request: Callable[..., _Request], name: str, then: Callable[[_Req
 
     @functools.wraps(then)
     def command(**given: Any) -> None:
-        chosen = {row.name: value for row in rows if (value := _text(given.pop(row.name))) is not None}
+        chosen = {row.name: value for row in rows if (value := _text(given.pop(_word(row)))) is not None}
         then(request(**given, settings=chosen))
 
     parameters = [_parameter(each.name, hints[each.name], each.default) for each in own]
     for row in rows:
         kind, default = (bool, False) if isinstance(row.kind, Flag) else (str | None, None)
         option = setting_option(row.name, heading=row.section)
-        parameters.append(_parameter(row.name, Annotated[kind, option], default))
+        parameters.append(_parameter(_word(row), Annotated[kind, option], default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}
     del command.__wrapped__
     return command
+
+
+def _word(row: Setting) -> str:
+    """Return the name of a setting as that of a parameter, which no keyword of Python may be."""
+    return f"{row.name}_" if keyword.iskeyword(row.name) else row.name
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -11,9 +11,9 @@ from covey.base.config import group_config
 from covey.base.errors import CoveyError
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say, working
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import trust
 from covey.net.keys.identity import id_text
-from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:

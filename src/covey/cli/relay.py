@@ -17,7 +17,7 @@ from covey.base.seeds import parse_relay
 from covey.base.setting_kinds import Rate
 from covey.base.settings import RELAY_PORT
 from covey.cli.terminal import plural, say
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 
 if TYPE_CHECKING:
     from covey.runtime.relaying.server import RelayCounts, RelayLimits

@@ -355,7 +355,7 @@ def share_of_run(
     """
     from covey.base.seeds import split_relays, split_seeds
     from covey.net.discovery.interfaces import parse_pattern
-    from covey.net.settings_files import effective_environment
+    from covey.net.host.settings_files import effective_environment
     from covey.runtime.keeper.service import ClusterKeeperService
 
     env = {**effective_environment(), **variables}

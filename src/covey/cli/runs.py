@@ -9,17 +9,17 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.base.text import listed, printable
 from covey.cli.terminal import working
-from covey.net.local_runs import find_local_run, local_runs
-from covey.net.settings_files import effective_environment
+from covey.net.host.runs import find_local_run, local_runs
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from covey.net.host.runs import LocalRunFound
     from covey.net.keys.clusters import Cluster
-    from covey.net.local_runs import LocalRunFound
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 RUN_NAME_SECONDS: Final = 5.0
 """How long nodes may take to tell which run they are in."""
@@ -65,7 +65,7 @@ def visiting_members(run: str, cluster: Cluster, wait: float) -> Iterator[Visite
     Raises:
         ConfigError: no node is in such a run.
     """
-    from covey.runtime.mesh.visit import visiting
+    from covey.runtime.peers.visit import visiting
 
     with visiting(cluster, group_config(effective_environment()), announce=False) as visit:
         with working(f"looking for nodes of {cluster.name} ..."):

@@ -13,23 +13,24 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.init import current_seeds, show_code
+from covey.cli.init import show_code
 from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
 from covey.cli.terminal import say, working
-from covey.net import audit
-from covey.net.keys import clusters, owner, rotation
+from covey.net.audit import audit_log
+from covey.net.discovery.own_seeds import current_seeds
+from covey.net.host.settings_files import effective_environment
+from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import GRACE, MAX_GRACE
 from covey.net.keys.identity import resolve_id, short_id
-from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.visit import visiting
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 from covey.wire.secret import MAX_RELAYS, encode_join_code
 
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 KEEP_SECONDS: Final = 15.0
 """How long a node may take to store the secret: it may wait for a file lock."""
@@ -123,10 +124,12 @@ def rotate(
         cards = _chosen([state.card for state in visit.members()], to)
         if not yes:
             _ask(old, cards)
-        new = rotation.rotate(old, grace)  # stored here first, so that it cannot be lost
-        audit.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
+        new = owner.rotate(old, grace)  # stored here first, so that it cannot be lost
+        audit_log.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
         with working("sending the new secret ...", quiet=as_json):
-            receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
+            receivers = _hand_out(
+                visit, [(card, owner.sign_secret(private, old, new, grace, card.id)) for card in cards]
+            )
     _report(new, receivers, as_json=as_json)
     raise typer.Exit(0 if all(receiver.has_stored for receiver in receivers) else 1)
 
@@ -174,7 +177,7 @@ def _hand_out(visit: Visit, signed: list[tuple[messages.Card, messages.NewSecret
 
 
 def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
-    seeds = current_seeds()
+    seeds = current_seeds(effective_environment())
     code = encode_join_code(new.secret, seeds, new.owner, new.relays[:MAX_RELAYS])
     if as_json:
         nodes = [

@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.cli.options import words_of
 from covey.cli.terminal import working
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     from covey.agent.shares import SharedRun
     from covey.agent.ssh import SshShare, parse_hosts, ssh_command
     from covey.runtime.keeper.rank_logs import RankLogs
-    from covey.runtime.mesh.visit import visiting
+    from covey.runtime.peers.visit import visiting
 
     hosts = parse_hosts(text, terms.processes or 1)
     logs = None if terms.log_dir is None else RankLogs(terms.log_dir)

@@ -12,7 +12,7 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError, DeadlineError
 from covey.cli.ps import trusted_reports
 from covey.cli.terminal import say, working
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:

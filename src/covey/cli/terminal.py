@@ -38,7 +38,7 @@ def is_lively(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-class Fitted:
+class FittedTable:
     """A table for rich that adapts to the available width."""
 
     def __init__(self, columns: Sequence[Column], title_style: str = "bold") -> None:

@@ -11,7 +11,7 @@ from covey.base.errors import ConfigError
 from covey.cli.charter import machine_of
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import confirm, say
-from covey.net import audit
+from covey.net.audit import audit_log
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import id_text, is_whole_id, machine_name, meant_ids, resolve_id, short_id, stored_machine
 
@@ -61,7 +61,7 @@ def trust_command(
         say(f"The machine that calls itself {name} has the id {id_text(machine)}.", err=True)
         confirm("Is that the id that `covey up` prints there?", yes=yes, refusal=f"the id of {label} is to be compared")
     trust.remember(found, {machine: name})
-    audit.note(found.name, "trusted", node=machine, name=name, reason="for files and programs")
+    audit_log.note(found.name, "trusted", node=machine, name=name, reason="for files and programs")
     say(f"{label} is trusted: files and programs may go there.")
 
 
@@ -102,7 +102,7 @@ def _undo(found: Cluster, node: str, book: dict[bytes, TrustedMachine]) -> None:
     if machine == stored_machine():
         raise ConfigError("this machine itself is always trusted")
     trust.forget(found, machine)
-    audit.note(found.name, "distrusted", node=machine, name=known.name)
+    audit_log.note(found.name, "distrusted", node=machine, name=known.name)
     if known.by_owner:
         assert found.charter is not None
         raise ConfigError(

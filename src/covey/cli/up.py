@@ -20,6 +20,7 @@ from covey.cli.charter import machine_of
 from covey.cli.options import RelayLimit, command_of, variables_of, words_of
 from covey.cli.relay import parse_relay_limit
 from covey.cli.terminal import say
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import (
     ensure_identity,
@@ -30,7 +31,6 @@ from covey.net.keys.identity import (
     own_machine,
     resolve_id,
 )
-from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.loop import LOOK_UP_EVERY
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ml_dtypes
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16
+from covey.base.arithmetic import BFLOAT16
 from covey.compress import compiled
 from covey.compress.codec import CHUNK
 from covey.compress.compiled import or_compiled

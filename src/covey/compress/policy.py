@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16
+from covey.base.arithmetic import BFLOAT16
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.compress.parsing import NONE, Compression, parse

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from covey.coordinator import coordinator_pb2 as pb
-from covey.coordinator.ranks import natural
-from covey.coordinator.records import CheckpointPhase
+from covey.coordinator.records import CheckpointPhase, natural
 
 if TYPE_CHECKING:
     from covey.coordinator.records import CheckpointRecord, ViewRecord

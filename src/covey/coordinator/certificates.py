@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from covey.net.keys.identity import ID_BYTES, machine_secret, sign_as_machine
-from covey.net.keys.pem_files import KeyAndCertificates
+from covey.net.keys.organisation import KeyAndCertificates
 from covey.wire.machine import certificate_words
 from covey.wire.owner import is_signed
 

@@ -19,8 +19,7 @@ from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, 
 from covey.base.text import printable
 from covey.coordinator import tls
 from covey.coordinator.extra import require_grpc
-from covey.coordinator.limits import ANSWER_BYTES
-from covey.coordinator.refusal import RefusalError
+from covey.coordinator.refusal import ANSWER_BYTES, RefusalError
 from covey.coordinator.security import CHARTER_KEY
 
 if TYPE_CHECKING:

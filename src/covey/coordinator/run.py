@@ -11,11 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from covey.coordinator.checkpoints import CheckpointList
-from covey.coordinator.limits import MAX_WORKERS
-from covey.coordinator.ranks import assign, choose
-from covey.coordinator.records import RunRecord, ViewRecord, WorkerRecord, WorkerState
-from covey.coordinator.refusal import Reason, RefusalError
+from covey.coordinator.records import CheckpointList, RunRecord, ViewRecord, WorkerRecord, WorkerState, assign, choose
+from covey.coordinator.refusal import MAX_WORKERS, Reason, RefusalError
 from covey.runtime.environment import is_loopback
 
 if TYPE_CHECKING:

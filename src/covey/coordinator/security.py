@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
 from covey.coordinator.certificates import SERVER_NAME, derived, key_of, local, machine_of, subject_of
 from covey.coordinator.refusal import Reason, RefusalError
+from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters
 from covey.net.keys.charter import is_news, keep, latest, machine_objection
-from covey.net.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions, is_loopback
 from covey.wire.messages import Charter, decode_control, encode
 
 if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
-    from covey.net.keys.pem_files import KeyAndCertificates, PemFiles
+    from covey.net.keys.organisation import KeyAndCertificates, PemFiles
     from covey.wire.secret import ClusterSecret
 
 CHARTER_KEY: Final = "covey-charter-bin"

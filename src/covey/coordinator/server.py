@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
-from covey.coordinator.limits import ANSWER_BYTES, MAX_CALLS, MESSAGE_BYTES
+from covey.coordinator.refusal import ANSWER_BYTES, MAX_CALLS, MESSAGE_BYTES
 from covey.coordinator.service import CoordinatorService
 from covey.coordinator.tls_front import TlsFront
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import grpc
 
 from covey.base.errors import ConfigError
-from covey.coordinator import answers, checking
+from covey.coordinator import answers, requests
 from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.coordinator_pb2_grpc import CoordinatorServicer
-from covey.coordinator.limits import MAX_RUNS
 from covey.coordinator.records import RunRecord
-from covey.coordinator.refusal import Reason, RefusalError
+from covey.coordinator.refusal import MAX_RUNS, Reason, RefusalError
 from covey.coordinator.run import CoordinatedRun
 from covey.coordinator.security import CHARTER_KEY
 
@@ -91,8 +90,8 @@ class CoordinatorService(CoordinatorServicer):
         try:
             identity = self._caller(context)
             self._heed(context)
-            asked = checking.registration(request, identity, self._sizes)
-            run = self._run_for(checking.name("run", name), asked.sizes)
+            asked = requests.registration(request, identity, self._sizes)
+            run = self._run_for(requests.name("run", name), asked.sizes)
             before = run.record.round
             run.register(asked, now=_now())
             earlier, self._streams[name, worker] = self._streams.get((name, worker)), wake
@@ -128,14 +127,14 @@ class CoordinatorService(CoordinatorServicer):
     @_refusing
     async def UnregisterWorker(self, request: pb.UnregisterWorkerRequest, caller: str) -> pb.UnregisterWorkerResponse:  # noqa: N802
         run = self._run(request.run)
-        run.unregister(request.worker_id, caller, request.life, checking.view(request), now=_now())
+        run.unregister(request.worker_id, caller, request.life, requests.view(request), now=_now())
         self._changed(run)
         return pb.UnregisterWorkerResponse()
 
     @_refusing
     async def Heartbeat(self, request: pb.HeartbeatRequest, caller: str) -> pb.HeartbeatResponse:  # noqa: N802
         run = self._run(request.run)
-        view = checking.view(request)
+        view = requests.view(request)
         worker = request.worker_id
         if run.hear(worker, caller, request.life, view, request.view.sequence, now=_now()):
             self._changed(run)
@@ -149,14 +148,14 @@ class CoordinatorService(CoordinatorServicer):
     @_refusing
     async def StartCheckpoint(self, request: pb.StartCheckpointRequest, caller: str) -> pb.Checkpoint:  # noqa: N802
         run = self._run(request.run)
-        started = run.checkpoints.start(checking.path(request.path), secrets.token_hex(8))
+        started = run.checkpoints.start(requests.path(request.path), secrets.token_hex(8))
         self._changed(run)
         return answers.checkpoint(started)
 
     @_refusing
     async def EndCheckpoint(self, request: pb.EndCheckpointRequest, caller: str) -> pb.Checkpoint:  # noqa: N802
         run = self._run(request.run)
-        error = checking.text("error", request.error)
+        error = requests.text("error", request.error)
         ended = run.end_checkpoint(request.worker_id, caller, request.life, request.id, error)
         self._changed(run)
         return answers.checkpoint(ended)

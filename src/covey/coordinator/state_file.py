@@ -11,9 +11,9 @@ import msgspec
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.coordinator.records import RunRecord
-from covey.net.descriptors import explain
-from covey.net.home import private_folder
-from covey.net.locks import try_lock
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import private_folder
+from covey.net.host.locks import try_lock
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from covey.net.keys.tls import readable_once
 if TYPE_CHECKING:
     import socket
 
-    from covey.net.keys.pem_files import KeyAndCertificates
+    from covey.net.keys.organisation import KeyAndCertificates
 
 PROTOCOL: Final = "h2"
 """What gRPC speaks inside TLS."""

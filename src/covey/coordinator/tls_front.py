@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.coordinator import tls
-from covey.coordinator.limits import MAX_CONNECTIONS, MAX_HANDSHAKES
-from covey.coordinator.refusal import Reason, RefusalError
-from covey.net.descriptors import explain, raise_limit
-from covey.net.temporary import temporary_folder, writing_to
+from covey.coordinator.refusal import MAX_CONNECTIONS, MAX_HANDSHAKES, Reason, RefusalError
+from covey.net.host.descriptors import explain, raise_limit
+from covey.net.host.folders import temporary_folder, writing_to
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay, spell
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
@@ -33,7 +32,7 @@ from covey.runtime.tasks import Tasks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.net.keys.pem_files import KeyAndCertificates
+    from covey.net.keys.organisation import KeyAndCertificates
 
 BACKLOG: Final = 1024
 """Connections that the kernel keeps until they are accepted: all workers of a run may come at once."""

@@ -14,7 +14,7 @@ from covey.base.config import check_timeout, from_argument, group_config
 from covey.base.errors import ClosedError, ConfigError
 from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import local_address_towards, rendezvous_folder
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions, LaunchedRank, is_loopback
 from covey.runtime.group.internals import checkpoint_state, engine_of
 
@@ -223,7 +223,7 @@ class WorkerNode:
         from covey.coordinator.security import choose_security
         from covey.coordinator.session import Session, WorkerTerms
         from covey.net.keys import secret_sources
-        from covey.net.keys.pem_files import PemFiles
+        from covey.net.keys.organisation import PemFiles
         from covey.runtime.joining.bootstrap import join_at
 
         config = self.config

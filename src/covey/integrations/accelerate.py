@@ -10,7 +10,7 @@ from covey.runtime.keeper.launch import launch as launch_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["launch", "prepare"]
+__all__ = ["launch", "prepare", "tracker"]
 
 
 def launch(fn: Callable[..., Any], *args: Any, num_processes: int, timeout: float | None = None) -> list[Any]:
@@ -32,6 +32,37 @@ def prepare(**options: Any) -> None:
     ready_group(**options)
     os.environ.setdefault("MASTER_ADDR", "unused")
     os.environ.setdefault("MASTER_PORT", "0")
+
+
+def tracker() -> Any:
+    """Return a tracker of Accelerate that reports what `accelerator.log` gets: `Accelerator(log_with=tracker())`.
+
+    Every rank reports, not only the first one. Call `prepare` before.
+    """
+    from accelerate.tracking import GeneralTracker
+
+    from covey.integrations.process_group import ready_group
+    from covey.runtime.group.internals import report_for_program
+
+    group = ready_group()
+
+    class CoveyTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate is not followed by mypy
+        """Passes values on to the group."""
+
+        name, requires_logging_directory, main_process_only = "covey", False, False
+
+        @property
+        def tracker(self) -> Any:
+            return group
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            """Do nothing: settings are no series."""
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            """Report the values that are numbers."""
+            report_for_program(group, step, values)
+
+    return CoveyTracker()
 
 
 def _call(group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

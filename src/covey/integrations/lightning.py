@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,12 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from covey.integrations.process_group import ready_group
+from covey.runtime.group.internals import report_for_program
 
 __all__ = ["CoveyStrategy"]
+
+LOGGED_EVERY: Final = 1.0
+"""How often what a module logs is reported."""
 
 
 class CoveyStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not followed by mypy
@@ -22,6 +27,20 @@ class CoveyStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not foll
 
     def __init__(self, **options: Any) -> None:
         super().__init__(process_group_backend="covey", cluster_environment=_CoveyEnvironment(), **options)
+        self._covey_group, self._report_at = ready_group(), 0.0
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
+        """Step the optimizer; then report the step, and once a second what the module has logged."""
+        result = super().optimizer_step(optimizer, closure, model, **options)
+        trainer, now = self.lightning_module.trainer, time.monotonic()
+        logged: dict[str, Any] = {}
+        if now >= self._report_at:
+            self._report_at = now + LOGGED_EVERY
+            logged = {
+                name: value.detach().item for name, value in trainer.callback_metrics.items() if value.numel() == 1
+            }
+        report_for_program(self._covey_group, int(trainer.global_step), logged)
+        return result
 
     @property
     def root_device(self) -> torch.device:

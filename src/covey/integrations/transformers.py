@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on covey: a callback that saves when the run asks for it, and stops all ranks together."""
+"""Hugging Face's Trainer on covey: a callback that saves when the run asks, stops all ranks together, and reports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from covey.base.errors import CoveyError
 from covey.base.pace import Growing
 from covey.integrations.process_group import ready_group
 from covey.runtime.backoff import Backoff
+from covey.runtime.group.internals import report_for_program
 
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
@@ -28,7 +29,7 @@ PAUSES: Final = Growing(0.1, 1.0)
 
 
 class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Saves a checkpoint of the Trainer when the run requests one, and stops the training after SIGTERM.
+    """Saves a checkpoint of the Trainer when the run requests one, stops the training after SIGTERM, and reports.
 
         callback = CoveyCallback()  # before the Trainer: it makes the process group
         trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
@@ -48,12 +49,17 @@ class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self._stop, daemon=True).start())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Ask the Trainer to save, or to stop, after this step."""
+        """Report the step; ask the Trainer to save, or to stop, after it."""
+        report_for_program(self.group, state.global_step, {})
         self._saving = self.group.checkpoint_pending
         if self._saving is not None:
             control.should_save = True
             control.should_training_stop = self._saving.path == STOP
         return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Report what the Trainer logs."""
+        report_for_program(self.group, state.global_step, logs or {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell the run that this rank has saved."""

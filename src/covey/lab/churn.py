@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.errors import CoveyError
 from covey.lab.invariants import BrokenError, End, Invariants, tell_ranks, tell_state, tell_view
 from covey.lab.workers import Bytes, Job, Token, Worker
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Quorum, QuorumLost
 from covey.proto.commit import Commit, Raised, Returned, Revoked
@@ -122,8 +122,8 @@ class Play:
             if chance.random() < self.giving_up / 2:
                 self.world.at(chance.uniform(0.0, 2.5), self._give_up, self.ids[chance.choice(ranks)], group)
 
-    def _make_world(self, **faults: Any) -> World:
-        return World(self.seed, **faults)
+    def _make_world(self, **faults: Any) -> SimulatedWorld:
+        return SimulatedWorld(self.seed, **faults)
 
     # Members
 

@@ -33,9 +33,9 @@ from covey.lab import lineages
 from covey.lab.fuzz.mutations import Mutator
 from covey.lab.fuzz.values import Maker, variants
 from covey.lab.invariants import BrokenError
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.proto.ballot import first_record
-from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, Send
+from covey.proto.changes import Excluded, Freeze, Installed, QuorumLost, SendToNode
 from covey.proto.membership import Membership
 from covey.wire import membership as wire
 from covey.wire.formation import Formation
@@ -72,7 +72,7 @@ class Mode(enum.Enum):
     ANYTHING = "anything"
 
 
-class HostileWorld(World):
+class HostileWorld(SimulatedWorld):
     """A world in which a message that breaks the protocol closes its link."""
 
     refused: Callable[[bytes, bytes, Any, RemoteProtocolError], None]
@@ -292,7 +292,7 @@ class HonestMember:
         while effects := self.core.effects():
             for effect in effects:
                 match effect:
-                    case Send(peer, message):
+                    case SendToNode(peer, message):
                         self._out.append((peer, message))
                     case Freeze(number):
                         self._returned += 1

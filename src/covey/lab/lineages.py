@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.lab.invariants import BrokenError
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.proto.ballot import first_record
-from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, Send
+from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, SendToNode
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
 from covey.proto.membership import Membership
-from covey.wire.formation import Here, Member, Phase, Terms
+from covey.wire.formation import FoundingMember, Here, Phase, Terms
 from covey.wire.lineage import Ending, Remembered
 from covey.wire.membership import Bound, MemberKey, Seated, Successor, View
 
@@ -72,7 +72,7 @@ class SimulatedProcess:
         self.id, self.disk = story.ids[index], story.disks[index]
         self.name = story.name(index)
         self._random = random.Random(story.chance.random())
-        member = Member(self.id, life, self.name, self.name, b"")
+        member = FoundingMember(self.id, life, self.name, self.name, b"")
         self.joining = Joining(
             member,
             story.terms,
@@ -204,7 +204,7 @@ class SimulatedProcess:
         for peer_id, life in self.links.items():
             core.link_up(peer_id, life, now)
         if generation:
-            names = tuple(Member(seat.id, seat.life, seat.id.hex()[:4], "", b"") for seat in self.seats)
+            names = tuple(FoundingMember(seat.id, seat.life, seat.id.hex()[:4], "", b"") for seat in self.seats)
             self.joining.entered(names, origin, generation, now)
         early, self.early = self.early, []
         for peer_id, message in early:
@@ -280,7 +280,7 @@ class SimulatedProcess:
 
     def _do(self, generation: int, core: Membership, effect: Any, now: float) -> None:
         match effect:
-            case Send(peer, message):
+            case SendToNode(peer, message):
                 self.story.said(message)
                 self._out.append((peer, ViewNotice(generation, message)))
             case Persist(record):
@@ -326,7 +326,7 @@ class SimulatedProcess:
 class Story:
     """The machines of one run, the faults, and what is known of the lineages of the run."""
 
-    worlds: type[World] = World
+    worlds: type[SimulatedWorld] = SimulatedWorld
     faults = ("crash", "crash", "partition", "partition", "long partition", "long partition", "flap", "stop")
 
     def __init__(self, seed: int, *, tell: bool = False) -> None:

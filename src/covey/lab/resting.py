@@ -1,15 +1,18 @@
-"""A simulated network whose links rest: two nodes close their connection while they have nothing to say to each other.
+"""Simulated runs whose idle links close: two nodes have no connection while they have nothing to say to each other.
 
-For the cores at both ends a resting link is up. A message over it *wakes* it: the sender dials, which takes a while,
-and its messages wait in order meanwhile. If no dial succeeds within a limit, the link is down for the sender, and only
-for it. So neither end notices that the other crashes, or is cut off, before it sends something.
+`python -m covey.lab.resting --seeds 10000` simulates whole runs that lose members on such a network.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any, cast
 
-from covey.lab.world import SimulatedLink, SimulatedNode, World, pair_of
+from covey.lab.churn import Play, main
+from covey.lab.world import SimulatedLink, SimulatedNode, SimulatedWorld, pair_of
+from covey.proto.changes import Quorum
+from covey.proto.overlay import Overlay, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -36,7 +39,7 @@ class RestingLink(SimulatedLink):
         return one if here is other else other
 
 
-class RestingWorld(World):
+class RestingWorld(SimulatedWorld):
     """A world in which a link rests once it is idle, unless one of its ends wants it awake.
 
     A link of which only one end has learned that it is down stays up for the other end, as a resting one, until that
@@ -228,3 +231,69 @@ class RestingWorld(World):
                     return
                 self._down(here, link.other_end(here), link)
         super()._dial(one, other)
+
+
+class RestingPlay(Play):
+    """One run whose links rest."""
+
+    world: RestingWorld
+    sizes = (3, 8)
+    topologies = ("kregular", "hypercube", "ring", "ring")
+    """A ring has a link from each member to the next one only: so most links of a few members rest, too."""
+
+    def _make_world(self, **faults: Any) -> RestingWorld:
+        chance = random.Random(f"rest {self.seed}")
+        self.topology = chance.choice(self.topologies)
+        self.rests_at_once = chance.random() < 0.9
+        self.voters_rest = chance.random() < 0.5
+        return RestingWorld(
+            self.seed,
+            wants_awake=self._wants_awake,
+            rest_after=chance.choice([0.05, 0.05, 0.3, 2.0]),
+            wake_within=chance.choice([0.5, 1.0, 3.0]),
+            dial=chance.choice([2 * faults["delay"], 0.3]),
+            streams_wake=chance.random() < 0.3,
+            **faults,
+        )
+
+    def _wants_awake(self, id: bytes) -> Collection[bytes]:
+        core = self.workers[id].core
+        rank, ranks = self.ids.index(id), core.view.ranks
+        if not self.voters_rest and not core.is_member:
+            return self.ids
+        if rank not in ranks:
+            return ()
+        if self.topology == "ring":
+            after = {ranks[(ranks.index(rank) + 1) % len(ranks)]}
+        else:
+            after = set(Overlay(cast("Topology", self.topology), len(self.ids), ranks).neighbours(rank))
+        leader = core.leader(self._clock(id))
+        return {self.ids[other] for other in after | {rank if leader is None else leader} if other != rank}
+
+    def _judge_all(self, id: bytes, is_dead: bool) -> None:
+        """Let only those judge a member that have an awake link with it: the others do not ping it."""
+        for judge in sorted(self.world.nodes):
+            if self.world.is_awake(judge, id):
+                self._judge(judge, id, is_dead)
+
+    def count(self) -> Counter[str]:
+        """Return what happened, in numbers."""
+        woken = {
+            "links that were woken": self.world.wakes - self.world.failed_wakes,
+            "links that could not be woken": self.world.failed_wakes,
+        }
+        return super().count() + Counter(woken)
+
+    def _introduce(self) -> None:
+        super()._introduce()
+        if self.rests_at_once:
+            self.world.rest()
+
+
+def play_of(seed: int) -> RestingPlay:
+    """Return the play of a seed: most are about a majority, some about lineages."""
+    return RestingPlay(seed, quorum=Quorum.ANY if seed % 8 == 7 else Quorum.MAJORITY)
+
+
+if __name__ == "__main__":
+    main(play_of, "resting")

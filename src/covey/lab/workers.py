@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, Send
-from covey.proto.commit import Commit, Raised, Returned, Revoked, Run
+from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, SendToNode
+from covey.proto.commit import Commit, Raised, Returned, Revoked, RunOperation
 
 if TYPE_CHECKING:
     import random
@@ -82,7 +82,7 @@ class Job:
         self.kept: tuple[int, ...] = ()
         """The input, until the operation has returned."""
         self.buffer: tuple[int, ...] = ()
-        self.run: Run | None = None
+        self.run: RunOperation | None = None
         """What is being executed."""
         self.taken: set[bool] = set()
         """Whether it has received the partial sum, and the result: each arrives once."""
@@ -109,7 +109,7 @@ class Job:
         """Whether it wants the group revoked, and no view knows of that."""
         return self.commit.gives_up and not self.commit.is_revoked
 
-    def start(self, now: float) -> Run | Raised | Revoked | None:
+    def start(self, now: float) -> RunOperation | Raised | Revoked | None:
         self.is_started, self.asked_at, self.started_at = True, now, now
         self.root = self.roots[self.commit.returned]
         self.kept = (self.commit.me,)
@@ -123,7 +123,7 @@ class Job:
         is_now = run is not None and (sequence, attempt) == (run.sequence, run.attempt)
         return Age.PRESENT if is_now else Age.FUTURE
 
-    def execute(self, run: Run) -> Returned | None:
+    def execute(self, run: RunOperation) -> Returned | None:
         """Begin an attempt, with the messages that arrived early for it."""
         self.run, self.buffer, self.taken, self.told, self.tokens = run, self.kept, set(), 0, {}
         ended = None
@@ -336,7 +336,7 @@ class Worker:
             for effect in self.core.effects():
                 again = True
                 match effect:
-                    case Send(peer, message):
+                    case SendToNode(peer, message):
                         self._out.append((peer, message))
                         self.watcher.said(self, message)
                     case Persist(record):
@@ -360,9 +360,9 @@ class Worker:
         if any(job.is_unheard for job in self.jobs.values()):
             self.core.disturbed(view.number, now)
 
-    def _follow(self, job: Job, outcome: Run | Returned | Raised | Revoked | None, now: float) -> None:
+    def _follow(self, job: Job, outcome: RunOperation | Returned | Raised | Revoked | None, now: float) -> None:
         """Carry out the outcome of an operation."""
-        if isinstance(outcome, Run):
+        if isinstance(outcome, RunOperation):
             job.started_at = now
             outcome = job.execute(outcome)
         self._out += [(self._ids[rank], message) for rank, message in job.out]

@@ -1,8 +1,8 @@
 """A simulated, unreliable network in virtual time, on which cores without I/O run.
 
-A `World` has one clock and one seeded source of randomness, so a run is a function of its seed. Nodes that can reach
-each other get links, with some delay; each end learns separately that a link is up or down. A message travels on the
-link it was sent on, in order, unless it is lost: at random, in a cut direction, or with its link. `reorder` and
+A `SimulatedWorld` has one clock and one seeded source of randomness, so a run is a function of its seed. Nodes that can
+reach each other get links, with some delay; each end learns separately that a link is up or down. A message travels on
+the link it was sent on, in order, unless it is lost: at random, in a cut direction, or with its link. `reorder` and
 `duplicate` add faults that no real link has. A node may crash, be stopped for a while, be slow, and have a wrong clock.
 """
 
@@ -59,7 +59,7 @@ class SimulatedLink:
         self.last_arrival = {(id, is_streamed): 0.0 for id in (one.id, other.id) for is_streamed in (False, True)}
 
 
-class World:
+class SimulatedWorld:
     """Nodes, the links between them, and the clock."""
 
     def __init__(

@@ -193,7 +193,53 @@ static PyObject *method_snapshot(PyObject *self, PyObject *unused)
                          (Py_ssize_t)(RECORDS * sizeof *recorder->records));
 }
 
+static bool is_running(const struct recorder *recorder)
+{
+    const struct record *last = &recorder->records[recorder->last % RECORDS];
+    return recorder->last != 0 && last->outcome == RUNNING;
+}
+
+/* The time in operations, that of the one in progress included. */
+static int64_t spent_ns(const struct recorder *recorder)
+{
+    int64_t ns = 0;
+    for (int operation = 0; operation < OPERATIONS; operation++)
+        ns += recorder->totals[operation].ns;
+    if (is_running(recorder))
+        ns += monotonic_ns() - recorder->records[recorder->last % RECORDS].begun_ns;
+    return ns;
+}
+
+/* progress() -> (the last sequence, its operation, when it began, when it ended or 0) */
+static PyObject *method_progress(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    const struct recorder *recorder = (const struct recorder *)self;
+    const struct record *last = &recorder->records[recorder->last % RECORDS];
+    return Py_BuildValue("(KiLL)", (unsigned long long)recorder->last, (int)last->operation, (long long)last->begun_ns,
+                         (long long)last->ended_ns);
+}
+
+/* spent() -> ns in operations, until now */
+static PyObject *method_spent(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(spent_ns((const struct recorder *)self));
+}
+
+/* traffic() -> as bytes: traffic by rank */
+static PyObject *method_traffic(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    const struct recorder *recorder = (const struct recorder *)self;
+    return PyBytes_FromStringAndSize((const char *)recorder->traffic,
+                                     (Py_ssize_t)(recorder->size * sizeof *recorder->traffic));
+}
+
 static PyMethodDef recorder_methods[] = {
+    {"progress", method_progress, METH_NOARGS, "Return how far the operations are; see recorder.py."},
+    {"spent", method_spent, METH_NOARGS, "Return the time in operations until now, in ns."},
+    {"traffic", method_traffic, METH_NOARGS, "Return the traffic by rank; see recorder.py."},
     {"begin", (PyCFunction)(void (*)(void))method_begin, METH_FASTCALL, "begin(sequence, operation)"},
     {"end", (PyCFunction)(void (*)(void))method_end, METH_FASTCALL, "end(view, has_failed), of the operation begun last."},
     {"snapshot", method_snapshot, METH_NOARGS, "Return the last sequence, traffic, totals and records; see recorder.py."},

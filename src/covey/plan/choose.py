@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
-from covey.plan import direct, doubling, ring, tree
+from covey.plan import direct, doubling, ring, trees
 from covey.plan.moves import placed
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def broadcast(
     """Return this rank's plan."""
     match _rooted(count * itemsize, algorithm, sizes):
         case "tree":
-            return tree.broadcast(rank, size, root, count)
+            return trees.broadcast(rank, size, root, count)
         case "ring":
             return ring.broadcast(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("broadcast", algorithm, ROOTED)
@@ -101,7 +101,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm
     """Return this rank's plan."""
     match _rooted(count * itemsize, algorithm, sizes):
         case "tree":
-            return tree.reduce(rank, size, root, count)
+            return trees.reduce(rank, size, root, count)
         case "ring":
             return ring.reduce(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("reduce", algorithm, ROOTED)

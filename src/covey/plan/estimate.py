@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from covey.plan.cost import TRANSFER_SECONDS, capacity, shared_links
-from covey.plan.levels import MOST_IN_STAR, divisions
 from covey.plan.order import hop_speeds
+from covey.plan.trees import MOST_IN_STAR, divisions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.plan.cost import Shared
-    from covey.plan.levels import Groups
     from covey.plan.network import Network
+    from covey.plan.trees import Groups
 
 
 def ring(network: Network, order: Sequence[int], weights: Sequence[int], nbytes: int, piece: int) -> float:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import fsum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.plan import choose, cost, doubling, estimate, halving, levels, order, ring, shares, trees
+from covey.plan import choose, cost, doubling, estimate, order, ring, shares, trees
 from covey.plan.moves import renamed
 from covey.plan.network import NEAR_SECONDS
 
@@ -139,7 +139,7 @@ def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, size
     slots = fitted.order or tuple(range(size))
     position = slots.index(rank)
     if _is_along_trees(fitted):
-        cells = levels.cells(size, fitted.groups, fitted.shares, count)
+        cells = trees.cells(size, fitted.groups, fitted.shares, count)
         return trees.all_reduce(rank, size, cells, max(1, PIECE_BYTES // itemsize))
     if fitted.algorithm == "ring" and fitted.shares:
         weights = [fitted.shares[slot] for slot in slots]
@@ -148,7 +148,7 @@ def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, size
     if fitted.algorithm == "doubling":
         return renamed(doubling.all_reduce(position, size, count), slots)
     if fitted.algorithm == "halving":
-        return renamed(halving.all_reduce(position, size, count), slots)
+        return renamed(doubling.halving_all_reduce(position, size, count), slots)
     lanes = "ring" if fitted.groups else "stream"
     return renamed(choose.all_reduce(position, size, count, itemsize, lanes, fitted.algorithm, sizes), slots)
 
@@ -204,7 +204,7 @@ def _others(network: Network) -> list[Candidate]:
         uneven = Fitted("ring", best, ring_shares(network, best), (), 0.0)
         found.append(Candidate(uneven, "the order with the fastest slowest hop; slow ranks finish more"))
     hosts, sites = _several(network.hosts), _several(network.sites)
-    if size <= levels.MOST_IN_STAR and not hosts:
+    if size <= trees.MOST_IN_STAR and not hosts:
         speeds = [min(network.up[slot], network.down[slot]) for slot in slots]
         found.append(Candidate(Fitted("direct", (), shares.owners(speeds), (), 0.0), "slow ranks finish less"))
     if not hosts and not sites and (served := _served(network)) is not None:
@@ -234,7 +234,7 @@ def ring_shares(network: Network, slots: tuple[int, ...]) -> tuple[int, ...]:
 def _level_shares(network: Network, groups: Groups) -> tuple[int, ...]:
     """Return shares with which the parts of each group finish together, as far as the links between them matter."""
     weights = [1.0] * len(network.hosts)
-    for parts in levels.divisions(len(network.hosts), groups):
+    for parts in trees.divisions(len(network.hosts), groups):
         for part, share in zip(parts, shares.owners([_speed(network, part) for part in parts]), strict=True):
             for slot in part:
                 weights[slot] *= share / shares.WHOLE

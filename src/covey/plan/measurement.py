@@ -1,25 +1,12 @@
-"""How ranks measure the links between them: which transfers, of how many bytes, when to stop, what follows. Pure.
-
-In round k every slot i sends to slot i + k and receives from slot i - k, so each rank sends one flow at a time and
-receives one. Receivers time what arrives. A pass is all rounds; the ranks exchange what they found after each one.
-
-A program must not feel it, and the speed that a link keeps up is what counts, not that of a burst. So a measurement is
-spread over operations, and in each it follows the transfers of the operation itself: these have used up what the
-slowest line lets pass in a burst, and have shown how much it carries in a second. Probes are sized by that: in all
-passes a rank sends at most as much as in one operation, and as the slowest line carries in MOST_SECONDS. The ranks
-agree on the time after each round, and leave the others to the next operation when the part of this one is spent.
-"""
+"""How ranks measure the links between them: which transfers, of how many bytes, when to stop, what follows. Pure."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Speeds = Sequence[Sequence[float]]
-    """Bytes per second by source and target."""
+from covey.plan.moves import Plan, Recv, Send
 
 PIECES: Final = 32
 """Into which a transfer is cut, so that its receiver can see how it goes on."""
@@ -53,6 +40,46 @@ MOST_ROUNDS: Final = 15
 """Among up to 16 ranks all pairs are measured. Among more, some: every pair has a lane of its own."""
 SLOWEST, FASTEST = 1e3, 1e12
 """Bytes per second. What a rank says beyond these is taken for them."""
+
+
+@lru_cache(maxsize=512)
+def rotation(rank: int, size: int, step: int, sent: int, received: int, pieces: int) -> Plan:
+    """Return this rank's plan to send `pieces` times `sent` elements to rank + step, and to receive from rank - step.
+
+    `received` is what rank - step sends each time. All pieces are of the beginning of buffer 0, and arrive in the
+    beginning of buffer 1. Every rank sends to one other rank, and receives from one.
+    """
+    target, source = (rank + step) % size, (rank - step) % size
+    return Plan((Send(target, 0, 0, sent),) * pieces, (Recv(source, 1, 0, received),) * pieces)
+
+
+@lru_cache(maxsize=64)
+def swaps(partner: int, times: int) -> Plan:
+    """Return a plan to swap one element with a partner, so many times in a row.
+
+    Elements go from buffer 0 to buffer 1. The next one is sent when that of the partner has arrived, so two swaps take
+    one round trip.
+    """
+    return Plan(
+        tuple(Send(partner, 0, 0, 1, after) for after in range(times)),
+        tuple(Recv(partner, 1, 0, 1) for _ in range(times)),
+    )
+
+
+def swap_rounds(size: int, most: int) -> list[int]:
+    """Return the rounds in which pairs swap, about `most` of them: in round k, rank i meets rank i xor k.
+
+    So each rank is in one pair at a time; a rank whose partner does not exist rests.
+    """
+    rounds = range(1, 1 << (size - 1).bit_length())
+    return list(rounds) if size - 1 <= most else [1 << bit for bit in range((size - 1).bit_length())]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Speeds = Sequence[Sequence[float]]
+    """Bytes per second by source and target."""
 
 
 def steps(size: int) -> list[int]:

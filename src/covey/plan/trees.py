@@ -1,23 +1,56 @@
-"""An all-reduce along trees: each range of the array has a tree of all ranks, with its owner as the root.
+"""Plans along trees.
 
-A rank combines what its children send with its own part, and sends it to its parent. The root's result goes down the
-same way. So every element is finished by one rank and copied to the others, and all ranks have the same bits. Rings,
-direct exchanges and plans in levels differ only in their trees.
-
-All transfers have one order, that of their keys, and every rank sends and receives in it. Each transfer depends on
-earlier ones only, so there is no deadlock on any lanes.
+`broadcast` and `reduce` use binomial trees: log2(size) rounds from or to a root, for small buffers. `all_reduce` has a
+tree of all ranks for each range of the array, with its owner as the root. `cells` and `divisions` make the trees of
+plans in levels: inside a host first, then inside a site, then across.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, pieces
+from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, divided, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ROOT: Final = -1
+MOST_IN_STAR: Final = 16
+"""Parts of a group up to which each sends to the owner directly. More of them form a chain that ends at the owner: it
+needs two lanes a rank instead of one to every other."""
+Groups = tuple[tuple[int, ...], ...]
+
+
+def broadcast(rank: int, size: int, root: int, count: int) -> Plan:
+    """Copy buffer 0 of `root` to all ranks; the child with the deepest subtree is served first."""
+    parent, children = _family(rank, size, root)
+    recvs = () if parent is None else (Recv(parent, 0, 0, count, STORE),)
+    return Plan(tuple(Send(child, 0, 0, count, len(recvs)) for child in reversed(children)), recvs)
+
+
+def reduce(rank: int, size: int, root: int, count: int) -> Plan:
+    """Reduce buffer 0 of all ranks into that of `root`; the child with the shallowest subtree is received first.
+
+    The buffers of inner ranks are overwritten with partial results.
+    """
+    parent, children = _family(rank, size, root)
+    closing = REDUCE | FINAL if parent is None else REDUCE
+    recvs = tuple(Recv(child, 0, 0, count, closing if child == children[-1] else REDUCE) for child in children)
+    return Plan(() if parent is None else (Send(parent, 0, 0, count, len(recvs)),), recvs)
+
+
+def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Return the parent (none for the root) and the children of `rank`, the deepest subtree last."""
+    position = (rank - root) % size
+    children = []
+    bit = 1
+    while not position & bit and bit < size:
+        if position + bit < size:
+            children.append((rank + bit) % size)
+        bit *= 2
+    return (None if position == 0 else (rank - bit) % size), children
 
 
 class Cell(NamedTuple):
@@ -112,3 +145,78 @@ def _heights(parents: tuple[int, ...]) -> list[int]:
             if not waiting[parent]:
                 ready.append(parent)
     return heights
+
+
+@lru_cache(maxsize=4)  # large for many slots, and used for all ranks of one plan at a time
+def cells(size: int, groups: Groups, shares: tuple[int, ...], count: int) -> tuple[Cell, ...]:
+    """Return the cells of an all-reduce of `count` elements among `size` slots; no `shares` are equal ones."""
+    weights = shares or (1,) * size
+    return tuple(
+        Cell(own.start, own.stop, tuple(own.parents.get(slot, ROOT) for slot in range(size)))
+        for own in _owned(_nested(tuple(range(size)), groups), weights, 0, count)
+    )
+
+
+def divisions(size: int, groups: Groups) -> list[tuple[tuple[int, ...], ...]]:
+    """Return for each group that is divided the slots of its parts, outer groups first."""
+    found = []
+    waiting = [_nested(tuple(range(size)), groups)]
+    while waiting:
+        part = waiting.pop(0)
+        if part.inside:
+            found.append(tuple(inner.slots for inner in part.inside))
+            waiting += part.inside
+    return found
+
+
+class _Part(NamedTuple):
+    """A group and the groups directly inside it; a slot is a group without any."""
+
+    slots: tuple[int, ...]
+    inside: tuple[_Part, ...]
+
+
+class _Owned(NamedTuple):
+    """A range of elements with its owner in a group, and the ways to it inside the group."""
+
+    start: int
+    stop: int
+    owner: int
+    parents: dict[int, int]
+
+
+def _nested(slots: tuple[int, ...], groups: Groups) -> _Part:
+    """Return the tree of groups below one that holds `slots`, in their order."""
+    if len(slots) == 1:
+        return _Part(slots, ())
+    within = [group for group in groups if len(group) < len(slots) and set(group) <= set(slots)]
+    outermost = [group for group in within if not any(set(group) < set(other) for other in within)]
+    grouped = {slot for group in outermost for slot in group}
+    outermost += [(slot,) for slot in slots if slot not in grouped]
+    outermost.sort(key=lambda group: slots.index(group[0]))
+    return _Part(slots, tuple(_nested(group, groups) for group in outermost))
+
+
+def _owned(part: _Part, weights: Sequence[int], start: int, stop: int) -> list[_Owned]:
+    """Divide a range among the owners of a group."""
+    if not part.inside:
+        return [_Owned(start, stop, part.slots[0], {})]
+    tables = [_owned(inner, weights, start, stop) for inner in part.inside]
+    sums = [sum(weights[slot] for slot in inner.slots) for inner in part.inside]
+    found = []
+    for begin, end in pairwise(sorted({start, stop, *(own.start for table in tables for own in table)})):
+        columns = [next(own for own in table if own.start <= begin and end <= own.stop) for table in tables]
+        below = {slot: parent for own in columns for slot, parent in own.parents.items()}
+        owners = [own.owner for own in columns]
+        for index, (first, last) in enumerate(divided(begin, end, sums)):
+            if first < last:
+                found.append(_Owned(first, last, owners[index], {**below, **_edges(owners, index)}))
+    return found
+
+
+def _edges(owners: list[int], index: int) -> dict[int, int]:
+    """Return the parent of every owner but the one at `index`, which is the group's."""
+    if len(owners) <= MOST_IN_STAR:
+        return {slot: owners[index] for slot in owners if slot != owners[index]}
+    chain = owners[index + 1 :] + owners[: index + 1]
+    return dict(pairwise(chain))

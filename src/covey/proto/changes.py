@@ -21,7 +21,7 @@ class Quorum(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToNode:
     """Send a message to this node, if there is a link."""
 
     peer: bytes
@@ -66,7 +66,7 @@ class Excluded:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QuorumAwaited:
     """The members that are heard are not a quorum; `QuorumLost` follows after so many seconds without one."""
 
     missing: tuple[int, ...]
@@ -84,4 +84,4 @@ class QuorumLost:
     tie_breaker: int
 
 
-Effect: TypeAlias = Send | Persist | Freeze | Installed | Excluded | Waiting | QuorumLost
+Effect: TypeAlias = SendToNode | Persist | Freeze | Installed | Excluded | QuorumAwaited | QuorumLost

@@ -54,7 +54,7 @@ class Checkpoint:
     """The number of operations after which it began, the same on all ranks."""
 
 
-class Send(NamedTuple):
+class SendToMember(NamedTuple):
     """Send a message to a member."""
 
     peer: int
@@ -67,7 +67,7 @@ class Begun(NamedTuple):
     checkpoint: Checkpoint
 
 
-class Ended(NamedTuple):
+class CheckpointEnded(NamedTuple):
     """A checkpoint is over on all members; `failed` are those that could not save it."""
 
     order: wire.CheckpointOrder
@@ -84,7 +84,7 @@ class LookAgain(NamedTuple):
     """Looks that wait may have an answer."""
 
 
-Effect = Send | Begun | Ended | Named | LookAgain
+Effect = SendToMember | Begun | CheckpointEnded | Named | LookAgain
 
 
 class Checkpointing:
@@ -245,7 +245,7 @@ class Checkpointing:
         if peer == self._me:
             self._mine.append(message)
         else:
-            self._effects.append(Send(peer, message))
+            self._effects.append(SendToMember(peer, message))
 
     def _deliver(self, now: float) -> None:
         """Take this member's messages to itself, and set the time of the next repetition."""
@@ -307,7 +307,7 @@ class Checkpointing:
         self._over = over
         if self._held is not None and self._held.id == over.order.id:
             self._hold(None)
-            self._effects.append(Ended(over.order, over.failed))
+            self._effects.append(CheckpointEnded(over.order, over.failed))
         if self._wanted is not None and self._wanted.id == over.order.id:
             self._name(over.order.id)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Run:
+class RunOperation:
     """Execute the operation among `live` from its saved input; nothing of an earlier attempt may be used."""
 
     sequence: int
@@ -87,8 +87,8 @@ LENT_PHASES = (_RUNNING, _COMPLETE)
 class Commit:
     """The operations of one group, one after another, at one member.
 
-    Ranks are those of view 0. The driver calls one method at a time. It executes what `Run` says and calls `completed`;
-    if that returns True, it runs the barrier and calls `passed`. It stops both before it calls `freeze`.
+    Ranks are those of view 0. The driver calls one method at a time. It executes what `RunOperation` says and calls
+    `completed`; if that returns True, it runs the barrier and calls `passed`. It stops both before it calls `freeze`.
     """
 
     __slots__ = (
@@ -135,7 +135,7 @@ class Commit:
         """Whether the group is over for good. Operations that ended on other ranks may still have to end here."""
         return self._revoked_at > 0
 
-    def start(self, root: int = -1) -> Run | Raised | Revoked | None:
+    def start(self, root: int = -1) -> RunOperation | Raised | Revoked | None:
         """Begin the next operation, and return what to do; None if frozen: then `install` returns it.
 
         Raises:
@@ -166,9 +166,9 @@ class Commit:
         """Whether the result of the operation in progress is here."""
         return self.phase is _COMPLETE
 
-    def resume(self) -> Run:
+    def resume(self) -> RunOperation:
         """Return what to do with an operation that other code has begun."""
-        return Run(self.returned + 1, self.attempt, self.live)
+        return RunOperation(self.returned + 1, self.attempt, self.live)
 
     def completed(self, attempt: int) -> bool:
         """Note that the whole result of this attempt is here, where no other rank writes; False if it is too late."""
@@ -224,7 +224,7 @@ class Commit:
             self.gives_up,
         )
 
-    def install(self, view: View) -> Run | Returned | Raised | Revoked | None:
+    def install(self, view: View) -> RunOperation | Returned | Raised | Revoked | None:
         """Do what a view says, and unfreeze; return what to do with the operation in progress, None if there is none.
 
         Raises:
@@ -264,7 +264,7 @@ class Commit:
     def _is_headless(self) -> bool:
         return self._root >= 0 and self._root not in self.live
 
-    def _begin(self) -> Run | Raised | Revoked:
+    def _begin(self) -> RunOperation | Raised | Revoked:
         # Operations that ended on other ranks before the revocation have raised if they do not return here. A rank that
         # starts another operation called it differently, and would wait for ever.
         if self._revoked_at and (self.returned + 1 >= self._revoked_at or not self._is_headless()):
@@ -273,7 +273,7 @@ class Commit:
         if self._is_headless():
             return self._raise()
         self.phase = _RUNNING
-        return Run(self.returned + 1, self.attempt, self.live)
+        return RunOperation(self.returned + 1, self.attempt, self.live)
 
     def _return(self, attempt: int, contributors: tuple[int, ...]) -> Returned:
         self.returned += 1

@@ -29,7 +29,7 @@ from covey.wire.formation import Answer, Outcome, Row, Standing
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from covey.wire.formation import Member
+    from covey.wire.formation import FoundingMember
     from covey.wire.versions import Versions
 
 
@@ -39,7 +39,7 @@ class Decision:
     def __init__(
         self,
         proposal: bytes,
-        members: tuple[Member, ...],
+        members: tuple[FoundingMember, ...],
         rank: int,
         answer: Answer,
         reason: str = "",

@@ -70,7 +70,7 @@ VOUCHED: Final = 300.0
 """Seconds of silence that a keeper's "alive, busy" explains; after that a process is taken to hang for good."""
 
 
-class Vouch(enum.IntEnum):
+class ProcessState(enum.IntEnum):
     """What a keeper reports about a process."""
 
     BUSY = 1
@@ -81,7 +81,7 @@ class Vouch(enum.IntEnum):
     """It has ended. A later life of the same node proves that too."""
 
 
-class Standing(enum.Enum):
+class PeerOpinion(enum.Enum):
     """This node's opinion of a peer."""
 
     TRUSTED = "trusted"
@@ -117,7 +117,7 @@ class PeerEvidence:
 
     def __init__(self, id: bytes, host: HostEvidence, now: float, silences: Silences) -> None:
         self.id, self.host, self._silences = id, host, silences
-        self.standing = Standing.TRUSTED
+        self.standing = PeerOpinion.TRUSTED
         self.cause = Cause.SILENT
         """Why it is not trusted, unless it is."""
         self.is_linked = self.is_unheard = self.is_resting = False

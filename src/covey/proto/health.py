@@ -37,9 +37,9 @@ from covey.proto.evidence import (
     Cause,
     HostEvidence,
     PeerEvidence,
+    PeerOpinion,
+    ProcessState,
     Silences,
-    Standing,
-    Vouch,
 )
 
 __all__ = [
@@ -54,13 +54,13 @@ __all__ = [
     "Dead",
     "Effect",
     "Health",
-    "Ping",
+    "PeerOpinion",
+    "ProcessState",
+    "SendPing",
     "Silences",
-    "Standing",
     "Suspect",
     "Trust",
     "Unheard",
-    "Vouch",
 ]
 
 BEAT: Final = 0.25
@@ -76,7 +76,7 @@ loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class SendPing:
     """Ping this peer, if it has a link, and report the round trip of the answer."""
 
     peer: bytes
@@ -117,7 +117,7 @@ class Dead:
     reason: str
 
 
-Effect: TypeAlias = Ping | Unheard | Suspect | Trust | Dead
+Effect: TypeAlias = SendPing | Unheard | Suspect | Trust | Dead
 
 
 class Health:
@@ -163,7 +163,7 @@ class Health:
         if peer is not None:
             peer.heard_at = peer.host.heard_at = now
             peer.is_unheard = False
-            if peer.standing is not Standing.TRUSTED:
+            if peer.standing is not PeerOpinion.TRUSTED:
                 self._reconsider(peer, now)
 
     def round_trip(self, peer_id: bytes, seconds: float) -> None:
@@ -174,7 +174,7 @@ class Health:
     def acknowledged(self, peer_id: bytes, at: float) -> None:
         """Note that the kernel of a peer's machine acknowledged bytes of its link, last `at` this time.
 
-        A driver that can ask its own kernel for this (TCP_INFO) reports it with every `Ping`: a host with one such
+        A driver that can ask its own kernel for this (TCP_INFO) reports it with every `SendPing`: a host with one such
         report is expected to give more.
         """
         if (peer := self._peers.get(peer_id)) is not None:
@@ -201,7 +201,7 @@ class Health:
             peer.is_linked = peer.is_resting = False
             self._suspect(peer, Cause.LINK_LOST, now)
 
-    def vouched(self, peer_id: bytes, vouch: Vouch, now: float) -> None:
+    def vouched(self, peer_id: bytes, vouch: ProcessState, now: float) -> None:
         """Take a keeper's report about a peer's process; expected every REPORT_EVERY, and at once after a change."""
         peer = self._peers.get(peer_id)
         if peer is None or peer.has_exited:
@@ -209,16 +209,16 @@ class Health:
         peer.host.gave_sign(now)
         self._look_by(now + self._silences.host_silence)
         match vouch:
-            case Vouch.BUSY:
+            case ProcessState.BUSY:
                 peer.vouched_at, peer.stopped_at, peer.has_keeper = now, None, True
-                if peer.standing is not Standing.TRUSTED:
+                if peer.standing is not PeerOpinion.TRUSTED:
                     self._reconsider(peer, now)
-            case Vouch.STOPPED if not peer.is_resting:
+            case ProcessState.STOPPED if not peer.is_resting:
                 if peer.stopped_at is None:
                     peer.stopped_at = now
                     self._look_by(now + STOPPED_SILENCE)
                 self._suspect(peer, Cause.STOPPED, now)
-            case Vouch.EXITED:
+            case ProcessState.EXITED:
                 self._give_up(peer, Cause.EXITED, now)
 
     def tick(self, now: float) -> None:
@@ -250,9 +250,9 @@ class Health:
 
     def is_suspected(self, peer_id: bytes) -> bool:
         """Tell whether a judged peer is not trusted now."""
-        return peer_id in self._peers and self._peers[peer_id].standing is not Standing.TRUSTED
+        return peer_id in self._peers and self._peers[peer_id].standing is not PeerOpinion.TRUSTED
 
-    def standing(self, peer_id: bytes) -> Standing:
+    def standing(self, peer_id: bytes) -> PeerOpinion:
         """Return the opinion of a judged peer."""
         return self._peers[peer_id].standing
 
@@ -260,7 +260,7 @@ class Health:
         """Describe the opinion of a peer, its cause, and what follows."""
         peer = self._peers[peer_id]
         link = peer.describe_link()
-        if peer.standing is Standing.TRUSTED:
+        if peer.standing is PeerOpinion.TRUSTED:
             busy = f", vouched for {now - peer.vouched_at:.1f} s ago" if peer.vouched_at > peer.heard_at else ""
             if peer.is_resting:
                 return "trusted: its link rests, and other members listen to it"
@@ -270,9 +270,9 @@ class Health:
             text += (
                 f"; last heard {now - peer.heard_at:.1f} s ago, its host {now - peer.host.heard_at:.1f} s ago; {link}"
             )
-        if peer.standing is Standing.SUSPECT:
+        if peer.standing is PeerOpinion.SUSPECT:
             text += f"; dead in {max(0.0, peer.end()[0] - now):.1f} s if nothing more is heard"
-        if len(self._peers) > 1 and all(other.standing is not Standing.TRUSTED for other in self._peers.values()):
+        if len(self._peers) > 1 and all(other.standing is not PeerOpinion.TRUSTED for other in self._peers.values()):
             text += "; no other peer is heard either: this machine may be cut off"
         return text
 
@@ -291,27 +291,27 @@ class Health:
             if now >= peer.ask_at:
                 self._ping(peer, now)
             again = peer.ask_at
-        if peer.standing is Standing.TRUSTED:
+        if peer.standing is PeerOpinion.TRUSTED:
             if now < (due := peer.alive_at + peer.patience):
                 return min(again, due)
             self._suspect(peer, Cause.SILENT, now)
-        elif peer.standing is Standing.SUSPECT and now >= peer.end()[0]:
+        elif peer.standing is PeerOpinion.SUSPECT and now >= peer.end()[0]:
             self._give_up(peer, peer.end()[1], now)
-        return min(again, peer.end()[0]) if peer.standing is Standing.SUSPECT else again
+        return min(again, peer.end()[0]) if peer.standing is PeerOpinion.SUSPECT else again
 
     def _ping(self, peer: PeerEvidence, now: float) -> None:
-        self._effects.append(Ping(peer.id))
+        self._effects.append(SendPing(peer.id))
         peer.pinged_at = now
 
     def _suspect(self, peer: PeerEvidence, cause: Cause, now: float) -> None:
-        if peer.standing is Standing.TRUSTED or (peer.standing is Standing.SUSPECT and cause > peer.cause):
-            peer.standing, peer.cause = Standing.SUSPECT, cause
+        if peer.standing is PeerOpinion.TRUSTED or (peer.standing is PeerOpinion.SUSPECT and cause > peer.cause):
+            peer.standing, peer.cause = PeerOpinion.SUSPECT, cause
             self._effects.append(Suspect(peer.id, cause, peer.why(cause, now)))
             self._look_by(now + self._silences.heartbeat)
 
     def _give_up(self, peer: PeerEvidence, cause: Cause, now: float) -> None:
-        was_dead = peer.standing is Standing.DEAD
-        peer.standing, peer.cause = Standing.DEAD, cause
+        was_dead = peer.standing is PeerOpinion.DEAD
+        peer.standing, peer.cause = PeerOpinion.DEAD, cause
         if not was_dead:
             self._effects.append(Dead(peer.id, cause, peer.why(cause, now)))
 
@@ -322,7 +322,7 @@ class Health:
         if now < peer.alive_at + peer.patience:
             if peer.cause is Cause.SILENT:
                 peer.distrust_link()
-            peer.standing = Standing.TRUSTED
+            peer.standing = PeerOpinion.TRUSTED
             self._effects.append(Trust(peer.id))
 
     def _forgive(self, seconds: float, now: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist
-from covey.proto.changes import Send as Vote
+from covey.proto.changes import SendToNode as Vote
 from covey.proto.formation import PATIENCE, SETTLE, Formation
 from covey.proto.lineages import Lineages
 from covey.proto.membership import PATIENCE as VIEW_PATIENCE
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.wire.formation import Formation as FormationMessage
-    from covey.wire.formation import Member, Terms
+    from covey.wire.formation import FoundingMember, Terms
     from covey.wire.lineage import Remembered
     from covey.wire.membership import Membership as Agreeing
     from covey.wire.membership import Record, View
@@ -74,7 +74,7 @@ class Agree:
 Effect: TypeAlias = Remember | Bind | Say | Agree
 
 
-def founding_record(members: Iterable[Member], lineage: bytes) -> Record:
+def founding_record(members: Iterable[FoundingMember], lineage: bytes) -> Record:
     """Return the record of a member of a run that this proposal founds."""
     members = tuple(members)
     tie_breaker = next((rank for rank, member in enumerate(members) if member.breaks_ties), 0)
@@ -97,7 +97,7 @@ class Joining:
 
     def __init__(
         self,
-        me: Member,
+        me: FoundingMember,
         terms: Terms,
         random: random.Random,
         now: float,
@@ -217,7 +217,7 @@ class Joining:
 
     def entered(
         self,
-        view: tuple[Member, ...],
+        view: tuple[FoundingMember, ...],
         lineage: bytes,
         generation: int,
         now: float,

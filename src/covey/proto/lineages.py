@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from covey.wire.lineage import MAX_ENDED, MAX_GIVEN_UP, MAX_NAMES, MAX_OPEN, Ending, Known, Remembered
+from covey.wire.lineage import MAX_ENDED, MAX_GIVEN_UP, MAX_NAMES, MAX_OPEN, Ending, KnownLineage, Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +54,7 @@ class Lineages:
     @property
     def remembered(self) -> Remembered:
         """What to write to disk."""
-        known = tuple(Known(lineage, names, lineage in self._ours) for lineage, names in self._open.items())
+        known = tuple(KnownLineage(lineage, names, lineage in self._ours) for lineage, names in self._open.items())
         return Remembered(known, tuple(self._ended.values()), tuple(self._given_up)[-MAX_GIVEN_UP:])
 
     def names(self, lineage: bytes) -> tuple[str, ...]:

@@ -21,11 +21,20 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import numpy as np
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.proto.message import ANY, Arrival, MessageInfo, Operation, Probe, Receive, Received, Send
-from covey.proto.message_failures import PeerFailures
+from covey.proto.message import (
+    ANY,
+    ArrivingMessage,
+    MessageInfo,
+    MessageSend,
+    Operation,
+    PeerFailures,
+    Probe,
+    Receive,
+    Received,
+)
 from covey.proto.message_link import DEFAULT_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +63,7 @@ class Matcher:
         self._failures = PeerFailures(size)
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
-        self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}
+        self._unmatched: dict[tuple[int, int], deque[ArrivingMessage]] = {}
         """Messages without a receive, by source and tag; each queue in the order they were announced."""
         self._probes: list[Probe] = []
         """Probes that no message has answered."""
@@ -69,7 +78,7 @@ class Matcher:
 
     def send(
         self, view: memoryview, peer: int, tag: int, *, dtype_code: int, shape: tuple[int, ...], is_object: bool
-    ) -> Send:
+    ) -> MessageSend:
         """Begin to send a message to `peer`; `view` is read until the send is over.
 
         Raises:
@@ -78,7 +87,7 @@ class Matcher:
         _check(peer, tag, self.size, may_be_any=False)
         if len(shape) > wire.MAX_NDIM:
             raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_NDIM}")
-        send = Send(view, peer, tag, dtype_code, shape, is_object)
+        send = MessageSend(view, peer, tag, dtype_code, shape, is_object)
         if peer == self.rank:
             self._send_to_self(send)
         elif (failure := self._failures.errors.get(peer)) is not None:
@@ -160,7 +169,7 @@ class Matcher:
         A receive can always be cancelled: its memory is not written any more, and a message that was on its way to it
         goes to the next receive that fits.
         """
-        if isinstance(operation, Send):
+        if isinstance(operation, MessageSend):
             return self.link(operation.peer).withdraw(operation)
         if isinstance(operation, Probe):
             self._probes.remove(operation)
@@ -185,10 +194,10 @@ class Matcher:
         if arrival is None:  # it came while the streams were lent
             data = message.data if receive.out is None else np.frombuffer(receive.out, np.uint8)
             assert data is not None
-            header = Header(
+            header = MessageHeader(
                 wire.EAGER, 0, data.nbytes, message.tag, message.is_object, message.dtype_code, message.shape
             )
-            arrival = Arrival(message.source, header, receive.order)
+            arrival = ArrivingMessage(message.source, header, receive.order)
             arrival.target, arrival.filled, arrival.is_landed, arrival.is_matched = data.data, data.nbytes, True, True
         arrival.receive = receive.arrival = receive.result = None
         if arrival.store is None:
@@ -233,7 +242,7 @@ class Matcher:
 
     def take_back(
         self, peer: int, streams: LentStreams, kept: bytes, unfinished: UnfinishedMessage | None = None
-    ) -> Send | Receive | None:
+    ) -> MessageSend | Receive | None:
         """Go on with the streams that were lent; return the operation of the message that is under way.
 
         See `MessageLink.take_back`.
@@ -295,21 +304,21 @@ class Matcher:
         """Tell all peers that nothing follows."""
         for peer, link in self._links.items():
             if peer not in self._failures.errors:
-                link.push(Header(wire.END))
+                link.push(MessageHeader(wire.END))
 
     # Matching
 
-    def _send_to_self(self, send: Send) -> None:
+    def _send_to_self(self, send: MessageSend) -> None:
         # Copied even if it is large: one thread may send to itself first and receive afterwards.
-        header = Header(wire.EAGER, 0, len(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
-        arrival = Arrival(self.rank, header, next(self.order))
+        header = MessageHeader(wire.EAGER, 0, len(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
+        arrival = ArrivingMessage(self.rank, header, next(self.order))
         arrival.allocate()
         arrival.target[:] = send.view
         arrival.filled, arrival.is_landed = len(send.view), True
         self.end(send)
         self.arrived(arrival)
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: ArrivingMessage) -> None:
         """Give the message to the first receive that fits, or queue it."""
         source, tag = arrival.source, arrival.header.tag
         if tag in self.listened:
@@ -339,7 +348,7 @@ class Matcher:
                 probe.result = found
                 self.end(probe)
 
-    def _match(self, arrival: Arrival, receive: Receive) -> None:
+    def _match(self, arrival: ArrivingMessage, receive: Receive) -> None:
         error = receive.refusal(arrival) or _place(arrival, receive)
         if error is not None:
             self.end(receive, error)
@@ -354,7 +363,7 @@ class Matcher:
         if error is None and arrival.is_landed:
             self.deliver(arrival)
 
-    def deliver(self, arrival: Arrival) -> None:
+    def deliver(self, arrival: ArrivingMessage) -> None:
         """End the receive of a message whose payload is here."""
         header, receive, store = arrival.header, arrival.receive, arrival.store
         assert receive is not None
@@ -384,7 +393,7 @@ def _check(rank: int, tag: int, size: int, *, may_be_any: bool) -> None:
         raise ConfigError(f"a tag is a number from 0 to 2**62 - 1, not {tag}")
 
 
-def _earliest(unmatched: dict[_Key, deque[Arrival]], source: int, tag: int) -> Arrival | None:
+def _earliest(unmatched: dict[_Key, deque[ArrivingMessage]], source: int, tag: int) -> ArrivingMessage | None:
     """Return the earliest message without a receive that fits a source and a tag, each of which may be ANY."""
     if source != ANY and tag != ANY:
         queue = unmatched.get((source, tag))
@@ -397,7 +406,7 @@ def _earliest(unmatched: dict[_Key, deque[Arrival]], source: int, tag: int) -> A
     return min(heads, key=lambda arrival: arrival.order, default=None)
 
 
-def _place(arrival: Arrival, receive: Receive) -> MismatchError | None:
+def _place(arrival: ArrivingMessage, receive: Receive) -> MismatchError | None:
     """Choose where the payload lands, unless that is known; return the error if there is no memory for it."""
     if arrival.store is None:
         if receive.out is not None:
@@ -414,7 +423,7 @@ def _place(arrival: Arrival, receive: Receive) -> MismatchError | None:
 
 
 _Key: TypeAlias = tuple[int, int]
-_Item = TypeVar("_Item", Receive, Arrival)
+_Item = TypeVar("_Item", Receive, ArrivingMessage)
 
 
 def _remove(queues: dict[_Key, deque[_Item]], key: _Key, item: _Item) -> None:

@@ -1,4 +1,4 @@
-"""One message: the send, the receive, and the arrival at the receiver."""
+"""One message: the send, the receive, and the arrival at the receiver; and which peers are gone that could send one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
-from covey.base.errors import MismatchError
+from covey.base.arithmetic import DTYPES
+from covey.base.errors import MismatchError, PeerLostError
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
-
 ANY: Final = -1
 """As a source or a tag: any."""
-
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _NOWHERE: Final = memoryview(b"")
 
@@ -47,7 +45,7 @@ class MessageInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Send(Payload):
+class MessageSend(Payload):
     """A message to `peer`; over when its memory may be reused."""
 
     __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "tag")
@@ -65,7 +63,7 @@ class Send(Payload):
     def header(self, kind: int) -> bytes:
         """Return the frame that announces this message."""
         return wire.encode(
-            Header(kind, self.message_id, len(self.view), self.tag, self.is_object, self.dtype_code, self.shape)
+            MessageHeader(kind, self.message_id, len(self.view), self.tag, self.is_object, self.dtype_code, self.shape)
         )
 
 
@@ -78,11 +76,11 @@ class Receive:
         self, source: int, tag: int, out: memoryview | None, expect: tuple[int, tuple[int, ...]] | None, order: int
     ) -> None:
         self.source, self.tag, self.out, self.expect, self.order = source, tag, out, expect, order
-        self.arrival: Arrival | None = None
+        self.arrival: ArrivingMessage | None = None
         self.result: Received | None = None
         self.error: BaseException | None = None
 
-    def refusal(self, arrival: Arrival) -> MismatchError | None:
+    def refusal(self, arrival: ArrivingMessage) -> MismatchError | None:
         """Return the error if the message cannot be written to `out`."""
         header = arrival.header
         fits = self.out is None or len(self.out) == header.payload_bytes
@@ -113,10 +111,10 @@ class Probe:
         self.error: BaseException | None = None
 
 
-Operation: TypeAlias = Send | Receive | Probe
+Operation: TypeAlias = MessageSend | Receive | Probe
 
 
-class Arrival(Landing):
+class ArrivingMessage(Landing):
     """A message announced to this rank; `order` counts arrivals."""
 
     __slots__ = (
@@ -132,7 +130,7 @@ class Arrival(Landing):
         "store",
     )
 
-    def __init__(self, source: int, header: Header, order: int) -> None:
+    def __init__(self, source: int, header: MessageHeader, order: int) -> None:
         super().__init__(_NOWHERE)
         self.source, self.header, self.order = source, header, order
         self.cost = HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
@@ -166,3 +164,33 @@ class Arrival(Landing):
 def describe_source(source: int, tag: int) -> str:
     """Return the source and the tag that an operation asks for, as error messages name them."""
     return f"{'any rank' if source == ANY else f'rank {source}'} with {'any tag' if tag == ANY else f'tag {tag}'}"
+
+
+class PeerFailures:
+    """The peers of one rank that are gone, and which receives learn of it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.errors: dict[int, BaseException] = {}
+        """By peer, in order."""
+        self.end_of_all: BaseException | None = None
+        """Why all operations end, if they do."""
+        self._untold: list[BaseException] = []
+        """Failures of peers while no receive from any rank waited: the next such receive gets each once."""
+
+    def note(self, peer: int, error: BaseException, *, is_told: bool) -> None:
+        """Note that a peer is gone; `is_told` if receives from any rank learn of it now."""
+        self.errors[peer] = error
+        if not is_told:
+            self._untold.append(error)
+
+    def of(self, source: int) -> BaseException | None:
+        """Return the error of a receive from `source` that no message fits, if it cannot wait for one."""
+        if source != ANY or self.end_of_all is not None:
+            return self.errors.get(source, self.end_of_all)
+        if self._untold:
+            return self._untold.pop(0)
+        if self._size > 1 and len(self.errors) == self._size - 1:
+            text = f"no other rank of the group of {self._size} is left that could send a message"
+            return PeerLostError(text, rank=-1, operation="recv from any rank")
+        return None

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.settings import SETTINGS
-from covey.proto.message import HEADER_COST, Arrival, Operation, Receive, Send
+from covey.proto.message import HEADER_COST, ArrivingMessage, MessageSend, Operation, Receive
 from covey.proto.message_stream import Inlet, Landing, Outlet, Payload
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -91,10 +91,10 @@ class MessageHost(Protocol):
     heard: list[tuple[int, bytes]]
     """Sources and payloads of such messages."""
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: ArrivingMessage) -> None:
         """Give an announced message to the first receive that fits, or queue it."""
 
-    def deliver(self, arrival: Arrival) -> None:
+    def deliver(self, arrival: ArrivingMessage) -> None:
         """End the receive of a message whose payload is here."""
 
     def end(self, operation: Operation, error: BaseException | None = None) -> None:
@@ -120,9 +120,9 @@ class MessageLink:
         self._next_id = 0
         self._used = 0
         """Credit taken: bytes announced for which no credit came back."""
-        self._waiting: deque[Send] = deque()
+        self._waiting: deque[MessageSend] = deque()
         """Not announced: no credit."""
-        self._announced: dict[int, Send] = {}
+        self._announced: dict[int, MessageSend] = {}
         """By message id: large messages whose header was sent and whose payload has not arrived."""
         # From the peer.
         self._expected_id = 0
@@ -130,7 +130,7 @@ class MessageLink:
         """What the peer counts as used, as far as its frames have arrived."""
         self._owed = 0
         """The part of `held` that is matched: credit to give back."""
-        self._incomplete: dict[int, Arrival] = {}
+        self._incomplete: dict[int, ArrivingMessage] = {}
         """By message id: announced messages whose payload is not complete."""
         self._unacknowledged = 0
         """The cost of the frames received since the last acknowledgement."""
@@ -202,7 +202,7 @@ class MessageLink:
 
     def take_back(
         self, streams: LentStreams, kept: bytes, unfinished: UnfinishedMessage | None = None
-    ) -> Send | Receive | None:
+    ) -> MessageSend | Receive | None:
         """Go on from where the streams are now, and return the operation of the unfinished message.
 
         `kept` are the last bytes that were sent, before the payload of an unfinished message; see `Outlet.passed`.
@@ -215,8 +215,8 @@ class MessageLink:
         self.outlet.passed(streams.sent, streams.arrived, kept)
         return None if unfinished is None else self._go_on_receiving(unfinished)
 
-    def _go_on_sending(self, streams: LentStreams, kept: bytes, message: UnfinishedMessage) -> Send:
-        send = Send(message.view, self._peer, message.tag, message.dtype_code, message.shape, is_object=False)
+    def _go_on_sending(self, streams: LentStreams, kept: bytes, message: UnfinishedMessage) -> MessageSend:
+        send = MessageSend(message.view, self._peer, message.tag, message.dtype_code, message.shape, is_object=False)
         send.message_id, send.is_cleared = message.message_id, message.is_cleared
         self._announced[send.message_id] = send
         self.outlet.passed(streams.sent - message.moved, streams.arrived, kept)
@@ -225,12 +225,12 @@ class MessageLink:
         return send
 
     def _go_on_receiving(self, message: UnfinishedMessage) -> Receive:
-        header = Header(
+        header = MessageHeader(
             wire.RTS, message.message_id, len(message.view), message.tag, False, message.dtype_code, message.shape
         )
         expect = message.dtype_code, message.shape
         receive = Receive(self._peer, message.tag, message.view, expect, next(self._host.order))
-        arrival = Arrival(self._peer, header, next(self._host.order))
+        arrival = ArrivingMessage(self._peer, header, next(self._host.order))
         arrival.is_asked_for = arrival.is_matched = True
         arrival.target, arrival.filled = message.view, message.moved
         receive.arrival, arrival.receive = arrival, receive
@@ -241,7 +241,7 @@ class MessageLink:
             self._landed(arrival)
         return receive
 
-    def fail(self, error: BaseException) -> Iterable[Arrival]:
+    def fail(self, error: BaseException) -> Iterable[ArrivingMessage]:
         """Give the peer up and end all sends to it; return the messages whose payload will not come."""
         self.is_failed = True
         for send in [*self._announced.values(), *self._waiting]:
@@ -253,7 +253,7 @@ class MessageLink:
 
     # Towards the peer
 
-    def send(self, send: Send) -> None:
+    def send(self, send: MessageSend) -> None:
         """Announce a message, as soon as there is credit."""
         self._waiting.append(send)
         self._announce()
@@ -268,14 +268,14 @@ class MessageLink:
         self._next_id += 1
         return True
 
-    def withdraw(self, send: Send) -> bool:
+    def withdraw(self, send: MessageSend) -> bool:
         """Cancel a send; False if it was announced already."""
         if send not in self._waiting:
             return False
         self._waiting.remove(send)
         return True
 
-    def push(self, header: Header) -> None:
+    def push(self, header: MessageHeader) -> None:
         """Send a frame without a payload."""
         self.outlet.push(wire.encode(header))
 
@@ -293,11 +293,11 @@ class MessageLink:
                 self.outlet.push(send.header(wire.RTS))
 
     def _payload_arrived(self, payload: Payload) -> None:
-        assert isinstance(payload, Send)
+        assert isinstance(payload, MessageSend)
         del self._announced[payload.message_id]
         self._host.end(payload)
 
-    def _cleared(self, send: Send, wanted: int) -> None:
+    def _cleared(self, send: MessageSend, wanted: int) -> None:
         if wanted:
             send.is_cleared = True
             self.outlet.move(send)
@@ -307,14 +307,14 @@ class MessageLink:
 
     # From the peer
 
-    def matched(self, arrival: Arrival, *, is_wanted: bool) -> None:
+    def matched(self, arrival: ArrivingMessage, *, is_wanted: bool) -> None:
         """Ask for the payload of a large message that a receive took, or refuse it; give back the message's credit."""
         header = arrival.header
         if header.kind == wire.RTS and not arrival.is_asked_for:
             arrival.is_asked_for = True
             if not is_wanted:
                 del self._incomplete[header.message_id]
-            self.push(Header(wire.CTS, header.message_id, header.payload_bytes if is_wanted else 0))
+            self.push(MessageHeader(wire.CTS, header.message_id, header.payload_bytes if is_wanted else 0))
         if not arrival.is_matched:
             self._owed += arrival.cost
             self._give_credit()
@@ -326,10 +326,10 @@ class MessageLink:
     def _acknowledge(self) -> None:
         self._unacknowledged = 0
         begins_at, (start, end) = self.outlet.end, self._last_acks
-        self.push(Header(wire.ACK, payload_bytes=self.inlet.received))
+        self.push(MessageHeader(wire.ACK, payload_bytes=self.inlet.received))
         self._last_acks = start if end == begins_at else begins_at, self.outlet.end
 
-    def _note_frame(self, header: Header) -> None:
+    def _note_frame(self, header: MessageHeader) -> None:
         """Count a frame, and check one that announces a message: it is the next one, and there is credit for it."""
         if self.is_over:
             raise RemoteProtocolError(f"a frame after END: {header}")
@@ -345,7 +345,7 @@ class MessageLink:
                 raise RemoteProtocolError(f"a message without credit: {header}")
             self._expected_id += 1
 
-    def _heard(self, header: Header, data: bytes) -> None:
+    def _heard(self, header: MessageHeader, data: bytes) -> None:
         """Take a whole message that needs no receive."""
         self._note_frame(header)
         cost = HEADER_COST + len(data)
@@ -355,7 +355,7 @@ class MessageLink:
         if self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes:
             self._give_credit()
 
-    def _begin(self, header: Header) -> Landing | None:
+    def _begin(self, header: MessageHeader) -> Landing | None:
         self._note_frame(header)
         match header.kind:
             case wire.EAGER | wire.RTS:
@@ -384,9 +384,9 @@ class MessageLink:
                 self._announce()
         return None
 
-    def _received_announcement(self, header: Header) -> Arrival | None:
+    def _received_announcement(self, header: MessageHeader) -> ArrivingMessage | None:
         is_eager = header.kind == wire.EAGER
-        arrival = Arrival(self._peer, header, next(self._host.order))
+        arrival = ArrivingMessage(self._peer, header, next(self._host.order))
         self._held += arrival.cost
         self._incomplete[header.message_id] = arrival
         self._host.arrived(arrival)
@@ -398,12 +398,12 @@ class MessageLink:
         # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
         is_due = self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes
         if not self.is_failed and self._owed and is_due:
-            self.push(Header(wire.CREDIT, payload_bytes=self._owed))
+            self.push(MessageHeader(wire.CREDIT, payload_bytes=self._owed))
             self._held -= self._owed
             self._owed = 0
 
     def _landed(self, landing: Landing) -> None:
-        assert isinstance(landing, Arrival)
+        assert isinstance(landing, ArrivingMessage)
         if landing.filled == landing.header.payload_bytes:
             landing.is_landed = True
             self._incomplete.pop(landing.header.message_id)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -51,10 +51,10 @@ class Inlet:
 
     def __init__(
         self,
-        begin: Callable[[Header], Landing | None],
+        begin: Callable[[MessageHeader], Landing | None],
         landed: Callable[[Landing], None],
         resumed: Callable[[int], None],
-        heard: Callable[[Header, bytes], None],
+        heard: Callable[[MessageHeader, bytes], None],
         eager_bytes: int,
         *,
         listened: Collection[int] = (),
@@ -271,7 +271,7 @@ class Outlet:
 
     def lane_opened(self, received: int) -> None:
         """Continue the stream on another connection; `received` are the bytes received of the other stream."""
-        self._resume_frame = wire.encode(Header(wire.RESUME, payload_bytes=received))
+        self._resume_frame = wire.encode(MessageHeader(wire.RESUME, payload_bytes=received))
         self._flows = self._offered == self._start  # nothing is in doubt: the peer's RESUME can only say the same
         self._ready.add(self._peer)
 
@@ -363,7 +363,7 @@ class Outlet:
         piece = payload.view[payload.moved : payload.moved + most]
         payload.moved += len(piece)
         is_last = payload.moved == len(payload.view)
-        self.push(wire.encode(Header(wire.DATA, payload.message_id, len(piece))))
+        self.push(wire.encode(MessageHeader(wire.DATA, payload.message_id, len(piece))))
         self._line.append(_Item(piece, payload, is_last))
         self._pieces += 1
         if not is_last:

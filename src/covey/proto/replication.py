@@ -44,7 +44,7 @@ TRIES: Final = 5
 RECOVERS: Final = "the store recovers from a loss; ask again later"
 
 
-class Send(NamedTuple):
+class SendToReplica(NamedTuple):
     """Send a message to a member; `store` and `number` are the ones of a question, or 0."""
 
     peer: int
@@ -109,9 +109,9 @@ class Replica:
         self._asked_so_far = 0
         self._unsaid: list[int] = []
         """Questions whose answers this process has and has not acknowledged, above the lowest one without an answer."""
-        self._effects: list[Send | Answered] = []
+        self._effects: list[SendToReplica | Answered] = []
 
-    def effects(self) -> list[Send | Answered]:
+    def effects(self) -> list[SendToReplica | Answered]:
         """Return what to do, in order, and clear it."""
         effects, self._effects = self._effects, []
         return effects
@@ -208,7 +208,7 @@ class Replica:
             if len(self._early) < EARLY_LIMIT:
                 self._early.append((peer, store, number, body))
             elif isinstance(body, wire.Submit):
-                self._effects.append(Send(peer, store, number, wire.Refused(RECOVERS)))
+                self._effects.append(SendToReplica(peer, store, number, wire.Refused(RECOVERS)))
             return
         if body.config < self._config:
             return
@@ -247,7 +247,7 @@ class Replica:
         if owner == self._me:
             self._asked(self._me, store, number, ask)
         else:
-            self._effects.append(Send(owner, store, number, ask))
+            self._effects.append(SendToReplica(owner, store, number, ask))
 
     def _take_received(self) -> tuple[int, ...]:
         """Return the acknowledgements that the next question carries."""
@@ -286,7 +286,7 @@ class Replica:
 
     def _answer(self, asker: int, store: int, number: int, answer: wire.Answer) -> None:
         if asker != self._me:
-            self._effects.append(Send(asker, store, number, answer))
+            self._effects.append(SendToReplica(asker, store, number, answer))
         else:
             self._conclude(number, answer)
 
@@ -383,16 +383,16 @@ class Replica:
         count = 0
         for store, part, number in self._copy.parts():
             body = wire.placed(part, self._config, count, self._index)
-            self._effects.append(Send(peer, store, number, body))
+            self._effects.append(SendToReplica(peer, store, number, body))
             count += 1
         self._send(peer, wire.Loaded(self._config, self._index, count))
 
     def _send_entry(self, peer: int, index: int, entry: LogEntry) -> None:
         body = wire.Entry(self._config, index, self._stable, entry.asker, entry.settled, entry.change, entry.received)
-        self._effects.append(Send(peer, entry.store, entry.number, body))
+        self._effects.append(SendToReplica(peer, entry.store, entry.number, body))
 
     def _send(self, peer: int, body: wire.Replication) -> None:
-        self._effects.append(Send(peer, 0, 0, body))
+        self._effects.append(SendToReplica(peer, 0, 0, body))
 
     # The other members
 

@@ -134,7 +134,7 @@ class KeyValueStore:
                 if any(key not in self._entries for key in keys):
                     return None, []
                 return self._found(question), []
-            case wire.Check(keys):
+            case wire.HasKeys(keys):
                 return wire.Done(number=int(all(key in self._entries for key in keys))), []
             case wire.Add(key, amount):
                 total = self._number(key) + amount

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
+from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]

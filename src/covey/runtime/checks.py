@@ -19,7 +19,7 @@ from covey.runtime.shutdown import is_shutting_down
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.wire.flight import CheckResult
+    from covey.wire.reports import CheckResult
 
 CHECK_SECONDS: Final = 2.0
 """How long a check may take."""
@@ -110,7 +110,7 @@ def are_alive() -> list[CheckResult]:
 
 
 def _results(checks: list[Check]) -> list[CheckResult]:
-    from covey.wire.flight import CheckResult
+    from covey.wire.reports import CheckResult
 
     for check in checks:
         check.start()

@@ -17,7 +17,7 @@ from covey.base.limits import NAME_LIMIT
 from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from covey.base.numbers import Seat
     from covey.proto.message import Receive
@@ -107,6 +107,8 @@ class GroupCounters:
         self.recorder: Any = make_recorder(len(seats), is_native=is_native)
         self.messages = MessageTraffic()
         self.codecs: dict[str, CodecTraffic] = {}
+        self.codec, self.codec_reason = "", ""
+        """Of the last compressed operation, and why `compress="auto"` chose it."""
         self.fault = ""
         """Why the group has ended, if it failed."""
         self.is_over = False
@@ -124,11 +126,12 @@ class GroupCounters:
         self._kinds[rank] = kind
         process.lanes[kind] += 1
 
-    def compressed(self, codec: str, sent_bytes: int, plain_bytes: int) -> None:
-        """Count an operation that was compressed."""
+    def compressed(self, codec: str, sent_bytes: int, plain_bytes: int, reason: str = "") -> None:
+        """Count an operation that was compressed; `reason` is why this codec was chosen."""
         codec = codec.encode("ascii", "replace").decode()[:NAME_LIMIT]
         if codec not in self.codecs and len(self.codecs) >= CODECS_LIMIT:
             codec = "other"
+        self.codec, self.codec_reason = codec, reason
         before = self.codecs.get(codec, CodecTraffic(0, 0, 0))
         self.codecs[codec] = CodecTraffic(
             before.operations + 1, before.sent_bytes + sent_bytes, before.plain_bytes + plain_bytes
@@ -203,12 +206,16 @@ class ProcessCounters:
         self._groups: list[GroupCounters] = []
         self._past = Totals()
         """Of the groups that are over."""
+        self._spending: tuple[int, tuple[Callable[[], int], ...]] = 0, ()
+        """The time in operations of the groups that are over, and what returns it for each of the others. In one
+        attribute, so that a reader without the lock counts each group once."""
 
     def register(self, group: GroupCounters) -> None:
         """Count a new group among those of the process. Groups that are over free their memory here."""
         with self._lock:
             self._sweep()
             self._groups.append(group)
+            self._spending = self._spending[0], self._spent_of_groups()
 
     def sweep(self) -> None:
         """Keep only the totals of the groups that are over."""
@@ -230,10 +237,42 @@ class ProcessCounters:
                 total.add(group)
             return total
 
+    def spent_ns(self) -> int:
+        """Return the time in operations of all groups until now. On any thread, in a fraction of a microsecond."""
+        spent, others = self._spending
+        for each in others:
+            spent += each()
+        return spent
+
+    def moved(self) -> dict[Seat, tuple[int, int]]:
+        """Return the bytes that collectives have sent to each seat, and received from it."""
+        with self._lock:
+            found: dict[Seat, tuple[int, int]] = {}
+            for (seat, _), each in self._past.traffic.items():
+                sent, received = found.get(seat, (0, 0))
+                found[seat] = sent + each.sent_bytes, received + each.received_bytes
+            for group in self._groups:
+                for seat, each in zip(group.seats, group.recorder.traffic(), strict=True):
+                    if each.sent_bytes or each.received_bytes:
+                        sent, received = found.get(seat, (0, 0))
+                        found[seat] = sent + each.sent_bytes, received + each.received_bytes
+        return found
+
+    def coded(self) -> tuple[int, int]:
+        """Return the bytes that compressed operations have sent, and what they would have sent otherwise."""
+        with self._lock:
+            codecs = [self._past.codecs, *(group.codecs for group in self._groups)]
+            each = [traffic for held in codecs for traffic in list(held.values())]
+        return sum(traffic.sent_bytes for traffic in each), sum(traffic.plain_bytes for traffic in each)
+
     def _sweep(self) -> None:
         for group in [group for group in self._groups if group.is_over]:
             self._past.add(group)
             self._groups.remove(group)
+            self._spending = self._spending[0] + group.recorder.spent(), self._spent_of_groups()
+
+    def _spent_of_groups(self) -> tuple[Callable[[], int], ...]:
+        return tuple(group.recorder.spent for group in self._groups)
 
     def forked(self) -> None:
         """Begin anew in a forked child, in which nothing has happened yet."""

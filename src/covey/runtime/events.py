@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 from covey.runtime.counters import process
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ PLAN: Final = "plan"
 """The event that another plan was chosen for large sums."""
 CHECKPOINT: Final = "checkpoint"
 """The event that a checkpoint of the run has begun or is over."""
+REPORT: Final = "report"
+"""The event that a number that the program reports is not finite any more, or is again."""
 FOUNDED: Final = ("joined", "generation", "restored")
 """Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
@@ -50,6 +52,7 @@ KINDS: Final = (
     CODEC,
     PLAN,
     CHECKPOINT,
+    REPORT,
 )
 """All kinds of events."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
@@ -68,7 +71,7 @@ class Event:
     another member leads; `lane`: a lane was opened, or keeps a number of streams that was tried; `moved`: a lane goes
     over another path now, or has another number of streams; `striped`: it goes over several networks now; `codec`:
     `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint
-    has begun or is over."""
+    has begun or is over; `report`: a number that the program reports is not finite any more, or is again."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -105,6 +108,10 @@ class Events:
                 raise ConfigError(f"COVEY_EVENTS={self._path!r} cannot be written: {explain(error)}") from error
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=KEPT)
+        self._count = 0
+        """Events so far, also those that are not kept any more."""
+        self._plan = ""
+        """The text of the last event about a plan."""
         self._listeners: list[tuple[Callable[[Event], None], Collection[str]]] = []
         """Each with the kinds that it is told of."""
         self._followers: list[tuple[Callable[[Event | None], None], Collection[str]]] = []
@@ -128,11 +135,29 @@ class Events:
         with self._lock:
             return list(self._events)
 
+    def after(self, number: int) -> tuple[list[Event], int]:
+        """Return the kept events after the first `number` ones of this process, and the number of the first of them."""
+        with self._lock:
+            first = max(number, self._count - len(self._events))
+            return list(self._events)[len(self._events) - (self._count - first) :] if first < self._count else [], first
+
+    @property
+    def count(self) -> int:
+        """How many events this process knows of, also those that are not kept any more."""
+        return self._count
+
+    @property
+    def plan(self) -> str:
+        """The plan that was chosen last for large sums, and why; empty if none was."""
+        return self._plan
+
     def put_before(self, earlier: Iterable[Event]) -> None:
         """Keep what happened before this process was in the run. Listeners and the log are not told: it is no news."""
         with self._lock:
             room = KEPT - len(self._events)
-            self._events.extendleft(reversed([replace(event, is_earlier=True) for event in earlier][-room:]))
+            kept = [replace(event, is_earlier=True) for event in earlier][-room:]
+            self._events.extendleft(reversed(kept))
+            self._count += len(kept)
 
     def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread for listeners.
@@ -225,6 +250,9 @@ class Events:
             elif self._open is None and event.kind in FOUNDED:
                 self._began = 0.0  # the sign was no loss: such as the link of a member that left
             self._events.append(event)
+            self._count += 1
+            if event.kind == PLAN:
+                self._plan = event.text
             process.events[event.kind] += 1
             for follower, kinds in self._followers:
                 if event.kind in kinds:

@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.net.discovery.interfaces import all_interfaces
-from covey.wire.network import encode_network
+from covey.wire.reports import encode_network
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 
 def encode_measured(measured_at: float, network: MeasuredNetwork, addresses: Collection[str]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from covey.runtime.events import Event
-from covey.wire.past import EVENTS_LIMIT, PastEvent, decode_past, encode_past
+from covey.wire.reports import EVENTS_LIMIT, PastEvent, decode_past, encode_past
 
 if TYPE_CHECKING:
     from covey.runtime.events import Events

@@ -30,7 +30,7 @@ _BACKLOG_BYTES: Final = 4 << 20  # held in each direction before the sender feel
 _ANSWER_SECONDS: Final = 30.0
 
 
-class Way(enum.Enum):
+class Direction(enum.Enum):
     """The two directions of a proxied connection."""
 
     TO_TARGET = "to target"
@@ -50,9 +50,9 @@ class Proxy:
         """Seconds that each byte spends here."""
         self.bytes_per_second = 0.0
         """The limit for each direction of a connection; 0 is no limit."""
-        self._flips: dict[Way, dict[int, int]] = {way: {} for way in Way}
-        self._ends: dict[Way, int] = {}
-        self._swallowed: set[tuple[_Connection, Way]] = set()
+        self._flips: dict[Direction, dict[int, int]] = {way: {} for way in Direction}
+        self._ends: dict[Direction, int] = {}
+        self._swallowed: set[tuple[_Connection, Direction]] = set()
         self._held = False
         self._flips_done = 0
         self._connections: list[_Connection] = []
@@ -67,7 +67,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._thread.start()
 
-    def flip_bit(self, way: Way, byte: int, bit: int = 0) -> None:
+    def flip_bit(self, way: Direction, byte: int, bit: int = 0) -> None:
         """Flip a bit of byte number `byte` of one direction of every connection."""
         self._call(lambda: self._flips[way].__setitem__(byte, 1 << bit))
 
@@ -76,11 +76,11 @@ class Proxy:
         """How many bits were flipped and forwarded."""
         return self._flips_done
 
-    def truncate(self, way: Way, byte: int) -> None:
+    def truncate(self, way: Direction, byte: int) -> None:
         """End every connection, both ways, once `byte` bytes of one direction were forwarded."""
         self._call(lambda: self._ends.__setitem__(way, byte))
 
-    def swallow(self, way: Way) -> None:
+    def swallow(self, way: Direction) -> None:
         """Take what comes in one direction of the connections that are open now, and pass it on no more."""
         self._call(lambda: self._swallowed.update((each, way) for each in self._connections if each.is_open))
 
@@ -107,11 +107,11 @@ class Proxy:
         """Return how many connections came so far."""
         return self._call(lambda: len(self._connections))
 
-    def recorded(self, connection: int, way: Way) -> bytes:
+    def recorded(self, connection: int, way: Direction) -> bytes:
         """Return the bytes that arrived in one direction of a connection, unaltered, up to RECORD_BYTES."""
         return self._call(lambda: bytes(self._connections[connection].pipes[way].record))
 
-    def inject(self, connection: int, way: Way, data: bytes) -> None:
+    def inject(self, connection: int, way: Direction, data: bytes) -> None:
         """Send forged or recorded bytes into an open connection, after those already read."""
         self._call(lambda: self._connections[connection].pipes[way].put(data, time.monotonic()))
 
@@ -120,7 +120,7 @@ class Proxy:
 
         The new connection does not pass through the proxy.
         """
-        data = self.recorded(connection, Way.TO_TARGET)
+        data = self.recorded(connection, Direction.TO_TARGET)
         sock = socket.create_connection(self.target, timeout=_ANSWER_SECONDS)
         with contextlib.suppress(ConnectionError):  # the target may close before it has read everything
             sock.sendall(data)
@@ -235,7 +235,7 @@ class Proxy:
         if all(pipe.is_finished for pipe in connection.pipes.values()):
             connection.end()
 
-    def _alter(self, way: Way, at: int, data: bytes) -> tuple[bytes, bool]:
+    def _alter(self, way: Direction, at: int, data: bytes) -> tuple[bytes, bool]:
         """Return what to forward instead of `data`, which starts at byte number `at`, and whether the stream ends."""
         end = self._ends.get(way)
         ends = end is not None and at + len(data) >= end
@@ -247,7 +247,7 @@ class Proxy:
         return bytes(altered), ends
 
 
-class _Pipe:
+class _ProxyPipe:
     """One direction of a connection: what arrived, and what is still to be sent."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
@@ -321,7 +321,7 @@ class _Connection:
         for sock in self._sockets:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.pipes = {Way.TO_TARGET: _Pipe(client, target), Way.TO_CLIENT: _Pipe(target, client)}
+        self.pipes = {Direction.TO_TARGET: _ProxyPipe(client, target), Direction.TO_CLIENT: _ProxyPipe(target, client)}
 
     @property
     def is_open(self) -> bool:

@@ -13,6 +13,8 @@ from covey.torch.entry import register
 if TYPE_CHECKING:
     from covey.torch.backend.backend import ProcessGroupCovey
     from covey.torch.backend.late import who_is_late
+    from covey.torch.backend.replacement import replace
+    from covey.torch.training.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from covey.torch.training.checkpoint import load, save
     from covey.torch.training.diloco import DiLoCo
     from covey.torch.training.elastic import Elastic
@@ -28,9 +30,12 @@ __all__ = [
     "LocalSGD",
     "ProcessGroupCovey",
     "ProcessGroupStrategy",
+    "SyncBatchNorm",
     "compress_hook",
+    "convert_sync_batchnorm",
     "load",
     "register",
+    "replace",
     "rescale_hook",
     "save",
     "weighted_hook",
@@ -44,8 +49,11 @@ _HOMES = {
     "LocalSGD": "covey.torch.training.local_sgd",
     "ProcessGroupCovey": "covey.torch.backend.backend",
     "ProcessGroupStrategy": "covey.torch.training.strategy",
+    "SyncBatchNorm": "covey.torch.training.batch_norm",
+    "convert_sync_batchnorm": "covey.torch.training.batch_norm",
     "compress_hook": "covey.torch.training.hooks",
     "load": "covey.torch.training.checkpoint",
+    "replace": "covey.torch.backend.replacement",
     "rescale_hook": "covey.torch.training.hooks",
     "save": "covey.torch.training.checkpoint",
     "weighted_hook": "covey.torch.training.hooks",

@@ -15,6 +15,9 @@ NAME: Final = "covey"
 LAUNCHED: Final = "COVEY_LAUNCHED"
 """Names the run in which the workers of torchrun agents that met through covey, or of an engine, meet in turn."""
 
+AS: Final = "COVEY_AS"
+"""Names the backend whose place covey takes."""
+
 
 def register() -> None:
     """Register "covey" with torch.distributed. A second call does nothing.
@@ -30,6 +33,10 @@ def register() -> None:
     rendezvous.register_rendezvous_handler(NAME, _meet)
     handlers = rendezvous._rendezvous_handlers
     handlers["env"] = _meet_as_launched(handlers["env"])
+    if replaced := os.environ.get(AS):
+        from covey.torch.backend.replacement import replace
+
+        replace(replaced)
 
 
 def is_launched() -> bool:
@@ -44,8 +51,10 @@ def _has_joined() -> bool:
 
 def _create(options: Any, _pg_options: Any) -> Any:
     from covey.torch.backend.backend import create
+    from covey.torch.training.ddp import serve_builtin_hooks
 
     made = create(options)
+    serve_builtin_hooks()
     if made.compresses:
         from covey.torch.training.ddp import compress_gradients
 

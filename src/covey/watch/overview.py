@@ -19,6 +19,7 @@ RankState = Literal["active", "waiting", "late", "stopped", "silent", "lost", "l
 """`active`: computes or communicates. `waiting`: is in an operation that another rank has not entered. `late`: others
 wait for it. `stopped`: its process is stopped (SIGSTOP). `silent`: it does not answer. `lost` and `left`: it is no
 longer in the run. `joining`: it waits for the run."""
+RunState = Literal["waiting", "running", "ended", "failed"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class RankSeen:
     """One rank of a run."""
 
     rank: int
+    """-1 for a process that waits for the run."""
     machine: str
     """The id of its machine."""
     pid: int
@@ -142,7 +144,7 @@ class RunSeen:
     id: str
     """Tells runs of one name apart."""
     name: str
-    state: Literal["waiting", "running", "ended", "failed"]
+    state: RunState
     began: float | None = None
     program: str = ""
     sentence: Sentence = field(default_factory=lambda: Sentence(""))
@@ -150,6 +152,8 @@ class RunSeen:
     links: tuple[LinkSeen, ...] = ()
     reports: Mapping[str, float] = field(default_factory=dict)
     """The last value of each name that the program reports; NaN and infinity are kept."""
+    reported_by: str = ""
+    """Whose values these are: `rank 0`, or `mean of 4 ranks`."""
     step: int | None = None
     step_seconds: float | None = None
     compute_seconds: float | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire.message_header import MAX_NDIM, array_bytes
 

@@ -127,7 +127,7 @@ def _spell_sizes(terms: Terms) -> str:
     return f"--min {terms.min_size}" + (f" --max {terms.max_size}" if terms.max_size is not None else "")
 
 
-class Member(Worded, frozen=True, array_like=True):
+class FoundingMember(Worded, frozen=True, array_like=True):
     """One life of a node, as other nodes know it."""
 
     id: NodeId
@@ -154,7 +154,7 @@ class Here(Worded, frozen=True, array_like=True, tag=1):
     """The announcement of a joiner: its terms, the lives it hears, and its phase."""
 
     terms: Terms
-    member: Member
+    member: FoundingMember
     hears: Annotated[tuple[Life, ...], msgspec.Meta(max_length=MAX_LINKS)]
     """The lives it has a link with now."""
     phase: Phase
@@ -172,7 +172,7 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A view to accept or refuse; its proposer and nodes that accepted it send it to nodes that have not answered."""
 
     proposal: ProposalId
-    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    members: Annotated[tuple[FoundingMember, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In rank order."""
     versions: Versions | None = None
     """What all of them speak."""

@@ -23,7 +23,7 @@ HEADER_BYTES: Final = PREFIX.size + SUFFIX.size
 assert HEADER_BYTES == 64
 
 
-class Header(NamedTuple):
+class TransferHeader(NamedTuple):
     """One transfer of one operation of one group."""
 
     operation: int
@@ -50,11 +50,11 @@ def flagged(prefix: bytes) -> bytes:
     return prefix[:FLAGS_AT] + bytes((prefix[FLAGS_AT] | CHANGE_PENDING,)) + prefix[FLAGS_AT + 1 :]
 
 
-def unpack(data: bytes | bytearray | memoryview) -> Header:
+def unpack(data: bytes | bytearray | memoryview) -> TransferHeader:
     """Parse a header; raise RemoteProtocolError if it is not one."""
     if len(data) != HEADER_BYTES:
         raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, *fields = PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise RemoteProtocolError(f"not a transfer header: it starts with {magic!r}")
-    return Header(*fields, *SUFFIX.unpack_from(data, PREFIX.size))
+    return TransferHeader(*fields, *SUFFIX.unpack_from(data, PREFIX.size))

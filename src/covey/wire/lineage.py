@@ -37,7 +37,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     """Whether a member left because its program had ended. False: all processes were lost, or it never started."""
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class KnownLineage(msgspec.Struct, frozen=True, array_like=True):
     """A lineage whose run may still exist."""
 
     lineage: Lineage
@@ -50,7 +50,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
     """What a machine knows about the lineages of one run."""
 
-    open: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
+    open: Annotated[tuple[KnownLineage, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
     ended: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
     """In the order in which this machine learned of them."""
     given_up: Annotated[tuple[Lineage, ...], msgspec.Meta(max_length=MAX_GIVEN_UP)] = ()

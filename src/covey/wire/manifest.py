@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import RemoteProtocolError
 from covey.wire.message_header import MAX_BYTES, MAX_NDIM, array_bytes
 
@@ -41,7 +41,7 @@ _BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ManifestEntry:
     """One name of a state: an array, or a value in its encoded form (then an array of bytes)."""
 
     name: str
@@ -75,11 +75,11 @@ class Entry:
         """Dtype and shape for display, such as float32[3, 4]."""
         return f"{DTYPES[self.dtype_code].name}{list(self.shape)}" if self.is_array else "a value"
 
-    def is_like(self, other: Entry) -> bool:
+    def is_like(self, other: ManifestEntry) -> bool:
         """Tell whether the contents of one can be written to the memory of the other."""
         return self.is_array == other.is_array and (not self.is_array or self.kind == other.kind)
 
-    def is_same(self, other: Entry) -> bool:
+    def is_same(self, other: ManifestEntry) -> bool:
         """Tell whether the contents are equal, too."""
         return self.is_like(other) and self.shape == other.shape and self.tags == other.tags
 
@@ -99,12 +99,12 @@ class Manifest:
 
     is_fresh: bool
     """Whether the rank is a newcomer, whose state does not count."""
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ManifestEntry, ...] = ()
     failure: str = ""
     """Why this rank cannot take part; then there are no entries."""
 
     @cached_property
-    def by_name(self) -> dict[str, Entry]:
+    def by_name(self) -> dict[str, ManifestEntry]:
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
@@ -174,6 +174,6 @@ class Tagger:
         return b"".join(self.tag(contents[start : start + CHUNK_BYTES]) for start in starts)
 
 
-def _tag(entry: Entry, start: int) -> bytes:
+def _tag(entry: ManifestEntry, start: int) -> bytes:
     at = start // CHUNK_BYTES * TAG_BYTES
     return entry.tags[at : at + TAG_BYTES]

@@ -22,7 +22,7 @@ import math
 import struct
 from typing import Final, NamedTuple
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import RemoteProtocolError
 
 EAGER: Final = 1
@@ -50,7 +50,7 @@ pack_small: Final = functools.partial(_FIXED.pack, _MAGIC, _VERSION, EAGER, True
 """`pack_small(tag, message_id, payload_bytes)` is what `encode` returns for a small message that is an object."""
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The header of one frame; the docstring of this module says which fields each kind uses."""
 
     kind: int
@@ -63,7 +63,7 @@ class Header(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def encode(header: Header) -> bytes:
+def encode(header: MessageHeader) -> bytes:
     """Return the header's bytes."""
     kind, message_id, payload_bytes, tag, is_object, dtype_code, shape = header
     ndim = len(shape)
@@ -71,7 +71,7 @@ def encode(header: Header) -> bytes:
     return fixed + _DIMS[ndim].pack(*shape) if ndim else fixed
 
 
-def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple[Header, int] | None:
+def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple[MessageHeader, int] | None:
     """Return the header at `data[start:stop]` and where it ends, or None while bytes are missing.
 
     Raises:
@@ -96,7 +96,7 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
             raise RemoteProtocolError("an object message that claims a dtype or a shape")
     elif announces and array_bytes(dtype_code, shape) != payload_bytes:
         raise RemoteProtocolError(f"{payload_bytes} bytes cannot be {DTYPES[dtype_code]} of shape {shape}")
-    return Header(kind, message_id, payload_bytes, tag, bool(content), dtype_code, shape), end
+    return MessageHeader(kind, message_id, payload_bytes, tag, bool(content), dtype_code, shape), end
 
 
 def array_bytes(dtype_code: int, shape: tuple[int, ...]) -> int:

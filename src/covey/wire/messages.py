@@ -420,15 +420,15 @@ class Wait(Worded, frozen=True, array_like=True):
     """Nodes that could be in the run, the sender among them."""
     missing: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """Members that the node waits for, if it knows them."""
-    seeds: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    seeds: Annotated[tuple[AddressTrouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
     """Seeds at which no node of the cluster was found."""
-    refused: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    refused: Annotated[tuple[AddressTrouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
     """Nodes that were found and cannot be in the run."""
-    problems: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    problems: Annotated[tuple[AddressTrouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
     """Other problems while the sender looked for nodes."""
 
 
-class Trouble(Worded, frozen=True, array_like=True):
+class AddressTrouble(Worded, frozen=True, array_like=True):
     """An address or node, and its problem."""
 
     where: Text
@@ -660,7 +660,7 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.flight`, `wire.past` or `wire.network`."""
+    """An encoded message of `wire.reports`, `wire.reports` or `wire.reports`."""
 
 
 class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):
@@ -675,7 +675,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """The last events of the run, as the sender knows them. Members tell newcomers, right before `Founded`."""
 
     body: bytes
-    """Encoded `wire.past.PastEvents`."""
+    """Encoded `wire.reports.PastEvents`."""
 
 
 class AgentCall(msgspec.Struct, frozen=True, array_like=True, tag=36):

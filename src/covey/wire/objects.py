@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire.message_header import MAX_NDIM, array_bytes
 

@@ -51,7 +51,7 @@ class Await(msgspec.Struct, frozen=True, array_like=True, tag=3):
     keys: Keys
 
 
-class Check(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class HasKeys(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Return whether all of these keys exist."""
 
     keys: Keys
@@ -159,7 +159,7 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag=19):
     version: Number
 
 
-Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe
+Question = Put | Get | Await | HasKeys | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe
 Answer = Done | Refused
 Change = Question | Withdraw | Open | Forget
 """What is ordered, and applied to every copy in this order."""

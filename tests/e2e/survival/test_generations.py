@@ -267,6 +267,7 @@ def hold_the_state(count: int) -> Any:
             x = group.all_reduce(values(group.rank, 100))
             assert (x == total(group.contributors, 100)).all()
             state["step"] += 1
+            time.sleep(0.002)
     return state["step"]
 
 
@@ -322,6 +323,7 @@ def come_back_late(late: int) -> Any:
             x = group.all_reduce(values(group.rank, 100))
             assert (x == total(group.contributors, 100)).all()
             state["step"] += 1
+            time.sleep(0.002)
         say("pending", number=group.generation, sequence=group.sequence)
         if group.rank == late:
             threading.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,7 @@ def test_a_newcomer_gets_a_store_of_64_mib_which_no_link_holds() -> None:
                 return
             while not group.change_pending:
                 group.all_reduce(np.zeros(1))
+                time.sleep(0.005)
 
     def newcomer(groups: Iterator[Group]) -> list[bytes]:
         for group in groups:

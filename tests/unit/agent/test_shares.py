@@ -17,7 +17,7 @@ from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import shares
 from covey.agent.screen import Screen
-from covey.agent.shares import Ended, Printed, Report, Said, SharedRun, failure_code
+from covey.agent.shares import Printed, Report, Said, SharedRun, ShareEnded, failure_code
 from covey.runtime.keeper.rank_logs import RankLogs
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_each_rank_has_a_log_file_without_the_prefix(tmp_path: Path, capfd: pyte
 
 
 def test_a_run_that_succeeds_everywhere_shows_its_output_and_returns_0(capfd: pytest.CaptureFixture[str]) -> None:
-    parts = [ScriptedShare(name, Printed(1, f"[{name}] x\n".encode()), Said("hello"), Ended(0)) for name in "ab"]
+    parts = [ScriptedShare(name, Printed(1, f"[{name}] x\n".encode()), Said("hello"), ShareEnded(0)) for name in "ab"]
     assert SharedRun(parts, Screen(), lambda: False).attend() == 0
     shown = capfd.readouterr()
     assert sorted(shown.out.splitlines()) == ["[a] x", "[b] x"]
@@ -86,8 +86,8 @@ def test_a_run_that_succeeds_everywhere_shows_its_output_and_returns_0(capfd: py
 
 def test_after_a_failure_the_others_are_stopped_unless_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "FAILURE_SECONDS", 0.01)
-    waiting = ScriptedShare("waits", on_signal={signal.SIGTERM: Ended(143)})
-    assert SharedRun([ScriptedShare("fails", Ended(7)), waiting], Screen(), lambda: False).attend() == 7
+    waiting = ScriptedShare("waits", on_signal={signal.SIGTERM: ShareEnded(143)})
+    assert SharedRun([ScriptedShare("fails", ShareEnded(7)), waiting], Screen(), lambda: False).attend() == 7
     assert waiting.signals == [signal.SIGTERM]
 
     surviving = ScriptedShare("survives", on_signal={})
@@ -95,10 +95,10 @@ def test_after_a_failure_the_others_are_stopped_unless_the_run_goes_on(monkeypat
 
     def goes_on() -> bool:
         asked.append(1)
-        surviving._ends.put(Ended(0))
+        surviving._ends.put(ShareEnded(0))
         return True
 
-    assert SharedRun([ScriptedShare("fails", Ended(7)), surviving], Screen(), goes_on).attend() == 7
+    assert SharedRun([ScriptedShare("fails", ShareEnded(7)), surviving], Screen(), goes_on).attend() == 7
     assert surviving.signals == []
     assert asked
 
@@ -107,18 +107,18 @@ def test_a_machine_that_was_lost_is_no_failure_of_a_run_that_finishes_without_it
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shares, "FAILURE_SECONDS", 0.01)
-    lost = Ended(1, "the agent was restarted", is_lost=True)
+    lost = ShareEnded(1, "the agent was restarted", is_lost=True)
     for end, code in ((0, 0), (7, 7)):
         other = ScriptedShare("south", on_signal={})
 
         def goes_on(other: ScriptedShare = other, end: int = end) -> bool:
-            other._ends.put(Ended(end))
+            other._ends.put(ShareEnded(end))
             return True
 
         assert SharedRun([ScriptedShare("north", lost), other], Screen(), goes_on).attend() == code
     assert "covey: the run finished without north\n" in capfd.readouterr().err
 
-    stopped = ScriptedShare("south", on_signal={signal.SIGTERM: Ended(0)})
+    stopped = ScriptedShare("south", on_signal={signal.SIGTERM: ShareEnded(0)})
     assert SharedRun([ScriptedShare("north", lost), stopped], Screen(), lambda: False).attend() == 1, "it did not go on"
     assert SharedRun([ScriptedShare("north", lost)], Screen(), lambda: False).attend() == 1, "no machine finished it"
 
@@ -135,7 +135,7 @@ def test_the_exit_code_is_that_of_the_cause_not_of_ranks_that_lost_a_peer() -> N
     [(signal.SIGINT, 130, 130), (signal.SIGTERM, 143, 143), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 129, 129)],
 )
 def test_a_signal_is_passed_on_to_all_machines_and_decides_the_exit_code(sent: int, end: int, code: int) -> None:
-    parts = [ScriptedShare(name, Said("ready"), on_signal={sent: Ended(end)}) for name in "abc"]
+    parts = [ScriptedShare(name, Said("ready"), on_signal={sent: ShareEnded(end)}) for name in "abc"]
     before = signal.getsignal(sent)
 
     def send() -> None:
@@ -163,11 +163,11 @@ def test_a_second_ctrl_c_is_passed_on_too_and_a_third_leaves() -> None:
     threading.Thread(target=press).start()
     assert SharedRun([stubborn], Screen(), lambda: False).attend() == 130
     assert stubborn.signals[:2] == [signal.SIGINT] * 2
-    stubborn._ends.put(Ended(130))
+    stubborn._ends.put(ShareEnded(130))
 
 
 def test_ctrl_c_that_the_kernel_gives_to_another_thread_is_passed_on() -> None:
-    part = ScriptedShare("a", on_signal={signal.SIGINT: Ended(130)})
+    part = ScriptedShare("a", on_signal={signal.SIGINT: ShareEnded(130)})
 
     def waits() -> bool:
         return sys._current_frames()[main].f_code.co_name == "attend"
@@ -199,7 +199,7 @@ def test_ctrl_c_is_passed_on_while_the_terminal_takes_no_output(monkeypatch: pyt
             patched.setattr(
                 select, "select", lambda r, w, x, t: select_(r, [writing if s == 1 else s for s in w], x, t)
             )
-            part = ScriptedShare("a", Printed(1, b"stuck\n"), on_signal={signal.SIGINT: Ended(130)})
+            part = ScriptedShare("a", Printed(1, b"stuck\n"), on_signal={signal.SIGINT: ShareEnded(130)})
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             threading.Timer(1.0, lambda: os.read(reading, 1 << 16)).start()
             assert SharedRun([part], screen, lambda: False).attend() == 130
@@ -220,7 +220,7 @@ def test_a_flood_of_output_waits_for_the_screen() -> None:
                     waiting[0] += 1
                     most[0] = max(most[0], waiting[0])
                 report(Printed(1, b"x"))
-            report(Ended(0))
+            report(ShareEnded(0))
 
     class Slow(Screen):
         def show(self, machine: str, stream: int, data: bytes) -> None:

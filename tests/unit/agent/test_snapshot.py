@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.seeds import examples
 
-from covey.agent import sensitive, snapshot
+from covey.agent import ignore, snapshot
 from covey.agent.snapshot import LEADS_OUT, OWN, SECRET, LeftOut, take_snapshot
 from covey.base.errors import ConfigError
 
@@ -296,8 +296,8 @@ def test_no_secret_of_a_random_folder_is_ever_in_a_snapshot_unless_it_was_named(
 
 
 def test_every_name_of_a_secret_is_left_out_at_any_depth() -> None:
-    rules = sensitive.SensitiveRules()
-    for name in sensitive.NAMES:
+    rules = ignore.SensitiveRules()
+    for name in ignore.NAMES:
         shown = name.replace("*", "x")
         for path in (shown, f"a/{shown}", f"{shown.upper()}/b", f"a/{shown}/b/c"):
             assert rules.at(path), path
@@ -307,7 +307,7 @@ def test_every_name_of_a_secret_is_left_out_at_any_depth() -> None:
 
 def test_the_guide_lists_every_name_of_a_secret() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "several-machines.md").read_text()
-    assert [name for name in (*sensitive.NAMES, *sensitive.PROFILE_MARKS) if f"`{name}`" not in guide] == []
+    assert [name for name in (*ignore.NAMES, *ignore.PROFILE_MARKS) if f"`{name}`" not in guide] == []
 
 
 class Changing:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.base.arithmetic import OPS, identity, reduction
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES, OPS, identity, reduction
 from covey.base.errors import ConfigError
 
 CASES = list(itertools.product(DTYPES, OPS))

@@ -11,12 +11,21 @@ import pytest
 from rich.console import Console
 
 from covey.base.config import EffectiveSetting
-from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Wait, Way
+from covey.cli.doctor.facts import (
+    ConnectionTry,
+    Facts,
+    Machine,
+    MetNode,
+    NetworkFacts,
+    PrivatePath,
+    SeedFacts,
+    WaitFacts,
+)
 from covey.cli.doctor.finding import WEIGHTS, Finding
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.report import as_json, as_text
 
-CABLE = Network(
+CABLE = NetworkFacts(
     name="eth0",
     kind="wired",
     is_up=True,
@@ -34,9 +43,11 @@ WIFI = replace(CABLE, name="wlan0", kind="wireless", addresses=("10.0.9.1",), ne
 LOOPBACK = replace(
     CABLE, name="lo", kind="loopback", addresses=("127.0.0.1",), networks=("127.0.0.1/8",), is_used=False
 )
-WAY = Way(address="10.0.0.2:47700", interface="eth0", local="10.0.0.1", local_interface="eth0", round_trip=0.001)
+WAY = ConnectionTry(
+    address="10.0.0.2:47700", interface="eth0", local="10.0.0.1", local_interface="eth0", round_trip=0.001
+)
 CLOSED = replace(WAY, round_trip=-1.0, problem="no answer in time")
-BACK = Way(address="10.0.0.1:47731", interface="eth0", round_trip=0.001)
+BACK = ConnectionTry(address="10.0.0.1:47731", interface="eth0", round_trip=0.001)
 BACK_CLOSED = replace(BACK, round_trip=-1.0, problem="no answer in time")
 BETA = MetNode(
     name="beta-x7a2",
@@ -182,7 +193,7 @@ def test_an_announced_node_that_refuses_connections_has_most_likely_ended() -> N
 
 @pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "warning")])
 def test_a_silent_seed_weighs_more_where_no_node_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
-    seeds = (Seed(text="10.0.0.5:47700", answered=False, problem="Connection refused"),)
+    seeds = (SeedFacts(text="10.0.0.5:47700", answered=False, problem="Connection refused"),)
     finding = findings(replace(WELL, nodes=nodes, seeds=seeds))[0]
     assert (finding.weight, finding.code) == (weight, "seed-silent")
     assert "10.0.0.5:47700: Connection refused" in finding.text
@@ -190,12 +201,13 @@ def test_a_silent_seed_weighs_more_where_no_node_was_found(nodes: tuple[MetNode,
 
 def test_a_seed_that_answered_after_all_is_no_finding() -> None:
     assert (
-        findings(replace(WELL, seeds=(Seed(text="10.0.0.2:47700", answered=True, problem="refused at first"),))) == []
+        findings(replace(WELL, seeds=(SeedFacts(text="10.0.0.2:47700", answered=True, problem="refused at first"),)))
+        == []
     )
 
 
 def test_a_seed_that_hangs_up_has_another_secret() -> None:
-    facts = replace(ALONE, seeds=(Seed(text="10.0.0.5:47700", answered=False, hung_up=True, problem="x"),))
+    facts = replace(ALONE, seeds=(SeedFacts(text="10.0.0.5:47700", answered=False, hung_up=True, problem="x"),))
     assert found(facts) == [("problem", "wrong-secret-at-seed"), ("problem", "nobody")]
     assert "covey init --show home" in findings(facts)[0].remedy
 
@@ -229,7 +241,7 @@ def test_one_reason_of_several_is_told_once() -> None:
 
 
 def test_a_refusal_at_a_seed_is_not_told_twice() -> None:
-    seeds = (Seed(text="10.0.0.2:47700", answered=False, hung_up=True),)
+    seeds = (SeedFacts(text="10.0.0.2:47700", answered=False, hung_up=True),)
     facts = replace(WELL, seeds=seeds, refusals={"10.0.0.2:47700": "hung up"})
     assert found(facts) == [("problem", "wrong-secret-at-seed")]
 
@@ -341,7 +353,9 @@ def test_no_word_is_cut_and_no_fact_lost_where_there_is_little_room(width: int) 
     )
     setting = EffectiveSetting(name="join_timeout", value="60", source="environment", variable="COVEY_JOIN_TIMEOUT")
     machine = replace(MACHINE, settings=(setting,))
-    wait = Wait(cause="nodes", text="1 of 2 nodes", here=("beta-x7a2",), seeds={"10.0.0.9:47700": "Connection refused"})
+    wait = WaitFacts(
+        cause="nodes", text="1 of 2 nodes", here=("beta-x7a2",), seeds={"10.0.0.9:47700": "Connection refused"}
+    )
     facts = replace(with_beta(wait=wait, is_here=True), interfaces=(LOOPBACK, cable), machine=machine)
 
     def words(columns: int) -> set[str]:

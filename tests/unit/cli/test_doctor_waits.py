@@ -9,11 +9,11 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.cli.test_doctor_findings import ALONE, BETA, CABLE, LOOPBACK, MACHINE, WELL, found, only
 
-from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
-from covey.cli.doctor.facts import Facts, Folder, MetNode, Seed, Wait
+from covey.cli.doctor.facts import Facts, Folder, MetNode, SeedFacts, WaitFacts
+from covey.cli.doctor.finding import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.findings import findings
 
-WAIT = Wait(
+WAIT = WaitFacts(
     cause="nodes",
     text="1 of 2 nodes so far",
     program="train.py",
@@ -157,7 +157,7 @@ def test_problems_of_the_waiting_node_itself_are_told_but_not_what_this_command_
     ("cause", "expected"), [("members", ("warning", "member-unheard")), ("quorum", ("problem", "no-quorum"))]
 )
 def test_members_that_are_not_heard_are_told_once_for_all_that_miss_them(cause: str, expected: tuple[str, str]) -> None:
-    wait = Wait(cause=cause, text="rank 2 (gamma) cannot be heard", missing=("gamma",))
+    wait = WaitFacts(cause=cause, text="rank 2 (gamma) cannot be heard", missing=("gamma",))
     running = replace(BETA, state="running", wait=wait)
     facts = replace(WELL, nodes=(running, replace(running, name="delta", id="cd" * 32)))
     assert found(facts) == [expected]
@@ -290,7 +290,7 @@ def test_a_wireless_interface_that_is_down_is_to_join_a_network() -> None:
 
 
 def test_a_seed_of_this_command_that_refuses_is_not_blamed_on_a_firewall() -> None:
-    seed = Seed(text="10.0.0.9", answered=False, problem="10.0.0.9:47700: Connection refused")
+    seed = SeedFacts(text="10.0.0.9", answered=False, problem="10.0.0.9:47700: Connection refused")
     finding = only(replace(WELL, seeds=(seed,)))
     assert (finding.weight, finding.code) == ("warning", "seed-silent")
     assert "firewall" not in finding.remedy
@@ -312,7 +312,7 @@ def test_an_error_that_covey_does_not_know_gets_no_guessed_cure() -> None:
 
 @in_turn(kind=Obstacle)
 def test_every_obstacle_has_a_cure(kind: Obstacle) -> None:
-    from covey.cli.doctor.cures import _SIGNS
+    from covey.cli.doctor.finding import _SIGNS
 
     sign = next(iter(_SIGNS.get(kind, ("?",))))
     assert obstacle(sign) is kind

@@ -14,7 +14,7 @@ from covey.cli.doctor.limits import limit_of, limiting_links
 from covey.cli.status.drawing import svg
 from covey.cli.status.graph import graph
 from covey.cli.status.network import RunNetwork, combined
-from covey.wire.network import MeasuredNetwork, NetworkMember, decode_network, encode_network
+from covey.wire.reports import MeasuredNetwork, NetworkMember, decode_network, encode_network
 
 FAST, SLOW, THIN = 118e6, 22.5e6, 5e6
 NAMES = ("anna", "bert", "a-laptop-with-a-long-name")

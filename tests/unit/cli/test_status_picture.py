@@ -14,9 +14,9 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
 from covey.cli.status.view import MOST_EVENTS, duration, local_view, milliseconds, view
-from covey.net.local_runs import LocalRunFound
+from covey.net.host.runs import LocalRunFound
 from covey.runtime.events import Event
-from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
+from covey.wire.messages import Address, AddressTrouble, Answer, Card, Contact, PeerReport, Tell, Wait
 from covey.wire.versions import only
 
 
@@ -105,7 +105,7 @@ def test_runs_are_told_apart_and_a_latecomer_is_marked_and_not_counted() -> None
 
 
 def test_what_a_run_waits_for_is_shown_under_it_once_or_by_node() -> None:
-    refused = (Trouble("10.0.0.9", "Connection refused"),)
+    refused = (AddressTrouble("10.0.0.9", "Connection refused"),)
     wait = Wait("nodes", "1 of 2 nodes", seeds=refused)
     waiting = Tell("mine", "joining", b"", b"", 3.0, (), wait=wait)
     drawn = draw([waiting, waiting])
@@ -232,15 +232,20 @@ def test_joiners_that_do_not_fit_are_shown_with_the_reason_and_not_counted(width
             "nodes",
             "1 more node",
             here=(names[0], names[1]),
-            refused=(Trouble(names[2], "it was started with --size 9"),),
+            refused=(AddressTrouble(names[2], "it was started with --size 9"),),
         ),
         Wait(
             "nodes",
             "1 more node",
             here=(names[0], names[1]),
-            refused=(Trouble(names[2], "it was started with --size 9"),),
+            refused=(AddressTrouble(names[2], "it was started with --size 9"),),
         ),
-        Wait("nodes", "8 more nodes", here=(names[2],), refused=(Trouble(names[0], "it was started with --size 3"),)),
+        Wait(
+            "nodes",
+            "8 more nodes",
+            here=(names[2],),
+            refused=(AddressTrouble(names[0], "it was started with --size 3"),),
+        ),
     ]
     drawn = draw([Tell("mine", "joining", b"", b"", 3.0, (), wait=wait) for wait in waits])
     assert [node.state for node in drawn.runs[0].nodes] == ["joining", "joining", "refused"]

@@ -14,7 +14,7 @@ from covey.cli.trace.merge import FAILED, RETURNED, RUNNING, chrome_trace, clock
 from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics import flight as files
 from covey.wire import messages
-from covey.wire.flight import Flight, FlownGroup, FlownOperation, decode_flight, encode
+from covey.wire.reports import Flight, FlownGroup, FlownOperation, decode_flight, encode
 
 ALL_REDUCE, BARRIER = OPERATIONS.index("all_reduce"), OPERATIONS.index("barrier")
 MS = 10**6
@@ -161,8 +161,8 @@ def test_a_rank_that_wrote_two_files_counts_once() -> None:
 
 
 def test_the_largest_flight_fits_into_a_frame() -> None:
-    from covey.wire.flight import RECORDS_LIMIT
     from covey.wire.frame import CONTROL_LIMIT
+    from covey.wire.reports import RECORDS_LIMIT
 
     most = (1 << 62) - 1
     record = FlownOperation(most, 255, 2, most, most, most, most, (1 << 64) - 1, 65535, (1 << 32) - 1)

@@ -12,8 +12,8 @@ from tests.unit.cli.test_main import covey, home  # noqa: F401 - fixtures
 
 from covey.cli import allow, audit, charter, secret
 from covey.cli.layout import room, table
-from covey.net import audit as log
-from covey.net import audit_reader
+from covey.net.audit import audit_log as log
+from covey.net.audit import audit_reader
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.wire.messages import Address, Card, Contact, Waiting

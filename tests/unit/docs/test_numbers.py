@@ -23,26 +23,26 @@ from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
 from covey.cli.doctor import command as doctor
-from covey.cli.status import command as status
 from covey.compress import choice, policy, quantisers
 from covey.coordinator import run as coordinator
 from covey.coordinator import session
 from covey.lab.bench import compress as bench_compress
 from covey.lab.bench import ddp, sweep
-from covey.lab.bench.network import matrix, pairs, rank_rounds, schedule
+from covey.lab.bench.network import pairs, report, terms
+from covey.lab.bench.network import session as network_session
 from covey.lab.call_stress import CallStress
 from covey.lab.chaos import faults
-from covey.net import run_folder, saved_figures, tcp
 from covey.net.discovery import responder
+from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
 from covey.net.lanes import striped
 from covey.net.quic import line
-from covey.plan import choose, cost, fit, levels, measurement, network, order
-from covey.proto import evidence, health, hearing, lease, message_link, overlay, parting, relay_trips
+from covey.plan import choose, cost, fit, measurement, network, order, trees
+from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
-from covey.proto.formation import deciding
-from covey.proto.membership import leading, need, proposer
+from covey.proto.formation import proposals
+from covey.proto.membership import ballots, leader, need
 from covey.runtime import checks, environment, events, http_server, recorder, shutdown
 from covey.runtime.calls import functions, handlers, lane_transport, serving
 from covey.runtime.calls import work as call_work
@@ -52,27 +52,25 @@ from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
-from covey.runtime.links import sockets
-from covey.runtime.members import (
-    group_limits,
-    lane_kinds,
-    leaving,
-    losses,
+from covey.runtime.lanes import kinds as lane_kinds
+from covey.runtime.lanes.tuning import (
     packet_losses,
     path_monitor,
-    process_table,
     receiving_limit,
     sending_limit,
     stream_choice,
     stream_trials,
     stripes,
     trials,
-)  # fmt: skip
-from covey.runtime.members.remote_process import PeerState
-from covey.runtime.mesh import better_ways, node_links, resting_links, rules, search
+)
+from covey.runtime.links import sockets
+from covey.runtime.members import leaving
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
+from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
+from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
     checkpoint,
     door,
@@ -81,14 +79,14 @@ from covey.wire import (
     lineage,
     manifest,
     membership,
-    past,
     port_mapping,
+    reports,
     seal,
     secret,
     store,
     upnp,
-)  # fmt: skip
-from covey.wire import network as measured
+)
+from covey.wire import reports as measured
 from covey.wire import saved_figures as figures
 
 ROOT = Path(__file__).parents[3]
@@ -178,7 +176,7 @@ HELD = {
         f"grows evenly from {fit.FOLLOWED_PIECES} pieces an owner on. For more than {fit.MOST_FOLLOWED} ranks the sums",
         f"within a factor of {network.LIKE:g} they are one speed",
         f"seen to be {spelled(network.APART)} times as fast with others",
-        f"it is considered for up to {levels.MOST_IN_STAR} ranks",
+        f"it is considered for up to {trees.MOST_IN_STAR} ranks",
         f"the exact order of {order.MOST_EXACT} ranks",
         f"Up to {size(SET.exchange_bytes)}, two ranks swap whole buffers and more ranks double recursively",
         f"{spelled(len(measurement.SHARES)).capitalize()} passes, the second with the sizes",
@@ -187,15 +185,15 @@ HELD = {
         f"after the {nth(planner.MEASURING)} large sum of an attempt",
         f"the shortest time of {size_class.DRIFT_CALLS} calls",
         f"changed by a factor of {spelled(size_class.CHANGE)}, the ranks measure",
-        f"tells all members {times(1 / leading.PULSE_EVERY)} a second that it leads",
+        f"tells all members {times(1 / leader.PULSE_EVERY)} a second that it leads",
         f"A run has up to {limits.MAX_MEMBERS:,} members",
-        f"a rule of its own from {deciding.TELL_ALL + 1} members on",
+        f"a rule of its own from {proposals.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
         f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
         f"waits up to {failure.CAUSE_SECONDS:g} s for that reason",
-        f"for {spelled(hearing.PATIENCE)} seconds at most, for ranks that are alive",
-        f"them to call its last operation, and {spelled(parting.PATIENCE)} seconds at most",
+        f"for {spelled(call_inquiries.TESTIMONY_PATIENCE)} seconds at most, for ranks that are alive",
+        f"them to call its last operation, and {spelled(call_inquiries.PARTING_PATIENCE)} seconds at most",
         f"A challenge of {door.CHALLENGE_BYTES} bytes",
         f"looks every {spelled(server.SWEEP_SECONDS)} seconds whether a side",
         f"The shortest of the last {spelled(relay_trips.SAMPLES)} counts",
@@ -279,7 +277,7 @@ HELD = {
         f"between more than {choose.DIRECT_RANKS} ranks; broadcast and reduce of more than {size(SET.tree_bytes)}",
         f"a binomial tree | up to {size(SET.tree_bytes)}",
         f"exact up to {order.MOST_EXACT} ranks",
-        f"several slow ranks, up to {levels.MOST_IN_STAR} in all",
+        f"several slow ranks, up to {trees.MOST_IN_STAR} in all",
         f"and {size(cost.BUFFER_BYTES)} of buffers at each end",
         f"at least {percent(fit.GAIN - 1)}, and {ms(fit.LEAST_GAIN)}, faster than",
         f"at most {percent(fit.SLACK - 1)} slower",
@@ -290,8 +288,8 @@ HELD = {
     ),
     "docs/concepts/membership.md": (
         f"lineage | {lineage.ID_BYTES} bytes that name one run",
-        f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(proposer.RELINK_VOUCHED)}",
-        f"its lease of {lease.LEASE:g} s",
+        f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(ballots.RELINK_VOUCHED)}",
+        f"its lease of {leader.LEASE:g} s",
         f"waits {spelled(need.FINISH_TOGETHER)} a second for the others to end",
         f"up to {lineage.MAX_OPEN} lineages that may not have ended, with the names of their members; the latest "
         f"{lineage.MAX_ENDED} that have ended, and the latest {lineage.MAX_GIVEN_UP} that a person abandoned",
@@ -317,7 +315,7 @@ HELD = {
         f"A message of up to {size(SET.eager_bytes)} is sent at once; when {size(SET.credit_bytes)} of such messages",
         f"waits for more than {SET.warn_after:g} s logs a warning",
         f"a rank with such a call among its last {call_log.LOGGED} first waits",
-        f"up to {spelled(parting.PATIENCE)} seconds. A call that the others never made",
+        f"up to {spelled(call_inquiries.PARTING_PATIENCE)} seconds. A call that the others never made",
     ),
     "docs/guides/command-line.md": (
         f"| {main.FAULT_CODE} | a fault in covey",
@@ -368,13 +366,13 @@ HELD = {
         f"is a join code, {2 * secret.KEY_BYTES} hexadecimal digits",
     ),
     "docs/guides/measuring.md": (
-        f"Each stream takes {pairs.turns_in(schedule.PAIR_SECONDS)[1]:g} s",
+        f"Each stream takes {pairs.turns_in(terms.PAIR_SECONDS)[1]:g} s",
         f"median of up to {pairs.PINGS} small messages",
-        f"takes over {rank_rounds.SLOW_SECONDS:g} s is timed once",
-        f"green from {spelled(matrix.FAST_SHARE).replace('half', 'a half')}, yellow from {spelled(matrix.SLOW_SHARE)}",
-        f"more than {schedule.PAIR_SECONDS:g} s, for links",
-        f"Up to {spelled(schedule.ALONE_UP_TO)} ranks, one pair is measured at a time, which takes "
-        f"{math.comb(schedule.ALONE_UP_TO, 2) * schedule.PAIR_SECONDS:.0f} s for {spelled(schedule.ALONE_UP_TO)}. With "
+        f"takes over {network_session.SLOW_SECONDS:g} s is timed once",
+        f"green from {spelled(report.FAST_SHARE).replace('half', 'a half')}, yellow from {spelled(report.SLOW_SHARE)}",
+        f"more than {terms.PAIR_SECONDS:g} s, for links",
+        f"Up to {spelled(terms.ALONE_UP_TO)} ranks, one pair is measured at a time, which takes "
+        f"{math.comb(terms.ALONE_UP_TO, 2) * terms.PAIR_SECONDS:.0f} s for {spelled(terms.ALONE_UP_TO)}. With "
         f"more ranks, up to {sweep.MAX_RANKS},",
     ),
     "docs/guides/metrics.md": (
@@ -426,7 +424,7 @@ HELD = {
     ),
     "docs/guides/observing.md": (
         f"by rank: {names(STATES[:-1])} or `{STATES[-1]}`, since when",
-        f"from the members, up to {past.EVENTS_LIMIT}.",
+        f"from the members, up to {reports.EVENTS_LIMIT}.",
         f"begins with the last {spelled(events.KEPT)} events",
         f"Keys have up to {store.KEY_LIMIT:,} characters, values up to {size(store.VALUE_LIMIT)}, and there is room "
         f"for {size(store_rules.BYTES_LIMIT)} in all",
@@ -450,7 +448,7 @@ HELD = {
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
         f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
-        f"once the folder is a {every(run_folder.AGE_SECONDS)} old",
+        f"once the folder is a {every(runs.AGE_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
         f"default {environment.JOIN_SECONDS / 60:g} minutes)",
         f"Rank 0 listens at `MASTER_PORT + {environment.PORT_OFFSET}`",
@@ -474,7 +472,6 @@ HELD = {
     "docs/reference/commands.md": (
         f"the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
-        f"Look again every {spelled(status.WATCH_SECONDS)} seconds",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
     ),

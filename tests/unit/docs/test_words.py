@@ -72,6 +72,7 @@ EXCEPTIONS = {
     "Candidate": "a plan that could be chosen",
     "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
     "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
+    "history": "what views show of a run over time, as `covey history` does of all runs",
     "neighbours": "members that are adjacent in an overlay, as in a graph",
     "_letters_for": "letters of the alphabet, in join codes",
     "_place": "the verb: to place an item",
@@ -88,48 +89,11 @@ REMAINING = frozenset(
 )
 """Names that are still to be changed. `python -m tests.unit.docs.test_words` prints those that may be struck off."""
 
-TWO_LAYERS = "the same thing in two layers: a rule and its message, or a thing and the option that names it"
-ONE_PROGRAM = "a record of one command, which no module outside of that command imports"
-IN_TESTING = "what the test kit has in place of the real one"
 SHARED = {
-    "Check": ONE_PROGRAM,
-    "Ending": TWO_LAYERS,
-    "Fitted": "a table that fits its terminal; a plan that fits its network",
-    "Header": TWO_LAYERS,
-    "Heard": ONE_PROGRAM,
-    "Known": TWO_LAYERS,
-    "Lanes": TWO_LAYERS,
-    "Member": TWO_LAYERS,
-    "Network": "what a machine is connected to, for `covey doctor`; the links between ranks, for plans",
-    "Newcomer": TWO_LAYERS,
-    "Node": TWO_LAYERS,
-    "Outcome": ONE_PROGRAM,
-    "Ping": TWO_LAYERS,
-    "Quorum": TWO_LAYERS,
-    "Run": ONE_PROGRAM,
-    "Search": ONE_PROGRAM,
-    "Seed": "the seed of random numbers; an address to dial first",
-    "Send": TWO_LAYERS,
-    "Standing": TWO_LAYERS,
-    "Trouble": TWO_LAYERS,
-    "Verdict": TWO_LAYERS,
-    "Vouch": TWO_LAYERS,
-    "Wait": TWO_LAYERS,
-    "Waiting": TWO_LAYERS,
-    "Way": ONE_PROGRAM,
-    "World": IN_TESTING,
-    "_Pipe": "a private pipe of its module",
+    "Node": "the public `Node`, the one of the runtime that it stands on, and a node in the picture of `covey status`",
+    "Standing": "two messages, of formation and of checkpoints: recorded messages name their types",
 }
 """Class names that are defined more than once, and why."""
-
-REMAINING_CLASSES = frozenset(
-    [
-        "Arrival",
-        "Ended",
-        "Entry",
-    ]
-)
-"""Class names that still mean two things."""
 
 DEFINITION = re.compile(r"^[ \t]*(?:(?P<class>class)|(?:async )?def) (?P<name>\w+)[(:\[]", re.MULTILINE)
 """In formatted code it finds what `ast` finds, in a twentieth of the time."""
@@ -176,7 +140,7 @@ def classes() -> dict[str, list[str]]:
 def struck_off() -> list[str]:
     """Return what may leave the lists: retired names that are gone, and class names that occur once."""
     names = {*REMAINING, *EXCEPTIONS} - defined().keys()
-    return sorted(names | {name for name in SHARED.keys() | REMAINING_CLASSES if len(classes().get(name, ())) < 2})
+    return sorted(names | {name for name in SHARED if len(classes().get(name, ())) < 2})
 
 
 def test_no_name_has_a_retired_word_in_it() -> None:
@@ -186,8 +150,7 @@ def test_no_name_has_a_retired_word_in_it() -> None:
 
 
 def test_no_class_name_means_two_things() -> None:
-    known = SHARED.keys() | REMAINING_CLASSES
-    found = {name: files for name, files in classes().items() if len(files) > 1 and name not in known}
+    found = {name: files for name, files in classes().items() if len(files) > 1 and name not in SHARED}
     assert found == {}, "give one of them another name, or list it in SHARED with the reason"
 
 

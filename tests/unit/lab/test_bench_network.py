@@ -14,13 +14,20 @@ from tests.support.in_turn import in_turn
 from tests.unit.cli.test_main import covey, home  # noqa: F401 - fixtures
 
 from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.lab.bench.network.links import LinkFigures, checked, slowest, used_by
-from covey.lab.bench.network.matrix import bits, bits_per_second, short_seconds
-from covey.lab.bench.network.pairs import turns_in
-from covey.lab.bench.network.rank_rounds import CONTENDER, RankRounds, as_rounds
-from covey.lab.bench.network.report import case_line, collectives_view, headline, links_view, network_json, share
-from covey.lab.bench.network.schedule import batches, pair_seconds, rounds
-from covey.lab.bench.network.terms import NetworkTerms, RankOffer, agree, parse, writer
+from covey.lab.bench.network.pairs import LinkFigures, checked, slowest, turns_in, used_by
+from covey.lab.bench.network.report import (
+    bits,
+    bits_per_second,
+    case_line,
+    collectives_view,
+    headline,
+    links_view,
+    network_json,
+    share,
+    short_seconds,
+)
+from covey.lab.bench.network.session import CONTENDER, RankRounds, as_rounds
+from covey.lab.bench.network.terms import NetworkTerms, RankOffer, agree, batches, pair_seconds, parse, rounds, writer
 from covey.lab.bench.report import Measurement, Round
 from covey.lab.bench.sweep import OPERATIONS, Case
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from covey.lab.demo import model, text
+from covey.lab.demo import model
 
 
 def test_every_gradient_agrees_with_finite_differences() -> None:
@@ -76,7 +76,7 @@ def test_writing_is_as_long_as_asked_and_the_same_for_the_same_seed() -> None:
 
 
 def test_the_bundled_text_is_plain_names_its_author_and_holds_paragraphs_back() -> None:
-    book = text.load()
+    book = model.load()
     everything = len(book.training) + len(book.held_out)
     assert "Lewis Carroll" in book.title
     assert 20_000 < everything < 60_000
@@ -87,14 +87,14 @@ def test_the_bundled_text_is_plain_names_its_author_and_holds_paragraphs_back() 
 
 
 def test_encoding_and_decoding_are_inverse() -> None:
-    book = text.load()
+    book = model.load()
     words = "The Rabbit said to Alice, "
     assert book.decode([int(token) for token in book.encode(words)]) == words
 
 
 def test_an_example_is_a_context_and_the_character_after_it() -> None:
     tokens = np.arange(100, 100 + model.CONTEXT + 3)
-    contexts, targets = text.examples(tokens)
+    contexts, targets = model.examples(tokens)
     assert len(contexts) == len(targets) == 3
     for index in range(3):
         assert list(contexts[index]) == list(tokens[index : index + model.CONTEXT])
@@ -103,6 +103,6 @@ def test_an_example_is_a_context_and_the_character_after_it() -> None:
 
 def test_letter_pairs_predict_a_strict_alternation_and_nothing_of_noise() -> None:
     alternation = np.tile([0, 1], 500)
-    assert text.pair_loss(alternation, alternation, 2) < 0.01
+    assert model.pair_loss(alternation, alternation, 2) < 0.01
     noise, other = np.random.default_rng(1).integers(4, size=(2, 5000))
-    assert text.pair_loss(noise, other, 4) == pytest.approx(math.log(4), abs=0.05)
+    assert model.pair_loss(noise, other, 4) == pytest.approx(math.log(4), abs=0.05)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from covey.lab.demo import story, summary, view
+from covey.lab.demo import summary, view
 from covey.lab.demo.progress import LossPoint, Progress
 from covey.lab.demo.reports import (
     PROMPT,
@@ -213,7 +213,7 @@ def test_a_rank_that_is_killed_on_the_way_back_was_lost_once() -> None:
 
 
 def test_several_are_named_as_people_do() -> None:
-    assert [story.named("node", nodes) for nodes in ([], [4], [1, 2], [0, 1, 3])] == [
+    assert [summary.named("node", nodes) for nodes in ([], [4], [1, 2], [0, 1, 3])] == [
         "some node",
         "node 4",
         "nodes 1 and 2",

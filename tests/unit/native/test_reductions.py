@@ -12,8 +12,7 @@ import pytest
 from tests.support.compiled import needs_compiler, needs_native, shared_library
 from tests.support.in_turn import in_turn
 
-from covey.base.arithmetic import OPS, reduction
-from covey.base.dtypes import BFLOAT16, DTYPES
+from covey.base.arithmetic import BFLOAT16, DTYPES, OPS, reduction
 from covey.plan.moves import FINAL, LEFT, REDUCE
 from covey.runtime.collectives.executor import ExecutionHost, _Reducing
 from covey.runtime.collectives.native_executor import native_reduction

@@ -23,7 +23,7 @@ from tests.support.sets import pairs
 from covey.base import native as base_native
 from covey.base.arithmetic import reduction
 from covey.base.native import native, ufunc_trouble
-from covey.net.native import native_crypto
+from covey.net.host.machine import native_crypto
 from covey.plan.moves import REDUCE, STORE, Recv
 from covey.runtime.collectives.native_executor import NEEDS_LANE, STALLED, native_reduction
 from covey.wire import seal

@@ -11,7 +11,7 @@ from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import StuckError, each_rank, run
 
 from covey.base.errors import ConfigError
-from covey.plan import check, direct, doubling, ring, tree
+from covey.plan import check, direct, doubling, ring, trees
 from covey.plan.check import PlanError
 from covey.plan.moves import FINAL, LEFT, REDUCE, STORE, Plan, Recv, Send
 
@@ -310,7 +310,7 @@ def test_sending_what_was_never_written_is_refused() -> None:
 
 
 def test_a_missing_and_a_surplus_contributor_are_named() -> None:
-    reduces = each_rank(3, tree.reduce, 3, 0, 1)
+    reduces = each_rank(3, trees.reduce, 3, 0, 1)
     with pytest.raises(PlanError, match=r"lacks \(0, 0\), \(2, 0\)"):
         check.reduce(reduces, 1, 1)
     with pytest.raises(PlanError, match=r"should not have \(1, 0\), \(2, 0\)"):

@@ -8,7 +8,7 @@ from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import at_every_size, lengths
 
 from covey.base.errors import ConfigError
-from covey.plan import check, choose, direct, doubling, ring, tree
+from covey.plan import check, choose, direct, doubling, ring, trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -47,8 +47,8 @@ def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_on
 
 
 @pytest.mark.parametrize(("chosen", "small", "large"), [
-    (choose.broadcast, tree.broadcast, ring.broadcast),
-    (choose.reduce, tree.reduce, ring.reduce),
+    (choose.broadcast, trees.broadcast, ring.broadcast),
+    (choose.reduce, trees.reduce, ring.reduce),
 ])  # fmt: skip
 def test_rooted_operations_use_a_tree_up_to_the_limit_and_a_chain_above(chosen: Any, small: Any, large: Any) -> None:
     limit = DEFAULT.tree_bytes // 8

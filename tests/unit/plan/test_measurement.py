@@ -21,8 +21,8 @@ from covey.plan.measurement import (
     LinkMeasurement,
     steps,
     sustained,
+    swap_rounds,
 )
-from covey.plan.probes import swap_rounds
 
 MBIT = 1e6 / 8
 LONG = 20

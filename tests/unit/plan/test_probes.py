@@ -4,8 +4,8 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.plan.cases import SIZES
 
+from covey.plan.measurement import rotation, swap_rounds, swaps
 from covey.plan.moves import Plan
-from covey.plan.probes import rotation, swap_rounds, swaps
 
 
 @in_turn(size=[size for size in SIZES if size > 1])

@@ -1,13 +1,13 @@
 from tests.unit.plan.cases import at_every_size, counts, each_rank, roots
 
-from covey.plan import check, tree
+from covey.plan import check, trees
 
 
 @at_every_size
 def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            plans = each_rank(size, tree.broadcast, size, root, count)
+            plans = each_rank(size, trees.broadcast, size, root, count)
             check.broadcast(plans, root, count)
 
 
@@ -15,9 +15,9 @@ def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
 def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            check.reduce(each_rank(size, tree.reduce, size, root, count), root, count)
+            check.reduce(each_rank(size, trees.reduce, size, root, count), root, count)
 
 
 @at_every_size
 def test_the_root_has_a_child_for_each_round(size: int) -> None:
-    assert len(tree.broadcast(size - 1, size, size - 1, 4).sends) == (size - 1).bit_length()
+    assert len(trees.broadcast(size - 1, size, size - 1, 4).sends) == (size - 1).bit_length()

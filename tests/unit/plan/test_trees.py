@@ -5,7 +5,7 @@ import random
 import pytest
 from tests.unit.plan.cases import at_every_size, counts
 
-from covey.plan import check, levels, ring, trees
+from covey.plan import check, ring, trees
 from covey.plan.coded import coded
 from covey.plan.moves import Plan, elements_sent, first_writes
 from covey.plan.trees import ROOT
@@ -21,8 +21,8 @@ def nested(rng: random.Random, slots: list[int]) -> list[tuple[int, ...]]:
     return [group for part in parts for group in [*nested(rng, list(part)), tuple(part)]]
 
 
-def planned(size: int, groups: levels.Groups, shares: tuple[int, ...], count: int, segment: int) -> list[Plan]:
-    cells = levels.cells(size, groups, shares, count)
+def planned(size: int, groups: trees.Groups, shares: tuple[int, ...], count: int, segment: int) -> list[Plan]:
+    cells = trees.cells(size, groups, shares, count)
     return [trees.all_reduce(rank, size, cells, segment) for rank in range(size)]
 
 
@@ -64,33 +64,33 @@ def test_groups_combine_inside_before_anything_crosses() -> None:
 
 
 def test_a_share_of_nothing_makes_a_rank_move_the_array_once() -> None:
-    cells = levels.cells(4, (), (1, 1, 1, 0), 300)
+    cells = trees.cells(4, (), (1, 1, 1, 0), 300)
     plans = [trees.all_reduce(rank, 4, cells, 50) for rank in range(4)]
     assert [elements_sent(plan) for plan in plans] == [500, 500, 500, 300]
 
 
 def test_many_parts_of_a_group_form_chains() -> None:
-    size = levels.MOST_IN_STAR + 1
-    (cell, *_) = levels.cells(size, (), (), size)
+    size = trees.MOST_IN_STAR + 1
+    (cell, *_) = trees.cells(size, (), (), size)
     assert len({parent for parent in cell.parents if parent != ROOT}) == size - 1
-    (cell, *_) = levels.cells(size - 1, (), (), size)
+    (cell, *_) = trees.cells(size - 1, (), (), size)
     assert len({parent for parent in cell.parents if parent != ROOT}) == 1
 
 
 def test_three_levels_have_an_owner_in_each_group() -> None:
     groups = ((0, 1), (2, 3), (4, 5), (6, 7), (0, 1, 2, 3), (4, 5, 6, 7))
-    for cell in levels.cells(8, groups, (), 800):
+    for cell in trees.cells(8, groups, (), 800):
         crossing = [
             (slot, parent) for slot, parent in enumerate(cell.parents) if parent != ROOT and slot // 4 != parent // 4
         ]
         between_hosts = [(s, p) for s, p in enumerate(cell.parents) if p != ROOT and s // 2 != p // 2]
         assert len(crossing) == 1
         assert len(between_hosts) == 3
-    assert levels.divisions(8, groups)[0] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert trees.divisions(8, groups)[0] == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (0, 1, 2, 3))])
-def test_each_rank_encodes_what_it_contributes_once(groups: levels.Groups) -> None:
+def test_each_rank_encodes_what_it_contributes_once(groups: trees.Groups) -> None:
     shares = (3, 1, 0, 1, 1)
     rings = [ring.all_reduce(rank, 5, 23, 3, shares) for rank in range(5)]
     for plan in [*planned(5, groups, shares, 23, 3), *rings]:

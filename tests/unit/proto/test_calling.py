@@ -10,7 +10,7 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import RemoteProtocolError
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
-from covey.proto.calling.effects import Ending
+from covey.proto.calling.effects import CallEnding
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.turns import Deadlines, FairQueue
 from covey.wire import calls as wire
@@ -46,7 +46,7 @@ def test_calls_beyond_the_limit_wait_here_and_their_time_runs() -> None:
     for _ in range(CALLS_LIMIT + 2):
         core.outgoing.call(3, "f", NOTHING, 100.0, 0.0)
     assert len(sent(core)) == CALLS_LIMIT
-    assert core.outgoing.cancel(3, CALLS_LIMIT + 1, Ending.CANCELLED)
+    assert core.outgoing.cancel(3, CALLS_LIMIT + 1, CallEnding.CANCELLED)
     assert kinds(core) == ["Conclude"], "it was never sent, so nothing is cancelled there"
     core.received(3, wire.CallResult(1, NOTHING), 60.0)
     (message,) = sent(core)
@@ -61,9 +61,9 @@ def test_a_caller_past_its_deadline_is_told_at_once_and_the_call_stays_open_unti
     core.tick(10.0)
     assert core.effects() == [
         done.SendMessage(3, wire.CallCancel(number)),
-        done.Conclude(3, number, Ending.LATE),
+        done.Conclude(3, number, CallEnding.LATE),
     ]
-    assert not core.outgoing.cancel(3, number, Ending.CANCELLED)
+    assert not core.outgoing.cancel(3, number, CallEnding.CANCELLED)
     core.received(3, wire.CallResult(number, wire.CallPayload(sizes=(5,))), 11.0)
     assert core.effects() == [done.RefuseParts(3, number, (5,), is_answer=True)]
     assert len(core.outgoing) == 0
@@ -167,7 +167,7 @@ def test_a_lost_node_frees_all_that_it_held() -> None:
     core.effects()
     core.lost(5, 0.0)
     effects = core.effects()
-    assert done.Conclude(5, 1, Ending.LOST) in effects
+    assert done.Conclude(5, 1, CallEnding.LOST) in effects
     assert done.StopHandler(5, 2) in effects
     assert done.CloseStream(5, 1) in effects
     core.incoming.finished(5, 2, None)
@@ -175,7 +175,7 @@ def test_a_lost_node_frees_all_that_it_held() -> None:
     core.fetched(5, 4, None, 0.0, is_answer=False)
     assert (len(core.incoming), len(core.outgoing), core.incoming.running) == (0, 0, 0)
     core.outgoing.call(5, "f", NOTHING, 10.0, 0.0)
-    assert core.effects() == [done.Conclude(5, 2, Ending.LOST)]
+    assert core.effects() == [done.Conclude(5, 2, CallEnding.LOST)]
 
 
 def test_a_node_that_leaves_answers_all_calls_and_refuses_new_ones() -> None:
@@ -188,7 +188,7 @@ def test_a_node_that_leaves_answers_all_calls_and_refuses_new_ones() -> None:
     core.received(5, request(3), 0.0)
     effects = core.effects()
     assert [effect.message.kind for effect in effects if isinstance(effect, done.SendMessage)] == [wire.CLOSING] * 3  # type: ignore[union-attr]
-    assert done.Conclude(5, 1, Ending.CLOSED) in effects
+    assert done.Conclude(5, 1, CallEnding.CLOSED) in effects
 
 
 @in_turn(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Revoked, Run
+from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Revoked, RunOperation
 from covey.proto.views import judge
 from covey.wire.membership import Fate, State, Verdict, View
 
@@ -52,13 +52,13 @@ class Ranks:
         return verdicts[0]
 
     def ends(self, rank: int) -> list[Any]:
-        return [outcome for outcome in self.seen[rank] if not isinstance(outcome, Run)]
+        return [outcome for outcome in self.seen[rank] if not isinstance(outcome, RunOperation)]
 
 
 def test_operations_run_complete_and_return_one_after_another() -> None:
     member = Commit(7, (4, 2), 2, view(3, 2, 4, 5))
     for sequence in (1, 2):
-        assert member.start() == Run(sequence, 3, (4, 2))
+        assert member.start() == RunOperation(sequence, 3, (4, 2))
         assert member.completed(3)
         assert member.passed(3) == Returned(sequence, 3, (4, 2))
         assert member.returned == sequence
@@ -80,7 +80,7 @@ def test_an_operation_that_one_had_returned_returns_with_all_and_the_next_is_red
     ranks.start(0)
     assert ranks.change(1, 0, 1) == Verdict(7, 2, Fate.REDO)
     assert ranks.ends(0) == ranks.ends(1) == [Returned(1, 0, (0, 1, 2))]
-    assert ranks.seen[0][-1] == Run(2, 1, (0, 1))
+    assert ranks.seen[0][-1] == RunOperation(2, 1, (0, 1))
 
 
 def test_an_operation_without_its_root_raises_and_the_group_goes_on() -> None:
@@ -112,7 +112,7 @@ def test_an_operation_asked_for_while_frozen_begins_with_the_view() -> None:
     assert member.freeze() == State(7, (0, 1), 0)
     assert member.start() is None
     assert member.freeze() == State(7, (0, 1), 0), "an answer stays what it was"
-    assert member.install(view(1, 0)) == Run(1, 1, (0,))
+    assert member.install(view(1, 0)) == RunOperation(1, 1, (0,))
 
 
 def test_a_frozen_attempt_neither_completes_nor_returns() -> None:
@@ -323,9 +323,9 @@ def test_a_verdict_that_is_judged_again_differs_when_another_has_died(is_in_view
     states = {rank: (ranks[rank].freeze(),) for rank in (0, 1, 2)}
     accepted = view(1, 0, 1, 2, verdicts=judge(states))
     again = msgspec.structs.replace(accepted, verdicts=judge({1: states[1]}))
-    assert ranks[0].install(accepted) == Run(1, 1, (0, 1, 2)), "rank 0 runs it again without rank 3"
+    assert ranks[0].install(accepted) == RunOperation(1, 1, (0, 1, 2)), "rank 0 runs it again without rank 3"
     found = ranks[1].install(accepted if is_in_view else again)
-    assert found == (Run(1, 1, (0, 1, 2)) if is_in_view else Returned(1, 0, (0, 1, 2, 3)))
+    assert found == (RunOperation(1, 1, (0, 1, 2)) if is_in_view else Returned(1, 0, (0, 1, 2, 3)))
 
 
 @pytest.mark.parametrize("is_tried_first", [True, False])
@@ -394,7 +394,7 @@ def test_a_lent_operation_that_is_handed_over_counts_as_begun_or_complete(is_com
     ranks.complete(1)
     ranks.passes(1)
     ranks[0].phase = LENT_PHASES[is_complete]
-    assert ranks[0].resume() == Run(3, 0, (0, 1, 2))
+    assert ranks[0].resume() == RunOperation(3, 0, (0, 1, 2))
     assert ranks[0].is_complete == is_complete
     ranks.start(1)
     ranks.complete(1)
@@ -402,4 +402,4 @@ def test_a_lent_operation_that_is_handed_over_counts_as_begun_or_complete(is_com
     assert (state.returned, state.sequence, state.complete, state.root) == (2, 3, is_complete, -1)
     verdict = ranks.change(1, 0, 1)
     assert verdict.fate is (Fate.COMMIT if is_complete else Fate.REDO)
-    assert ranks.seen[0][-1] == (Returned(3, 0, (0, 1, 2)) if is_complete else Run(3, 1, (0, 1)))
+    assert ranks.seen[0][-1] == (Returned(3, 0, (0, 1, 2)) if is_complete else RunOperation(3, 1, (0, 1)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.proto.decision import Decision
-from covey.wire.formation import Answer, Member, Outcome, Row, Standing
+from covey.wire.formation import Answer, FoundingMember, Outcome, Row, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 PLAYS = 3000
 
 
-def members(size: int) -> tuple[Member, ...]:
-    return tuple(Member(bytes([rank]) * 32, bytes([rank]) * 16, str(rank), "host", b"") for rank in range(size))
+def members(size: int) -> tuple[FoundingMember, ...]:
+    return tuple(FoundingMember(bytes([rank]) * 32, bytes([rank]) * 16, str(rank), "host", b"") for rank in range(size))
 
 
 class Vote:

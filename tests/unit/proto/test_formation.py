@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.lab.world import World
-from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, announcer
-from covey.proto.founders import rank_order
+from covey.lab.world import SimulatedWorld
+from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, joiners
+from covey.proto.formation.joiners import rank_order
 from covey.proto.lineages import Lineages
-from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
+from covey.wire.formation import Answer, FoundingMember, Here, Outcome, Phase, Propose, Row, Standing, Terms
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
 from covey.wire.versions import Versions
 
@@ -25,9 +25,9 @@ PAIR = Terms("a run", "train.py", 2, 2, None, "1", "auto")
 OPEN = Terms("a run", "train.py", None, 2, None, "1", "auto")
 
 
-def member(name: str, host: str = "north") -> Member:
+def member(name: str, host: str = "north") -> FoundingMember:
     """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
-    return Member(name[0].encode() * 32, name.encode().ljust(16, b"."), name, host, b"")
+    return FoundingMember(name[0].encode() * 32, name.encode().ljust(16, b"."), name, host, b"")
 
 
 def id_of(name: str) -> bytes:
@@ -38,7 +38,7 @@ class Stage:
     """Joiners in a fast and faultless world."""
 
     def __init__(self, *names: str, terms: Terms = OPEN) -> None:
-        self.world = World(1, delay=0.01)
+        self.world = SimulatedWorld(1, delay=0.01)
         self.cores: dict[str, Formation] = {}
         for name in names:
             self.enter(name, terms)
@@ -300,7 +300,7 @@ def test_lives_that_a_peer_hears_count_in_whatever_order_it_names_them() -> None
 def test_the_announcement_to_a_new_link_names_only_that_link_if_there_are_many_and_the_next_one_names_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(announcer, "CROWD", 2)
+    monkeypatch.setattr(joiners, "CROWD", 2)
     core = Formation(member("b"), OPEN, random.Random(1), 0.0)
     core.tick(0.0)
     heard = []

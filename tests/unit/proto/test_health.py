@@ -17,13 +17,13 @@ from covey.proto.health import (
     Cause,
     Dead,
     Health,
-    Ping,
+    PeerOpinion,
+    ProcessState,
+    SendPing,
     Silences,
-    Standing,
     Suspect,
     Trust,
     Unheard,
-    Vouch,
 )
 
 A, B, C = (letter.encode() * 32 for letter in "abc")
@@ -46,7 +46,7 @@ class Watch:
             self.health.link_up(peer, self.now)
             self.health.round_trip(peer, LAN)
 
-    def run(self, seconds: float, *heard: bytes, every: float = 0.3, vouches: Vouch | None = None) -> list[Any]:
+    def run(self, seconds: float, *heard: bytes, every: float = 0.3, vouches: ProcessState | None = None) -> list[Any]:
         """Let time pass in which these peers talk, or are vouched for; return the accusations and their ends."""
         end, start, word_at = self.now + seconds, len(self.log), self.now + every
         while min(word_at, self.health.next_deadline()) <= end:
@@ -62,7 +62,7 @@ class Watch:
                 self.health.tick(self.now)
             self.drain()
         self.now = end
-        return [effect for _, effect in self.log[start:] if not isinstance(effect, Ping | Unheard)]
+        return [effect for _, effect in self.log[start:] if not isinstance(effect, SendPing | Unheard)]
 
     def sleep(self, seconds: float) -> None:
         """Let this node do nothing for a while, and wake up."""
@@ -94,7 +94,7 @@ SILENT_DEATH = [(Suspect, Cause.SILENT), (Dead, Cause.SILENT)]
 def test_only_the_quiet_are_pinged() -> None:
     watch = Watch(a="south", b="west")
     watch.run(10.0, A, every=INTERVAL / 2)
-    pings = [effect.peer for _, effect in watch.log if isinstance(effect, Ping)]
+    pings = [effect.peer for _, effect in watch.log if isinstance(effect, SendPing)]
     assert A not in pings
     assert 30 <= len(pings) <= 40
 
@@ -105,8 +105,8 @@ def test_a_process_without_a_second_voice_is_suspect_soon_and_dead_after_fifteen
     assert kinds(watch.run(30.0, B)) == SILENT_DEATH
     assert SUSPECT_LEAST < watch.moment(Suspect, A) - start < SUSPECT_LEAST + 0.1
     assert PROCESS_SILENCE <= watch.moment(Dead, A) - start <= PROCESS_SILENCE + GRAIN
-    assert watch.health.standing(A) is Standing.DEAD
-    assert watch.health.standing(B) is Standing.TRUSTED
+    assert watch.health.standing(A) is PeerOpinion.DEAD
+    assert watch.health.standing(B) is PeerOpinion.TRUSTED
 
 
 @pytest.mark.parametrize("voice", ["kernel", "keeper"])
@@ -115,7 +115,7 @@ def test_a_machine_that_could_be_heard_is_dead_in_under_five_seconds_with_everyb
     if voice == "kernel":
         watch.told("acknowledged", A)
     else:
-        watch.told("vouched", A, Vouch.BUSY)
+        watch.told("vouched", A, ProcessState.BUSY)
     start = watch.now
     effects = watch.run(5.0, C)
     assert {effect.peer for effect in effects if isinstance(effect, Dead)} == {A, B}
@@ -137,7 +137,7 @@ def test_acknowledgements_of_its_kernel_save_a_busy_process_for_the_time_that_a_
     for _ in range(16):
         watch.told("acknowledged", A)
         watch.run(0.5)
-    assert watch.health.standing(A) is Standing.SUSPECT
+    assert watch.health.standing(A) is PeerOpinion.SUSPECT
     assert kinds(watch.told("heard", A)) == [(Trust, None)]
 
 
@@ -150,7 +150,7 @@ def test_an_old_acknowledgement_does_not_undo_a_later_word() -> None:
 
 def test_the_machine_of_this_node_is_never_silent() -> None:
     watch = Watch(a="north")
-    watch.told("vouched", A, Vouch.BUSY)
+    watch.told("vouched", A, ProcessState.BUSY)
     watch.told("acknowledged", A)
     assert kinds(watch.run(14.0)) == [(Suspect, Cause.SILENT)]
 
@@ -158,13 +158,13 @@ def test_the_machine_of_this_node_is_never_silent() -> None:
 @pytest.mark.parametrize("host", ["north", "south"])
 def test_a_keeper_vouches_for_a_process_that_says_nothing_for_a_minute(host: str) -> None:
     watch = Watch(a=host)
-    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
+    assert watch.run(60.0, A, every=INTERVAL, vouches=ProcessState.BUSY) == []
 
 
 def test_a_process_that_is_busy_for_ever_hangs_and_is_dead_at_last() -> None:
     watch = Watch(a="south")
     start = watch.now
-    effects = watch.run(VOUCHED + 20.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    effects = watch.run(VOUCHED + 20.0, A, every=INTERVAL, vouches=ProcessState.BUSY)
     assert kinds(effects) == SILENT_DEATH
     assert 0 <= watch.moment(Dead, A) - start - VOUCHED - PROCESS_SILENCE <= GRAIN
     assert effects[-1].reason == "silent for 315.0 s; it is alive, so it hangs"
@@ -172,7 +172,7 @@ def test_a_process_that_is_busy_for_ever_hangs_and_is_dead_at_last() -> None:
 
 def test_a_process_whose_keeper_is_gone_is_judged_by_itself_again() -> None:
     watch = Watch(a="south", b="south")
-    watch.run(30.0, A, B, vouches=Vouch.BUSY)
+    watch.run(30.0, A, B, vouches=ProcessState.BUSY)
     last = watch.now
     assert kinds(watch.run(20.0, B)) == SILENT_DEATH
     assert watch.moment(Dead, A) - last == pytest.approx(PROCESS_SILENCE, abs=0.4)
@@ -180,36 +180,36 @@ def test_a_process_whose_keeper_is_gone_is_judged_by_itself_again() -> None:
 
 def test_one_that_exited_is_dead_at_once_and_no_word_that_was_on_the_way_revives_it() -> None:
     watch = Watch(a="south")
-    assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
+    assert kinds(watch.told("vouched", A, ProcessState.EXITED)) == [(Dead, Cause.EXITED)]
     calls: list[tuple[Any, ...]] = [
         ("heard", A),
         ("link_lost", A),
         ("link_up", A),
-        ("vouched", A, Vouch.BUSY),
-        ("vouched", A, Vouch.EXITED),
+        ("vouched", A, ProcessState.BUSY),
+        ("vouched", A, ProcessState.EXITED),
     ]
     for call in calls:
         assert watch.told(*call) == []
     assert watch.run(30.0, A) == []
-    assert not any(isinstance(effect, Ping) for _, effect in watch.log)
+    assert not any(isinstance(effect, SendPing) for _, effect in watch.log)
 
 
 def test_one_that_is_stopped_is_suspect_at_once_dead_within_a_second_and_well_when_it_goes_on() -> None:
     watch = Watch(a="south")
     stopped = watch.now
-    assert kinds(watch.told("vouched", A, Vouch.STOPPED)) == [(Suspect, Cause.STOPPED)]
+    assert kinds(watch.told("vouched", A, ProcessState.STOPPED)) == [(Suspect, Cause.STOPPED)]
     assert watch.told("heard", A) == []  # was on the way
-    assert kinds(watch.run(1.0, A, every=0.1, vouches=Vouch.STOPPED)) == [(Dead, Cause.STOPPED)]
+    assert kinds(watch.run(1.0, A, every=0.1, vouches=ProcessState.STOPPED)) == [(Dead, Cause.STOPPED)]
     assert STOPPED_SILENCE <= watch.moment(Dead, A) - stopped <= STOPPED_SILENCE + GRAIN
     assert watch.run(20.0, A) == []
-    assert kinds(watch.told("vouched", A, Vouch.BUSY)) == [(Trust, None)]
+    assert kinds(watch.told("vouched", A, ProcessState.BUSY)) == [(Trust, None)]
 
 
 def test_a_debugger_that_attaches_for_a_moment_kills_nobody() -> None:
     watch = Watch(a="south")
-    watch.told("vouched", A, Vouch.STOPPED)
+    watch.told("vouched", A, ProcessState.STOPPED)
     watch.run(0.3)
-    assert kinds(watch.told("vouched", A, Vouch.BUSY)) == [(Trust, None)]
+    assert kinds(watch.told("vouched", A, ProcessState.BUSY)) == [(Trust, None)]
     assert watch.run(5.0, A) == []
 
 
@@ -221,7 +221,7 @@ def test_a_link_that_ends_makes_suspect_at_once_and_shortens_no_life() -> None:
     assert watch.told("heard", A) == []  # read from the link that ended
     assert kinds(watch.run(20.0)) == [(Dead, Cause.SILENT)]
     assert PROCESS_SILENCE <= watch.moment(Dead, A) - start <= PROCESS_SILENCE + GRAIN
-    assert not any(isinstance(effect, Ping) for _, effect in watch.log)
+    assert not any(isinstance(effect, SendPing) for _, effect in watch.log)
     assert kinds(watch.told("link_up", A)) == [(Trust, None)]
 
 
@@ -229,7 +229,7 @@ def test_the_silence_of_a_peer_whose_link_rests_means_nothing_until_it_wakes() -
     watch = Watch(a="south")
     watch.health.link_rests(A)
     assert watch.run(600.0) == []
-    assert not any(isinstance(effect, Ping) and at > 0 for at, effect in watch.log[1:])
+    assert not any(isinstance(effect, SendPing) and at > 0 for at, effect in watch.log[1:])
     assert watch.health.explain(A, watch.now) == "trusted: its link rests, and other members listen to it"
     woken_at = watch.now
     assert watch.told("link_up", A) == []
@@ -250,15 +250,15 @@ def test_a_link_that_rests_and_cannot_be_woken_has_ended() -> None:
 def test_one_whose_link_rests_is_dead_if_its_keeper_says_so() -> None:
     watch = Watch(a="south")
     watch.health.link_rests(A)
-    assert watch.told("vouched", A, Vouch.STOPPED) == []
-    assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
+    assert watch.told("vouched", A, ProcessState.STOPPED) == []
+    assert kinds(watch.told("vouched", A, ProcessState.EXITED)) == [(Dead, Cause.EXITED)]
 
 
 def test_a_keeper_keeps_one_without_a_link_alive_but_not_trusted() -> None:
     watch = Watch(a="south")
     watch.told("link_lost", A)
-    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
-    assert watch.health.standing(A) is Standing.SUSPECT
+    assert watch.run(60.0, A, every=INTERVAL, vouches=ProcessState.BUSY) == []
+    assert watch.health.standing(A) is PeerOpinion.SUSPECT
     assert kinds(watch.told("link_up", A)) == [(Trust, None)]
 
 
@@ -266,8 +266,8 @@ def test_a_suspect_is_accused_again_only_for_something_graver() -> None:
     watch = Watch(a="south")
     assert kinds(watch.run(2.0)) == [(Suspect, Cause.SILENT)]
     assert kinds(watch.told("link_lost", A)) == [(Suspect, Cause.LINK_LOST)]
-    assert kinds(watch.told("vouched", A, Vouch.STOPPED)) == [(Suspect, Cause.STOPPED)]
-    assert watch.told("vouched", A, Vouch.STOPPED) == []
+    assert kinds(watch.told("vouched", A, ProcessState.STOPPED)) == [(Suspect, Cause.STOPPED)]
+    assert watch.told("vouched", A, ProcessState.STOPPED) == []
 
 
 def test_a_word_revives_the_dead() -> None:
@@ -304,7 +304,7 @@ def test_a_node_that_hardly_ever_listens_still_finds_the_dead() -> None:
     watch = Watch(a="south")
     watch.told("acknowledged", A)
     start = watch.now
-    while watch.health.standing(A) is not Standing.DEAD:
+    while watch.health.standing(A) is not PeerOpinion.DEAD:
         watch.sleep(0.6)
         watch.run(0.3)
         assert watch.now < start + 60.0
@@ -328,7 +328,7 @@ def test_nobody_to_watch_is_nothing_to_wait_for() -> None:
     watch.health.forget(A)
     watch.health.forget(A)
     calls: list[tuple[Any, ...]] = [("heard", A), ("link_up", A), ("link_lost", A), ("acknowledged", A)]
-    for call in [*calls, ("vouched", A, Vouch.EXITED)]:
+    for call in [*calls, ("vouched", A, ProcessState.EXITED)]:
         assert watch.told(*call) == []
     watch.health.round_trip(A, 1.0)
     assert watch.health.next_deadline() == math.inf
@@ -336,9 +336,9 @@ def test_nobody_to_watch_is_nothing_to_wait_for() -> None:
 
 def test_a_new_life_starts_trusted() -> None:
     watch = Watch(a="south")
-    watch.told("vouched", A, Vouch.EXITED)
+    watch.told("vouched", A, ProcessState.EXITED)
     watch.told("watch", A, "south")
-    assert watch.health.standing(A) is Standing.TRUSTED
+    assert watch.health.standing(A) is PeerOpinion.TRUSTED
     watch.told("link_up", A)
     assert watch.run(10.0, A) == []
 
@@ -384,7 +384,7 @@ def test_a_slow_link_gets_more_patience_and_one_that_improves_loses_it_again() -
 def test_after_a_suspicion_in_vain_the_next_takes_longer() -> None:
     watch = Watch(a="south")
     watch.run(1.6)
-    assert watch.health.standing(A) is Standing.SUSPECT
+    assert watch.health.standing(A) is PeerOpinion.SUSPECT
     watch.told("heard", A)
     assert watch.run(2.9) == []
     assert kinds(watch.run(0.2)) == [(Suspect, Cause.SILENT)]
@@ -394,7 +394,7 @@ def test_it_explains_itself() -> None:
     watch = Watch(a="south", b="west")
     watch.run(0.4, B)
     assert watch.health.explain(A, watch.now) == ("trusted: last heard 0.4 s ago; round trip 1 ms, give or take 0.5 ms")
-    watch.told("vouched", A, Vouch.BUSY)
+    watch.told("vouched", A, ProcessState.BUSY)
     watch.now += 0.1
     assert watch.health.explain(A, watch.now).startswith("trusted: last heard 0.5 s ago, vouched for 0.1 s ago;")
     watch.run(3.7, B)
@@ -405,12 +405,12 @@ def test_it_explains_itself() -> None:
     watch.run(2.0)
     assert watch.health.explain(A, watch.now).startswith("dead: nothing heard from its host south for 5.8 s; ")
     assert watch.health.explain(A, watch.now).endswith("this machine may be cut off")
-    watch.told("vouched", A, Vouch.EXITED)
+    watch.told("vouched", A, ProcessState.EXITED)
     watch.told("heard", B)
     assert watch.health.explain(A, watch.now) == "dead: its process has exited"
     watch.told("link_lost", B)
     assert "suspect: its link ended; " in watch.health.explain(B, watch.now)
-    watch.told("vouched", B, Vouch.STOPPED)
+    watch.told("vouched", B, ProcessState.STOPPED)
     assert "its process is stopped (SIGSTOP, a debugger)" in watch.health.explain(B, watch.now)
 
 
@@ -418,7 +418,7 @@ def test_a_link_that_carries_nothing_is_noticed_although_the_keeper_vouches_for_
     watch = Watch(a="south")
     watch.run(2.0, A)
     watch.log.clear()
-    assert watch.run(10.0, A, vouches=Vouch.BUSY) == [], "the process is not even suspect"
+    assert watch.run(10.0, A, vouches=ProcessState.BUSY) == [], "the process is not even suspect"
     (unheard,) = [(at, effect) for at, effect in watch.log if isinstance(effect, Unheard)]
     assert unheard[1] == Unheard(A), "once"
     assert unheard[0] - 102.0 <= SUSPECT_MOST
@@ -426,7 +426,7 @@ def test_a_link_that_carries_nothing_is_noticed_although_the_keeper_vouches_for_
     watch.health.heard(A, watch.now)
     assert not watch.health.is_unheard(A)
     watch.log.clear()
-    watch.run(10.0, A, vouches=Vouch.BUSY)
+    watch.run(10.0, A, vouches=ProcessState.BUSY)
     assert [effect for _, effect in watch.log if isinstance(effect, Unheard)] == [Unheard(A)], "and again"
 
 
@@ -434,26 +434,26 @@ def test_a_link_that_carries_nothing_is_noticed_although_the_keeper_vouches_for_
 
 
 def pings(watch: Watch, since: float) -> int:
-    return sum(isinstance(effect, Ping) for at, effect in watch.log if at >= since)
+    return sum(isinstance(effect, SendPing) for at, effect in watch.log if at >= since)
 
 
 def test_a_peer_of_this_machine_is_asked_rarely_while_its_keeper_vouches_for_it() -> None:
     watch = Watch(a="north")
     began = watch.now
-    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
+    assert watch.run(60.0, A, every=INTERVAL, vouches=ProcessState.BUSY) == []
     assert 60 / ASK_VOUCHED - 1 <= pings(watch, began) <= 60 / ASK_VOUCHED + 1
 
 
 def test_a_peer_of_another_machine_is_asked_as_ever_though_its_keeper_vouches_for_it() -> None:
     watch = Watch(a="south")
     began = watch.now
-    watch.run(10.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    watch.run(10.0, A, every=INTERVAL, vouches=ProcessState.BUSY)
     assert pings(watch, began) >= 10 / INTERVAL - 1
 
 
 def test_a_peer_of_this_machine_is_asked_once_its_keeper_is_silent() -> None:
     watch = Watch(a="north")
-    watch.run(5.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    watch.run(5.0, A, every=INTERVAL, vouches=ProcessState.BUSY)
     silent_since = watch.now
     watch.run(FRESH + INTERVAL)
     assert pings(watch, silent_since) >= 1
@@ -461,7 +461,7 @@ def test_a_peer_of_this_machine_is_asked_once_its_keeper_is_silent() -> None:
 
 def test_members_of_one_loaded_machine_do_not_all_ask_each_other_when_they_are_late() -> None:
     watch = Watch(a="north", b="south")
-    watch.run(2.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    watch.run(2.0, A, every=INTERVAL, vouches=ProcessState.BUSY)
     before = watch.now
     watch.sleep(1.0)
-    assert [effect for at, effect in watch.log if at > before] == [Ping(B)]
+    assert [effect for at, effect in watch.log if at > before] == [SendPing(B)]

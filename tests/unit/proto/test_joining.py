@@ -10,8 +10,8 @@ import msgspec
 
 from covey.proto.ballot import first_record
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
-from covey.wire.formation import Here, Member, Phase, Propose, Terms
-from covey.wire.lineage import Ending, Known, Remembered, new_lineage
+from covey.wire.formation import FoundingMember, Here, Phase, Propose, Terms
+from covey.wire.lineage import Ending, KnownLineage, Remembered, new_lineage
 from covey.wire.membership import (
     Accept,
     Accepted,
@@ -31,7 +31,7 @@ from covey.wire.membership import (
 TERMS = Terms("a run", "train.py", None, 2, None, "1", "auto")
 LINEAGE = new_lineage(1000.0, b"l" * 10)
 NEXT = b"n" * 16
-KNOWN = Remembered((Known(LINEAGE, ("a", "b", "c")),))
+KNOWN = Remembered((KnownLineage(LINEAGE, ("a", "b", "c")),))
 
 
 def seat(name: str) -> MemberKey:
@@ -39,8 +39,8 @@ def seat(name: str) -> MemberKey:
     return MemberKey(name[0].encode() * 32, name.encode().ljust(16, b"."))
 
 
-def member(name: str) -> Member:
-    return Member(seat(name).id, seat(name).life, name, name[0], b"")
+def member(name: str) -> FoundingMember:
+    return FoundingMember(seat(name).id, seat(name).life, name, name[0], b"")
 
 
 def bound_to(names: str, generation: int = 0, **changes: Any) -> Bound:
@@ -248,7 +248,7 @@ def test_a_founding_that_was_given_up_here_or_left_for_an_older_run_may_have_com
     seated = Seated(LINEAGE, Successor(0, LINEAGE, (seat("a"), seat("c")), 0))
     older = bound_to("ac")
     older = Bound(older.generation, older.record, new_lineage(1.0, b"o" * 10))
-    remembered = Remembered((*KNOWN.open, Known(older.origin, ())))
+    remembered = Remembered((*KNOWN.open, KnownLineage(older.origin, ())))
     for stage in (
         Stage("c'", remembered=Remembered(given_up=(LINEAGE,))),
         Stage("c'", remembered=Remembered(), abandoned=[LINEAGE]),

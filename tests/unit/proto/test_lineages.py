@@ -5,7 +5,7 @@ from covey.wire.lineage import (
     MAX_ENDED,
     MAX_OPEN,
     Ending,
-    Known,
+    KnownLineage,
     Remembered,
     decode_remembered,
     encode_remembered,
@@ -145,7 +145,7 @@ def test_what_a_person_gave_up_is_remembered_even_if_it_is_heard_of_again() -> N
 
 
 def test_it_comes_back_from_disk_as_it_was() -> None:
-    opened = (Known(lineage(5), ("a", "b")), Known(lineage(6), (), is_ours=True))
+    opened = (KnownLineage(lineage(5), ("a", "b")), KnownLineage(lineage(6), (), is_ours=True))
     remembered = Remembered(opened, (Ending(lineage(1), True), Ending(lineage(2), False)), (lineage(3),))
     assert decode_remembered(encode_remembered(remembered)) == remembered
     assert Lineages(remembered).remembered == remembered

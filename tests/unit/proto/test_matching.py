@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.matching import ANY, Matcher
-from covey.proto.message import HEADER_COST, Operation, Receive, Send
+from covey.proto.message import HEADER_COST, MessageSend, Operation, Receive
 from covey.proto.message_link import MessageSizes
 from covey.proto.message_stream import PIECE_BYTES
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no failure."""
@@ -47,7 +47,7 @@ class World:
             self.matchers[source].lane_opened(peer)
         self.settle()
 
-    def send(self, data: bytes, source: int, peer: int, tag: int) -> Send:
+    def send(self, data: bytes, source: int, peer: int, tag: int) -> MessageSend:
         view = memoryview(data)
         return self.matchers[source].send(view, peer, tag, dtype_code=UINT8, shape=(len(data),), is_object=False)
 
@@ -106,7 +106,7 @@ def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int
     size, tags = 3, 3
     world = World(size, rng)
     sizes = [0, 1, 100, 5000, EAGER_BYTES - 1, EAGER_BYTES, LARGE, 150_000, PIECE_BYTES + 77]
-    sent: list[tuple[int, int, int, bytes, Send]] = []
+    sent: list[tuple[int, int, int, bytes, MessageSend]] = []
     receives: list[list[Receive]] = [[] for _ in range(size)]
     interrupts = seed % 3 == 0  # receives are withdrawn while their message is landing, and when it is there
     for _ in range(150):
@@ -269,7 +269,7 @@ def test_a_message_that_does_not_fit_is_consumed_and_named(length: int, early: b
     def receive() -> Receive:
         return world.matchers[1].receive(0, 1, memoryview(bytearray(out_length)), expect)
 
-    def send() -> Send:
+    def send() -> MessageSend:
         code = UINT8 if wrong == "dtype" else INT32
         shape = (length,) if wrong == "dtype" else (length // 4,)
         view = memoryview(content(1, length))
@@ -434,7 +434,7 @@ def test_ranks_and_tags_that_do_not_exist_are_refused(peer: int, tag: int) -> No
 def feed(matcher: Matcher, peer: int, data: bytes) -> None:
     """Let `data` come from a peer that has just connected."""
     matcher.lane_opened(peer)
-    feed_more(matcher, peer, wire.encode(Header(wire.RESUME)) + data)
+    feed_more(matcher, peer, wire.encode(MessageHeader(wire.RESUME)) + data)
 
 
 def feed_more(matcher: Matcher, peer: int, data: bytes) -> None:
@@ -449,21 +449,21 @@ def feed_more(matcher: Matcher, peer: int, data: bytes) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        Header(wire.EAGER, 1, 0, dtype_code=UINT8, shape=(0,)),
-        Header(wire.EAGER, 0, LARGE, dtype_code=UINT8, shape=(LARGE,)),
-        Header(wire.RTS, 0, 5, dtype_code=UINT8, shape=(5,)),
-        Header(wire.CTS, 0, 0),
-        Header(wire.DATA, 0, 10),
-        Header(wire.CREDIT, 0, 1),
-        Header(wire.ACK, 0, 1),
-        Header(wire.RESUME),
+        MessageHeader(wire.EAGER, 1, 0, dtype_code=UINT8, shape=(0,)),
+        MessageHeader(wire.EAGER, 0, LARGE, dtype_code=UINT8, shape=(LARGE,)),
+        MessageHeader(wire.RTS, 0, 5, dtype_code=UINT8, shape=(5,)),
+        MessageHeader(wire.CTS, 0, 0),
+        MessageHeader(wire.DATA, 0, 10),
+        MessageHeader(wire.CREDIT, 0, 1),
+        MessageHeader(wire.ACK, 0, 1),
+        MessageHeader(wire.RESUME),
     ],
     ids=[
         *("out of turn", "too large to be eager", "too small to wait", "never offered", "never asked for", "not owed"),
         *("never sent", "in the middle"),
     ],
 )
-def test_frames_that_cannot_come_now_are_a_protocol_error(header: Header) -> None:
+def test_frames_that_cannot_come_now_are_a_protocol_error(header: MessageHeader) -> None:
     with pytest.raises(RemoteProtocolError):
         feed(Matcher(0, 2), 1, wire.encode(header))
 
@@ -471,7 +471,7 @@ def test_frames_that_cannot_come_now_are_a_protocol_error(header: Header) -> Non
 def test_a_peer_that_ignores_its_credit_is_a_protocol_error() -> None:
     matcher = Matcher(0, 2)
     allowed = CREDIT_BYTES // HEADER_COST
-    headers = [wire.encode(Header(wire.EAGER, at, 0, is_object=True)) for at in range(allowed + 1)]
+    headers = [wire.encode(MessageHeader(wire.EAGER, at, 0, is_object=True)) for at in range(allowed + 1)]
     feed(matcher, 1, b"".join(headers[:allowed]))
     with pytest.raises(RemoteProtocolError, match="without credit"):
         feed_more(matcher, 1, headers[allowed])
@@ -481,12 +481,12 @@ def test_a_peer_that_ignores_its_credit_is_a_protocol_error() -> None:
 @given(st.data())
 def test_any_bytes_are_frames_or_a_protocol_error(data: st.DataObject) -> None:
     matcher = Matcher(0, 2)
-    valid = wire.encode(Header(wire.EAGER, 0, 6, 3, dtype_code=UINT8, shape=(2, 3))) + b"abcdef"
-    stream: Any = bytearray(valid + wire.encode(Header(wire.RTS, 1, LARGE, 4, is_object=True)))
+    valid = wire.encode(MessageHeader(wire.EAGER, 0, 6, 3, dtype_code=UINT8, shape=(2, 3))) + b"abcdef"
+    stream: Any = bytearray(valid + wire.encode(MessageHeader(wire.RTS, 1, LARGE, 4, is_object=True)))
     for at in data.draw(st.lists(st.integers(0, len(stream) - 1), max_size=3)):
         stream[at] = data.draw(st.integers(0, 255))
     stream += data.draw(st.binary(max_size=100))
-    stream = data.draw(st.sampled_from([wire.encode(Header(wire.RESUME)), b"x" * wire.FIXED_BYTES])) + stream
+    stream = data.draw(st.sampled_from([wire.encode(MessageHeader(wire.RESUME)), b"x" * wire.FIXED_BYTES])) + stream
     matcher.lane_opened(1)
     try:
         for at in range(0, len(stream), step := data.draw(st.integers(1, 60))):

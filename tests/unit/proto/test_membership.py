@@ -12,13 +12,13 @@ from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.lab.workers import Worker
-from covey.lab.world import World
+from covey.lab.world import SimulatedWorld
 from covey.proto import ballot
 from covey.proto.ballot import first_record
-from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
+from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumAwaited, QuorumLost, SendToNode
 from covey.proto.commit import Commit
-from covey.proto.lease import DRIFT, LEASE, Lease
 from covey.proto.membership import FINISH_TOGETHER, MOST_AHEAD, PAST_VIEWS, Membership
+from covey.proto.membership.leader import DRIFT, LEASE, Lease
 from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
 from covey.wire.membership import (
     Accept,
@@ -55,7 +55,7 @@ def seat(name: str) -> MemberKey:
 
 def sent(core: Membership, kind: type[MessageT]) -> list[MessageT]:
     """Return the messages of one kind that a core wants to send."""
-    messages = [effect.message for effect in core.effects() if isinstance(effect, Send)]
+    messages = [effect.message for effect in core.effects() if isinstance(effect, SendToNode)]
     return [message for message in messages if isinstance(message, kind)]
 
 
@@ -64,7 +64,7 @@ class Stage:
 
     def __init__(self, names: str, *, anchor: int = 0, has_keeper: bool = False, **options: Any) -> None:
         self.names, self.options = names, options | ({"keeper": KEEPER} if has_keeper else {})
-        self.world = World(1, delay=0.01, notice=0.5)
+        self.world = SimulatedWorld(1, delay=0.01, notice=0.5)
         self.first = first_record(map(seat, names), LINEAGE, anchor=anchor, has_keeper=has_keeper)
         self.disks = {name: self.first for name in [*names, "K"]}
         self.cores: dict[str, Membership] = {}
@@ -457,9 +457,9 @@ def test_a_member_without_a_quorum_says_what_it_waits_for_and_how_long() -> None
         core.link_down(seat(name).id, 5.0)
     core.tick(core.next_deadline())
     core.tick(6.0)
-    assert Waiting((0, 2), 0, 29.0) in core.effects()
+    assert QuorumAwaited((0, 2), 0, 29.0) in core.effects()
     core.tick(20.0)
-    assert not [effect for effect in core.effects() if isinstance(effect, Waiting)], "once"
+    assert not [effect for effect in core.effects() if isinstance(effect, QuorumAwaited)], "once"
 
 
 def test_nobody_goes_on_with_fewer_than_min_size() -> None:
@@ -628,7 +628,7 @@ def test_nothing_is_answered_before_everything_is_frozen_and_written_down() -> N
     record, send = core.effects()
     assert isinstance(record, Persist)
     assert record.record.promised == 6
-    assert send == Send(seat("c").id, Promise(LINEAGE, 1, 6, (0, 2), (state,)))
+    assert send == SendToNode(seat("c").id, Promise(LINEAGE, 1, 6, (0, 2), (state,)))
 
 
 def test_an_accept_is_written_down_before_it_is_said() -> None:
@@ -637,7 +637,7 @@ def test_an_accept_is_written_down_before_it_is_said() -> None:
     *_, record, send = core.effects()
     assert isinstance(record, Persist)
     assert (record.record.accepted_ballot, record.record.accepted) == (4, view)
-    assert send == Send(seat("a").id, Accepted(LINEAGE, 1, 4))
+    assert send == SendToNode(seat("a").id, Accepted(LINEAGE, 1, 4))
 
 
 def test_promises_and_accepts_bind_the_next_life_too() -> None:
@@ -647,9 +647,9 @@ def test_promises_and_accepts_bind_the_next_life_too() -> None:
     assert not core.is_member
     core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
     core.received(seat("a").id, Accept(4, View(LINEAGE, 1, (0,), 0)), 1.0)
-    assert core.effects() == [Send(seat("a").id, Refuse(LINEAGE, 1, 8))] * 2
+    assert core.effects() == [SendToNode(seat("a").id, Refuse(LINEAGE, 1, 8))] * 2
     core.received(seat("c").id, Prepare(LINEAGE, 1, 10), 1.0)
-    assert core.effects()[-1] == Send(seat("c").id, Promise(LINEAGE, 1, 10, (0, 2), None, 4, view))
+    assert core.effects()[-1] == SendToNode(seat("c").id, Promise(LINEAGE, 1, 10, (0, 2), None, 4, view))
 
 
 def test_a_freeze_that_took_longer_than_the_view_is_forgotten() -> None:
@@ -667,9 +667,9 @@ def test_who_is_behind_is_told_and_who_is_ahead_is_asked() -> None:
     core.effects()
     core.received(seat("c").id, Pulse(LINEAGE, 0, 0), 1.1)
     core.received(seat("c").id, Prepare(LINEAGE, 1, 6), 1.1)
-    assert core.effects() == [Send(seat("c").id, Decided(view))] * 2
+    assert core.effects() == [SendToNode(seat("c").id, Decided(view))] * 2
     core.received(seat("c").id, Prepare(LINEAGE, 3, 6), 1.1)
-    assert core.effects() == [Send(seat("c").id, Pulse(LINEAGE, 1, 4))]
+    assert core.effects() == [SendToNode(seat("c").id, Pulse(LINEAGE, 1, 4))]
 
 
 def test_a_view_far_ahead_excludes_who_is_not_in_it() -> None:
@@ -732,7 +732,7 @@ def test_a_member_that_was_excluded_is_told_so_and_has_no_say() -> None:
     assert core.view == view
     core.received(excluded, Trouble(LINEAGE, 0), 1.1)
     core.received(excluded, Pulse(LINEAGE, 0, 4), 1.1)
-    assert core.effects() == [Send(excluded, Decided(view))] * 2
+    assert core.effects() == [SendToNode(excluded, Decided(view))] * 2
 
 
 def test_a_member_that_left_is_known_to_have_left_even_if_the_view_without_it_is_heard_first() -> None:
@@ -788,7 +788,7 @@ def test_one_member_alone_does_not_end_the_run(message: Any) -> None:
     end = View(LINEAGE, 1, (), 0, is_finished=True)
     core = answering(lone())
     core.received(seat("a").id, message(end), 1.0)
-    said = {effect.message for effect in core.effects() if isinstance(effect, Send)}
+    said = {effect.message for effect in core.effects() if isinstance(effect, SendToNode)}
     assert said <= {Pulse(LINEAGE, 0, 4)}, "the others are asked"
     core.received(seat("a").id, Trouble(LINEAGE, 0, leaves=True), 1.1)
     assert core.view.number == 0, "two of three stay"
@@ -914,7 +914,7 @@ def test_the_news_of_a_fork_is_not_answered_with_the_same_news() -> None:
     core.received(seat("a").id, fork, 1.1)
     assert core.effects() == []
     core.received(seat("a").id, Prepare(LINEAGE, 1, 8), 1.1)
-    assert core.effects() == [Send(seat("a").id, fork)], "only a member that has not heard of it is told"
+    assert core.effects() == [SendToNode(seat("a").id, fork)], "only a member that has not heard of it is told"
 
 
 # The rules.
@@ -995,14 +995,16 @@ def test_the_answers_of_the_most_members_that_there_may_be_are_taken_in_moments(
         core.link_up(key.id, key.life, 0.0)
     core.link_down(keys[5].id, 1.0)
     core.tick(1.0)
-    prepare = next(one.message for one in core.effects() if isinstance(one, Send) and isinstance(one.message, Prepare))
+    prepare = next(
+        one.message for one in core.effects() if isinstance(one, SendToNode) and isinstance(one.message, Prepare)
+    )
     for rank in all_ranks:
         if rank != 5:
             hears = tuple(other for other in all_ranks if other not in (rank, 5))
             answer = Promise(LINEAGE, 1, prepare.ballot, hears, (State(7, all_ranks, 4),))
             core.received(keys[rank].id, answer, 1.5)
     core.tick(2.5)
-    sent = [one for one in core.effects() if isinstance(one, Send) and isinstance(one.message, Decided)]
+    sent = [one for one in core.effects() if isinstance(one, SendToNode) and isinstance(one.message, Decided)]
     told = {one.peer: one.message for one in sent}
     expected = View(LINEAGE, 1, all_ranks[:5] + all_ranks[6:], 0, (Verdict(7, 5, Fate.REDO),))
     assert told == {key.id: Decided(expected) for key in keys if key is not keys[5]}

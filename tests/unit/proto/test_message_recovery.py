@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.base.errors import PeerLostError, RemoteProtocolError
 from covey.proto import message_link, message_stream
 from covey.proto.matching import ANY, RESERVED_TAGS, Matcher
@@ -18,12 +18,12 @@ from covey.proto.message import HEADER_COST
 from covey.proto.message_link import MessageLink, MessageSizes
 from covey.proto.message_stream import Inlet, Outlet
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.proto.message import Operation, Receive, Send
+    from covey.proto.message import MessageSend, Operation, Receive
 
 UINT8 = dtype_code(np.dtype(np.uint8))
 SEEDS = 300
@@ -62,7 +62,7 @@ class Message:
     def __init__(self, data: bytes, tag: int) -> None:
         self.data, self.tag = data, tag
         self.memory = bytearray(data)
-        self.send: Send
+        self.send: MessageSend
 
 
 class Story:
@@ -400,7 +400,7 @@ def ends_a_send_that_has_only_left(advance: Any) -> Any:
 
 
 def acknowledges_nothing_small(begin: Any) -> Any:
-    def mutant(self: MessageLink, header: Header) -> Any:
+    def mutant(self: MessageLink, header: MessageHeader) -> Any:
         self._unacknowledged = -(2**40)
         return begin(self, header)
 
@@ -440,7 +440,7 @@ def tells_without_credit(tell: Any) -> Any:
 
 
 def gives_no_credit_back_for_what_it_heard(heard: Any) -> Any:
-    def mutant(self: MessageLink, header: Header, data: bytes) -> None:
+    def mutant(self: MessageLink, header: MessageHeader, data: bytes) -> None:
         give_credit, self._give_credit = self._give_credit, lambda: None  # type: ignore[method-assign]
         try:
             heard(self, header, data)
@@ -476,7 +476,7 @@ def wants_its_acknowledgements_acknowledged(fell_quiet: Any) -> Any:
 
 
 def acknowledges_acknowledgements(note_frame: Any) -> Any:
-    def mutant(self: MessageLink, header: Header) -> None:
+    def mutant(self: MessageLink, header: MessageHeader) -> None:
         note_frame(self, header)
         self._acks_in = 0
 
@@ -543,7 +543,7 @@ def move(matchers: list[Matcher]) -> None:
                 matchers[peer].link(matcher.rank).inlet.advance(step)
 
 
-def start_send(matcher: Matcher, data: bytes, tag: int = 0) -> Send:
+def start_send(matcher: Matcher, data: bytes, tag: int = 0) -> MessageSend:
     view = memoryview(data)
     return matcher.send(view, 1 - matcher.rank, tag, dtype_code=UINT8, shape=(len(data),), is_object=False)
 
@@ -568,7 +568,7 @@ def test_a_peer_that_claims_to_have_what_it_cannot_have_breaks_the_protocol(posi
     pair[0].link(1).outlet.advance(sum(map(len, pair[0].link(1).outlet.buffers())))
     pair[0].lane_ended(1)
     pair[0].lane_opened(1)
-    resume = wire.encode(Header(wire.RESUME, payload_bytes=position))
+    resume = wire.encode(MessageHeader(wire.RESUME, payload_bytes=position))
     pair[0].link(1).inlet.buffers()[0][:] = resume
     with pytest.raises(RemoteProtocolError, match="bytes have arrived there"):
         pair[0].link(1).inlet.advance(len(resume))

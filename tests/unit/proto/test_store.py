@@ -29,7 +29,7 @@ def test_what_one_puts_another_gets() -> None:
     store = KeyValueStore()
     assert ask(store, wire.Put((("a", b"1"), ("b", b"2")))) == wire.Done()
     assert ask(store, wire.Get(("b", "a")), asker=2) == wire.Done((b"2", b"1"))
-    assert ask(store, wire.Check(("a", "c"))) == wire.Done(number=0)
+    assert ask(store, wire.HasKeys(("a", "c"))) == wire.Done(number=0)
     assert ask(store, wire.Count()) == wire.Done(number=2)
     assert ask(store, wire.Names()) == wire.Done((b"a", b"b"))
     assert [ask(store, wire.Delete("a")) for _ in range(2)] == [wire.Done(number=1), wire.Done(number=0)]
@@ -66,7 +66,7 @@ def test_a_value_is_swapped_if_it_is_as_expected_and_the_answer_says_so(
     if before is not None:
         ask(store, put("k", before))
     assert ask(store, wire.Swap("k", expected or b"", b"new", expected is None)) == answer
-    assert ask(store, wire.Check(("k",))) == wire.Done(number=int(after is not None))
+    assert ask(store, wire.HasKeys(("k",))) == wire.Done(number=int(after is not None))
     if after is not None:
         assert ask(store, wire.Get(("k",))) == wire.Done((after,))
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.base.dtypes import dtype_code
+from covey.base.arithmetic import dtype_code
 from covey.proto import message_stream
 from covey.proto.matching import Matcher
 from covey.proto.message import HEADER_COST
 from covey.proto.message_link import MessageSizes, UnfinishedMessage
 from covey.wire import message_header as wire
-from covey.wire.message_header import Header
+from covey.wire.message_header import MessageHeader
 
 INT16 = dtype_code(np.dtype(np.int16))
 SIZES = MessageSizes(eager_bytes=60, credit_bytes=1 << 16)
 PIECE = 300
 CONTENT = np.arange(370, dtype=np.int16)
 TAG = 5
-RTS = wire.encode(Header(wire.RTS, 0, CONTENT.nbytes, TAG, False, INT16, CONTENT.shape))
-CTS = wire.encode(Header(wire.CTS, 0, CONTENT.nbytes))
+RTS = wire.encode(MessageHeader(wire.RTS, 0, CONTENT.nbytes, TAG, False, INT16, CONTENT.shape))
+CTS = wire.encode(MessageHeader(wire.CTS, 0, CONTENT.nbytes))
 FRAMES = b"".join(
-    wire.encode(Header(wire.DATA, 0, len(piece))) + piece
+    wire.encode(MessageHeader(wire.DATA, 0, len(piece))) + piece
     for piece in (CONTENT.tobytes()[at : at + PIECE] for at in range(0, CONTENT.nbytes, PIECE))
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.runtime.buffers import as_array, readable, writable
 
 

@@ -18,7 +18,7 @@ from covey.net.keys import clusters
 from covey.runtime import environment as environment_module
 from covey.runtime.environment import ClusterOptions, LaunchedRank, WantedRun, find_launched_rank, find_run, is_loopback
 from covey.runtime.joining.bootstrap import join_at
-from covey.runtime.mesh.search import parse_seed
+from covey.runtime.peers.search import parse_seed
 from covey.wire.messages import Address
 from covey.wire.secret import ClusterSecret
 

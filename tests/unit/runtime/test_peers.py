@@ -9,8 +9,8 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
-from covey.runtime.members.health_monitor import HealthMonitor
-from covey.runtime.members.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
+from covey.runtime.peers.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
+from covey.runtime.views.health_monitor import HealthMonitor
 from covey.wire.messages import Card, Contact
 
 READY, SUSPECTED, TRUSTED = PeerEvent.READY, PeerEvent.SUSPECTED, PeerEvent.TRUSTED

@@ -10,7 +10,7 @@ from covey.base.native import native
 from covey.lab.bench.metrics import recording_seconds
 from covey.runtime.counters import GroupCounters, ProcessCounters
 from covey.runtime.recorder import BUCKETS, FAILED, RECORDS, RETURNED, RUNNING, PythonRecorder, clock_ns, make_recorder
-from covey.wire.flight import RECORDS_LIMIT
+from covey.wire.reports import RECORDS_LIMIT
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat

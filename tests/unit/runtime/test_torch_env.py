@@ -10,7 +10,7 @@ import pytest
 from covey.base.numbers import Seat
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.joining.torch_env import address_of_first
-from covey.runtime.members.remote_process import RemoteProcess
+from covey.runtime.peers.remote_process import RemoteProcess
 from covey.wire.messages import Address, Card, Contact
 
 

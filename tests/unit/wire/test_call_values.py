@@ -18,12 +18,11 @@ import pytest
 from msgspec.msgpack import Ext
 from tests.support.in_turn import in_turn
 
-from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
+from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.lab.fuzz.call_targets import HandleDouble, PlainConverter
 from covey.wire import calls as wire
-from covey.wire.call_values import ANYTHING, PART_BYTES, ValueDecoder, decoded, pack
-from covey.wire.signatures import Signature
+from covey.wire.call_values import ANYTHING, PART_BYTES, Signature, ValueDecoder, decoded, pack
 
 CONVERTER = PlainConverter()
 

@@ -16,15 +16,15 @@ from tests.support.in_turn import in_turn
 from covey.base.text import TEXT_LIMIT
 from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, message, message_link, relaying, views
+from covey.proto import health, message, message_link, relay_table, views
 from covey.proto import matching as message_matching
 from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
 from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import executor as executor
+from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import link
-from covey.runtime.members import lane_dialler
 from covey.wire import (
     beacon,
     calls,
@@ -41,7 +41,7 @@ from covey.wire import (
     relay,
     seal,
     store,
-)  # fmt: skip
+)
 from covey.wire import message_header as framed
 
 ROOT = Path(__file__).parents[3]
@@ -234,7 +234,7 @@ def test_what_a_here_tells_is_as_written() -> None:
     fields = ("terms", "member", "hears", "phase", "names", "lineage", "generation", "endings")
     assert formation.Here.__struct_fields__ == fields
     assert f"({', '.join(phase.name.lower() for phase in formation.Phase)})" in WORDS
-    assert formation.Member.__struct_fields__[:4] == ("id", "life", "name", "host")
+    assert formation.FoundingMember.__struct_fields__[:4] == ("id", "life", "name", "host")
     assert lineage.Ending.__struct_fields__ == ("lineage", "is_finished")
 
 
@@ -250,7 +250,7 @@ NUMBERS = (
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
     f"up to {TEXT_LIMIT} characters (calls and first causes {8 * TEXT_LIMIT})",
-    ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.Vouch),
+    ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.ProcessState),
     f"length of the plaintext ({seal.LENGTH.size} bytes), ciphertext, tag ({seal.TAG_BYTES} bytes)",
     f"AES-{8 * seal.KEY_BYTES}-GCM",
     f"up to {formation.MAX_ENDINGS} lineages that are over",
@@ -270,11 +270,11 @@ NUMBERS = (
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
-    f"every {relaying.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
-    f"{relaying.REGISTRATION_SILENCE:.0f} s without a word end",
+    f"every {relay_table.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
+    f"{relay_table.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
     f"the label `{relay._LABEL.decode()}`",
-    f"A call that is not taken within {relaying.CALL_SECONDS:.0f} s",
+    f"A call that is not taken within {relay_table.CALL_SECONDS:.0f} s",
 )
 
 

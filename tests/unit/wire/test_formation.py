@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire import formation as wire
-from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
+from covey.wire.formation import Answer, FoundingMember, Here, Outcome, Phase, Propose, Row, Standing, Terms
 from covey.wire.frame import CONTROL_LIMIT
 
 TERMS = Terms("a run", "train.py", None, 2, 8, "1", "auto")
 WIDE = "\N{GRINNING FACE}"  # four bytes
-LARGEST = Member(b"i" * 32, b"l" * 16, WIDE * 80, WIDE * 64, b"c" * wire.CONTACT_BYTES)
+LARGEST = FoundingMember(b"i" * 32, b"l" * 16, WIDE * 80, WIDE * 64, b"c" * wire.CONTACT_BYTES)
 MESSAGES: list[Any] = [
     Here(TERMS, LARGEST, (b"1" * 16, b"2" * 16), Phase.FORMED, ("north", "south")),
     Propose(b"p" * 16, (LARGEST, LARGEST)),

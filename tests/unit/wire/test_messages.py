@@ -12,7 +12,7 @@ from tests.support.seeds import examples
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.wire import messages, network
+from covey.wire import messages, reports
 from covey.wire.frame import CONTROL_LIMIT, HANDSHAKE_LIMIT
 
 ADDRESSES = (messages.Address("10.0.0.7", 47700, "eth0"), messages.Address("fe80::7", 47700, "eth0"))
@@ -171,8 +171,8 @@ def test_messages_fit_into_their_frames() -> None:
     seated = messages.SeatedMember(Seat((1 << 31) - 1), msgspec.structs.replace(card, contact=contact))
     founded = messages.Founded((1 << 31) - 1, b"l" * 16, True, (seated,) * messages.MAX_MEMBERS)
     assert len(messages.encode(founded)) <= CONTROL_LIMIT
-    measured = network.NetworkMember(b"i" * 32, "n" * 45, "h" * 64, 255, 255, 1e9, 1e9, (1e9,) * 256, (1e-3,) * 256)
-    told = network.MeasuredNetwork((measured,) * 256, ((1e9,) * 256,) * 256, 1.0, "n" * 45, "wired", "p" * 1000)
-    assert len(data := network.encode_network(told, 1.0, "wired")) <= CONTROL_LIMIT
-    assert network.decode_network(data) == told
+    measured = reports.NetworkMember(b"i" * 32, "n" * 45, "h" * 64, 255, 255, 1e9, 1e9, (1e9,) * 256, (1e-3,) * 256)
+    told = reports.MeasuredNetwork((measured,) * 256, ((1e9,) * 256,) * 256, 1.0, "n" * 45, "wired", "p" * 1000)
+    assert len(data := reports.encode_network(told, 1.0, "wired")) <= CONTROL_LIMIT
+    assert reports.decode_network(data) == told
     assert len(messages.encode(messages.Revoke(1, "PeerLostError", "é" * 8000, tuple(range(1024))))) <= CONTROL_LIMIT

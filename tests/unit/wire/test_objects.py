@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.in_turn import in_turn
 from tests.support.seeds import examples
 
-from covey.base.dtypes import BFLOAT16, DTYPES
+from covey.base.arithmetic import BFLOAT16, DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire import objects
 

@@ -39,6 +39,7 @@ MILESTONES: dict[int, list[tuple[int, str]]] = {
         (99, "bfc1ac377ac8936e2e8d3ae7b25c21590b8e9b227885b6bb6c39ee4f717e5e2a"),
         (148, "1aa3452186fe8057a8af767b3f359a829dc46b4c5b1c16c0873377abbc9f4e97"),
         (149, "53ccf8a86df29cf8e12095211403fe9fa124b49c1d7dc7b87dec3b058fd252b0"),
+        (152, "914fb20926ad89e4c1cd3315c4f504ad9040f158c19299fe891121e72d0882b1"),
     ],
 }
 """By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""

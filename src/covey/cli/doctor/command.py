@@ -25,7 +25,7 @@ from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
 from covey.cli.terminal import working
 from covey.net.discovery.interfaces import parse_pattern, usable_interfaces
-from covey.net.settings_files import effective_environment, settings_of_files
+from covey.net.host.settings_files import effective_environment, settings_of_files
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
 
 
 def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
-    from covey.cli.doctor.network import Search
-    from covey.cli.doctor.router import RouterFacts, RouterQuestion
+    from covey.cli.doctor.network import NodeSearch
+    from covey.cli.doctor.probes import RouterFacts, RouterQuestion
 
     try:
         with RouterQuestion() if config.map_port else contextlib.nullcontext() as question:
-            search = Search(cluster, config, tell)
+            search = NodeSearch(cluster, config, tell)
             search.run()
             router = question.answer() if question else RouterFacts()
     except TimeoutError as error:

@@ -62,7 +62,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkFacts:
     """One interface of this machine, and what multicast did there."""
 
     name: str
@@ -95,7 +95,7 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ConnectionTry:
     """An attempt to connect."""
 
     address: str
@@ -116,7 +116,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait:
+class WaitFacts:
     """What a node waits for, by its own report, with its settings and its problems."""
 
     cause: str
@@ -159,16 +159,16 @@ class MetNode:
     state: str = ""
     since: float = 0.0
     """Seconds in this state."""
-    wait: Wait | None = None
+    wait: WaitFacts | None = None
     """What it waits for, if it waits."""
     is_here: bool
     """Whether it is on this machine."""
     found_by: tuple[str, ...]
     """`same host`, `multicast`, `seed`, `relay`, or `others`: another node named it."""
     addresses: tuple[str, ...]
-    ways_there: tuple[Way, ...] = ()
+    ways_there: tuple[ConnectionTry, ...] = ()
     """Attempts from here to each of its addresses."""
-    ways_back: tuple[Way, ...] = ()
+    ways_back: tuple[ConnectionTry, ...] = ()
     """Attempts from there to each address of this machine, by its own report."""
     ways_back_problem: str = ""
     """Why it reported no attempts."""
@@ -190,7 +190,7 @@ class MetNode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seed:
+class SeedFacts:
     """An address from the settings."""
 
     text: str
@@ -229,7 +229,7 @@ class Facts:
     cluster: str = ""
     cluster_problem: str = ""
     """Why there is no cluster to examine."""
-    interfaces: tuple[Network, ...] = ()
+    interfaces: tuple[NetworkFacts, ...] = ()
     interfaces_problem: str = ""
     """Why no interface can be used."""
     multicast_problem: str = ""
@@ -244,7 +244,7 @@ class Facts:
     """Processes of this user on this machine that are nodes of other clusters."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Addresses from multicast or other nodes that cannot be reached, and why."""
-    seeds: tuple[Seed, ...] = ()
+    seeds: tuple[SeedFacts, ...] = ()
     relays: dict[str, str] = field(default_factory=dict)
     """The relays of the settings, each with the reason why it does not work; empty if it does."""
     router: str = ""

@@ -6,23 +6,92 @@ import ipaddress
 from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
-from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
-from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE, WEIGHTS, Finding, Weight, parted, some
+from covey.base.settings import RELAY_PORT
+from covey.cli.doctor.finding import (
+    OPEN_PORTS,
+    PORT_RANGE,
+    UNKNOWN_CURE,
+    WEIGHTS,
+    Finding,
+    Obstacle,
+    Weight,
+    cure,
+    obstacle,
+    parted,
+    some,
+)
 from covey.cli.doctor.limits import slow_machines
 from covey.cli.doctor.own_machine import MACHINE_CHECKS, bad_folders, is_before_certificates, physical_and_down
-from covey.cli.doctor.relays import RELAY_CHECKS
 from covey.cli.doctor.waits import silent_members, waiting_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from covey.cli.doctor.facts import Facts, Network, Seed
+    from covey.cli.doctor.facts import Facts, NetworkFacts, SeedFacts
 
 CLOCK_SECONDS: Final = 5.0
 MOST_DROPPED: Final = 50
 """Up to this many dropped packets are normal, for example when many nodes start at once on one machine."""
 MOST_TOO_MANY: Final = 50
 """Up to this many connections refused as too frequent are normal, for example from a machine with many processes."""
+
+
+def silent_relays(facts: Facts) -> Iterator[Finding]:
+    """Yield the relays that do not work from here."""
+    for relay, why in facts.relays.items():
+        if not why:
+            continue
+        text = f"The relay {relay} does not work from here: {why}."
+        kind = obstacle(why)
+        if kind is Obstacle.REFUSED:
+            remedy = (
+                f"The machine answers, but no relay listens there. Start one on it: covey relay (port {RELAY_PORT})"
+            )
+        elif kind is Obstacle.SILENCE:
+            remedy = (
+                "Nothing came back. Check that the address is right, that the machine is on and runs covey relay, and "
+                f"that its firewall and router let TCP port {RELAY_PORT}, or the one it listens at, in."
+            )
+        else:
+            remedy = cure(why, relay, facts.cluster)
+        yield Finding("warning" if facts.nodes else "problem", "relay-silent", text, remedy)
+
+
+def relayed_nodes(facts: Facts) -> Iterator[Finding]:
+    """Yield the nodes that only a relay leads to."""
+    by_relay: dict[str, list[str]] = {}
+    for node in facts.nodes:
+        if node.relay:
+            by_relay.setdefault(node.relay, []).append(node.name)
+    for relay, names in by_relay.items():
+        yield Finding(
+            "note",
+            "relayed",
+            f"{some(names)} cannot be reached directly from here; the relay {relay} is used.",
+            "Runs work, at most as fast as the relay's line. For a direct way, let one of the two machines in: "
+            f"{PORT_RANGE} in its firewall, and a port forwarded by its router.",
+        )
+
+
+def router(facts: Facts) -> Iterator[Finding]:
+    """Yield whether the router lets connections in, if it is to be asked."""
+    if facts.router_ip:
+        text = f"The router maps ports, with {facts.router}, but its own address, {facts.router_ip}, is private."
+        remedy = (
+            "It is behind another router, so the internet does not lead to its ports: only machines between the two "
+            "connect there. Let the outer one pass ports on, or use a relay: covey relay"
+        )
+        yield Finding("warning", "router-private", text, remedy)
+    elif facts.router:
+        text = f"The router maps ports, with {facts.router}: nodes of this machine can be reached from outside."
+        yield Finding("note", "router", text, "Others use the address that a node logs, with --seeds.")
+    if facts.router_problem:
+        text = f"No port of the router can be mapped, as map_port asks for: {facts.router_problem}."
+        remedy = "Allow it in the settings of the router (PCP, NAT-PMP or UPnP). A relay works everywhere: covey relay"
+        yield Finding("warning", "router-silent", text, remedy)
+
+
+RELAY_CHECKS: Final = (silent_relays, relayed_nodes, router)
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -106,7 +175,7 @@ def _unreachable(facts: Facts) -> Iterator[Finding]:
 def _seeds(facts: Facts) -> Iterator[Finding]:
     weight: Weight = "warning" if facts.nodes else "problem"
     told = {seed for node in facts.nodes if node.wait is not None for seed in node.wait.seeds}
-    silent: dict[Obstacle, list[Seed]] = {}
+    silent: dict[Obstacle, list[SeedFacts]] = {}
     for seed in facts.seeds:
         if seed.hung_up:
             text = f"The node at seed {seed.text} closed the connection at the door: it has another secret."
@@ -289,7 +358,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | None:
+def _shared(networks: Iterable[NetworkFacts], addresses: Iterable[str]) -> NetworkFacts | None:
     """Return the first of these interfaces whose network contains one of `addresses`."""
     ips = [ip for ip in map(ipaddress.ip_address, addresses) if not ip.is_link_local]
     for each in networks:

@@ -22,10 +22,10 @@ from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.base.version import __version__
 from covey.cli.doctor.facts import Folder, Machine, PrivatePath
+from covey.net.host.machine import describe_executor
+from covey.net.host.settings_files import settings_of_files
 from covey.net.keys import clusters
 from covey.net.keys.identity import node_name
-from covey.net.native import describe_executor
-from covey.net.settings_files import settings_of_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

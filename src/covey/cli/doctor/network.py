@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.doctor.facts import LimitingLink, MetNode, Network, Seed, Wait, Way
+from covey.cli.doctor.facts import ConnectionTry, LimitingLink, MetNode, NetworkFacts, SeedFacts, WaitFacts
 from covey.cli.doctor.limits import limiting_links
-from covey.cli.doctor.multicast_listener import MulticastListener
+from covey.cli.doctor.probes import MulticastListener
 from covey.cli.status.asking import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
+from covey.runtime.joining.waiting import bare_reason
 from covey.runtime.links.handshake import SILENCE, spell
 from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside
-from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
-from covey.runtime.mesh.search import parse_seed
-from covey.runtime.mesh.visit import visiting
-from covey.runtime.mesh.waiting import bare_reason
+from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
+from covey.runtime.peers.search import parse_seed
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from covey.net.discovery.mdns import Observation
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.mesh import Mesh
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.peers.visit import Visit
 
 SEARCH_SECONDS: Final = 2.5
 """How long to search. Multicast DNS repeats its question twice in the first second; answers take at most one more."""
@@ -61,7 +61,7 @@ LATE_SECONDS: Final = 5.0
 """How late the control loop may be before the examination is given up."""
 
 
-class Search:
+class NodeSearch:
     """Searches for the nodes of a cluster, as a visitor, and tries connections in both directions."""
 
     def __init__(self, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> None:
@@ -77,9 +77,9 @@ class Search:
         self._token = secrets.token_bytes(16)
         """Shows other nodes that the probes come from this process."""
         self._until = time.monotonic() + ENOUGH_SECONDS
-        self.interfaces: tuple[Network, ...] = ()
+        self.interfaces: tuple[NetworkFacts, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
-        self.seeds: tuple[Seed, ...] = ()
+        self.seeds: tuple[SeedFacts, ...] = ()
         self.relays: dict[str, str] = {}
         self.other_processes: tuple[int, ...] = ()
         self.unreachable: dict[str, str] = {}
@@ -139,7 +139,7 @@ class Search:
         self.host_problem = problems.pop("this host", "")
         tried = trying_seeds.result(2 * PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(
-            Seed(
+            SeedFacts(
                 text=seed,
                 answered=not tried[seed] or any(_answers_at(seed, node) for node in self.nodes),
                 hung_up=not hung_up.isdisjoint((seed, *_doctors_at((seed,)))),
@@ -253,7 +253,7 @@ class Search:
 
 def look_at_interfaces(
     pattern: str, observations: Iterable[Observation] = (), listener: MulticastListener | None = None
-) -> tuple[Network, ...]:
+) -> tuple[NetworkFacts, ...]:
     """Return every interface: what it is, whether it is used, and what multicast did there."""
     chosen = parse_pattern(pattern)
     try:
@@ -278,7 +278,7 @@ def look_at_interfaces(
         seen = observed.get(interface.name)
         heard = listener.heard.get(interface.name) if listener is not None else None
         networks.append(
-            Network(
+            NetworkFacts(
                 name=interface.name,
                 kind=interface.kind,
                 is_up=interface.is_up,
@@ -310,9 +310,9 @@ def _quickest(soundings: list[Sounding]) -> Where | None:
     return min(working, key=lambda sounding: sounding.round_trip).way if working else None
 
 
-def _way(address: messages.Address, sounding: Sounding, names: Mapping[str, str]) -> Way:
+def _way(address: messages.Address, sounding: Sounding, names: Mapping[str, str]) -> ConnectionTry:
     where = spell((address.ip, address.port))
-    return Way(
+    return ConnectionTry(
         address=where,
         interface=address.interface,
         local=sounding.local,
@@ -350,11 +350,11 @@ def _with_story(node: MetNode, story: messages.Answer | CoveyError) -> MetNode:
     )
 
 
-def _as_fact(wait: messages.Wait) -> Wait:
-    def by_where(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
+def _as_fact(wait: messages.Wait) -> WaitFacts:
+    def by_where(troubles: tuple[messages.AddressTrouble, ...]) -> dict[str, str]:
         return {trouble.where: trouble.why for trouble in troubles}
 
-    return Wait(
+    return WaitFacts(
         cause=wait.cause,
         text=wait.text,
         program=wait.program,

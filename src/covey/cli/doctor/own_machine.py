@@ -14,7 +14,7 @@ from covey.cli.doctor.finding import Finding, Weight, parted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.cli.doctor.facts import Facts, Folder, Network
+    from covey.cli.doctor.facts import Facts, Folder, NetworkFacts
 
 CERTIFICATES_SINCE: Final = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 """When the certificates of nodes begin to be valid."""
@@ -121,7 +121,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def physical_and_down(facts: Facts) -> list[Network]:
+def physical_and_down(facts: Facts) -> list[NetworkFacts]:
     """Return the network cards that are switched off or not connected."""
     return [each for each in facts.interfaces if not each.is_up and each.kind in PHYSICAL]
 
@@ -131,7 +131,7 @@ def is_on_no_network(facts: Facts) -> bool:
     return not any(each.is_up and each.kind != "loopback" for each in facts.interfaces)
 
 
-def connecting(interface: Network) -> str:
+def connecting(interface: NetworkFacts) -> str:
     """Return how to connect an interface that is down."""
     if not interface.is_on:
         return f"ip link set {interface.name} up"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from covey.base.config import EffectiveSetting
-    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Way
+    from covey.cli.doctor.facts import ConnectionTry, Facts, Machine, MetNode, NetworkFacts
     from covey.cli.doctor.finding import Finding, Weight
 
 STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -125,7 +125,7 @@ def _given(settings: Sequence[EffectiveSetting], *, with_variable: bool) -> Tabl
     return table
 
 
-def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
+def _interfaces(interfaces: Sequence[NetworkFacts]) -> RenderableType:
     wide = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
     for column in wide.columns[:-1]:
         column.no_wrap = True
@@ -141,7 +141,7 @@ def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
     return Group(ByWidth(wide, Group(*narrow)), legend)
 
 
-def _story(each: Network) -> Text:
+def _story(each: NetworkFacts) -> Text:
     story = Text(", ".join(each.addresses) or "no address")
     if not each.is_used:
         story.append(f"\nnot used: {each.reason}", style="dim")
@@ -200,7 +200,7 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
     return Group(head, _indent(grid))
 
 
-def _add_ways(grid: Table, label: str, ways: Sequence[Way], problem: str, chosen: str = "") -> None:
+def _add_ways(grid: Table, label: str, ways: Sequence[ConnectionTry], problem: str, chosen: str = "") -> None:
     if problem:
         grid.add_row(label, Text(problem, style="yellow"))
     for number, way in enumerate(ways):

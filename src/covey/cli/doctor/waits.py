@@ -7,14 +7,13 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from covey.cli.doctor.cures import Obstacle, cure, obstacle
-from covey.cli.doctor.finding import Finding, some
+from covey.cli.doctor.finding import Finding, Obstacle, cure, obstacle, some
 from covey.cli.doctor.own_machine import connecting, is_on_no_network, physical_and_down
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.cli.doctor.facts import Facts, MetNode, Wait
+    from covey.cli.doctor.facts import Facts, MetNode, WaitFacts
 
 NEAR: Final = 0.75
 """Run names with at least this similarity are probably meant to be the same."""
@@ -142,7 +141,7 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
         )
 
 
-def _sizes(wait: Wait) -> str:
+def _sizes(wait: WaitFacts) -> str:
     if wait.size is not None:
         return f"--size {wait.size}"
     return f"--min {wait.min_size}" + (f" --max {wait.max_size}" if wait.max_size is not None else "")
@@ -172,14 +171,14 @@ def _other_name(one: MetNode, twin: MetNode) -> Finding:
     )
 
 
-def _refusals(wait: Wait, explained: set[str]) -> Iterator[Finding]:
+def _refusals(wait: WaitFacts, explained: set[str]) -> Iterator[Finding]:
     """Yield the nodes that were refused, except those in `explained`."""
     for name, why in wait.refused.items():
         if name not in explained:
             yield Finding("problem", "waiting-refused", f"{name} cannot be in it: {why}.", SAME_SETTINGS)
 
 
-def _unanswered_seeds(wait: Wait, cluster: str) -> Iterator[Finding]:
+def _unanswered_seeds(wait: WaitFacts, cluster: str) -> Iterator[Finding]:
     """Yield the seeds at which no node answers, unless the node has met others and needs no seed."""
     if len(wait.here) > 1 or wait.cause != "nodes":
         return
@@ -193,7 +192,7 @@ def _unanswered_seeds(wait: Wait, cluster: str) -> Iterator[Finding]:
         yield Finding("problem", code, text, cure(why, some(list(seeds)), cluster))
 
 
-def _other_problems(wait: Wait, cluster: str) -> Iterator[Finding]:
+def _other_problems(wait: WaitFacts, cluster: str) -> Iterator[Finding]:
     """Yield what the node reports about nodes that it knows of and has no link with."""
     for where, why in wait.problems.items():
         kind = obstacle(why)
@@ -206,7 +205,7 @@ def _other_problems(wait: Wait, cluster: str) -> Iterator[Finding]:
         yield Finding("problem", "waiting-refused", text, cure(why, where, cluster))
 
 
-def _by_cause(wait: Wait) -> Finding:
+def _by_cause(wait: WaitFacts) -> Finding:
     """Return the finding for a wait without a known problem."""
     if wait.cause == "links":
         remedy = "Run covey doctor at the same time on the machines that have no link."

@@ -9,15 +9,15 @@ from covey.base.errors import RemoteProtocolError
 from covey.cli.status.network import combined
 from covey.runtime.metrics.inspection import NETWORK
 from covey.wire import messages
-from covey.wire.network import decode_network
+from covey.wire.reports import decode_network
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.errors import CoveyError
     from covey.cli.status.network import RunNetwork
-    from covey.runtime.mesh.visit import Visit
-    from covey.wire.network import MeasuredNetwork
+    from covey.runtime.peers.visit import Visit
+    from covey.wire.reports import MeasuredNetwork
 
 
 def measured_networks(

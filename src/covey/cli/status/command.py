@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
-import time
 from pathlib import Path  # noqa: TC003 - Typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -22,26 +20,27 @@ from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture, tellers, with_events
 from covey.cli.status.view import local_view, nothing_found, view
 from covey.cli.terminal import is_lively, say, working
-from covey.net.local_runs import local_runs
-from covey.net.settings_files import effective_environment
+from covey.net.host.runs import local_runs
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.visit import visiting
 from covey.runtime.metrics.inspection import EVENTS
 from covey.runtime.past_events import decode_last
+from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.cli.status.network import RunNetwork
     from covey.cli.status.picture import Picture
-    from covey.net.local_runs import LocalRunFound
+    from covey.net.host.runs import LocalRunFound
     from covey.runtime.events import Event
-    from covey.runtime.mesh.visit import Visit
+    from covey.runtime.peers.visit import Visit
 
 SEARCH_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0
 """How long to look while no node answers."""
 NODE_ANSWER_SECONDS: Final = 1.0
-WATCH_SECONDS: Final = 2.0
+OVERVIEW_SECONDS: Final = 5.0
+"""How long to wait for the next overview before looking again whether Ctrl-C was pressed."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -53,7 +52,10 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one object a line.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C; with events.")
+        bool,
+        typer.Option(
+            "--watch", help="Show what runs do, every second, until Ctrl-C: a line each, outside of a terminal."
+        ),
     ] = False,
     as_graph: Annotated[
         bool, typer.Option("--graph", help="Draw machines, sites and the speeds of links, as the ranks measured them.")
@@ -79,6 +81,8 @@ def status(
     if wait is not None:
         check_timeout(wait)
     console = Console(highlight=False)
+    if watch:
+        return _watch(cluster, console, as_json=as_json)
     try:
         found = ClusterOptions(cluster).find(env)
     except ConfigError:
@@ -90,8 +94,6 @@ def status(
             look_around(visit, wait)
         if as_graph or svg is not None:
             return _draw(visit, console, svg, is_shown=as_graph)
-        if watch:
-            return _watch(visit, console, as_json=as_json)
         seen = take(visit, has_events=as_json)
     here = local_runs() if cluster is None else []
     if as_json:
@@ -168,18 +170,27 @@ def last_events(visit: Visit, to_ask: dict[str, messages.Card]) -> dict[str, lis
     return told
 
 
-def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:
+def _watch(cluster: str | None, console: Console, *, as_json: bool) -> None:
+    """Show overviews as they come: a table in a terminal, else a line or an object of JSON each second."""
+    from covey.cli.status.live import as_object, line, table
+    from covey.watch.collector import open_collector
+
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # SIGTERM, too, ends in good order
     live = Live(console=console, screen=False, auto_refresh=False) if is_lively(console) and not as_json else None
-    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        open_collector(cluster=cluster) as collector,
+        live or contextlib.nullcontext(),
+    ):
+        serial = 0
         while True:
-            seen = take(visit, has_events=True)
-            shown = nothing_found(seen.cluster) if seen.is_empty else view(seen, room())
+            seen = collector.next_after(serial, OVERVIEW_SECONDS)
+            if seen is None:
+                continue
+            serial = seen.serial
             if as_json:
-                print(json.dumps(to_json(seen)), flush=True)
+                print(json.dumps(as_object(seen), allow_nan=False), flush=True)
             elif live is not None:
-                live.update(shown, refresh=True)
+                live.update(table(seen, room()), refresh=True)
             else:
-                console.print(time.strftime("%H:%M:%S"), shown, "", sep="\n", markup=False, soft_wrap=True)
-                sys.stdout.flush()
-            visit.look(WATCH_SECONDS)
+                print(line(seen), flush=True)

@@ -11,7 +11,7 @@ from covey.plan.network import Network
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from covey.cli.status.picture import Node, Picture, Run, Way
-    from covey.net.local_runs import LocalRunFound
+    from covey.net.host.runs import LocalRunFound
     from covey.runtime.events import Event
 
 MOST_IN_TABLE: Final = 6

@@ -17,11 +17,11 @@ from covey.cli.layout import Column, room, table
 from covey.cli.runs import find_run, here, visiting_members
 from covey.cli.terminal import plural, say
 from covey.cli.trace.merge import chrome_trace, merge
-from covey.net.local_runs import LocalRunFound
+from covey.net.host.runs import LocalRunFound
 from covey.runtime.keeper.flights import OPERATIONS_SECONDS, collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
-from covey.wire.flight import Flight, decode_flight
+from covey.wire.reports import Flight, decode_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +164,7 @@ def ask_run(name: str, cluster: str | None, wait: float) -> tuple[str, list[Flig
 
 def ask_local_run(run: LocalRunFound) -> list[Flight]:
     """Ask the ranks of a run on this machine for their operations; DeadlineError if none has told them."""
-    from covey.runtime.mesh.local_visit import visiting_ranks
+    from covey.runtime.peers.local_visit import visiting_ranks
 
     with visiting_ranks(run) as visit:
         flights = collect(visit.ask)

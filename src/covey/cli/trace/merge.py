@@ -15,7 +15,7 @@ from covey.base.operations import operation_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from covey.wire.flight import Flight, FlownOperation
+    from covey.wire.reports import Flight, FlownOperation
 
 RUNNING, RETURNED, FAILED = range(3)
 OUTCOMES = ("running", "returned", "failed")
@@ -35,7 +35,7 @@ class RankCall(NamedTuple):
         return operation_name(self.operation.operation)
 
 
-class Wait(NamedTuple):
+class RankWait(NamedTuple):
     """One rank waited for another in one operation."""
 
     group: str
@@ -70,14 +70,14 @@ class Timeline:
     unmeasured: tuple[str, ...]
     """Hosts whose clock was compared with no other."""
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[RankWait]:
         """Yield each wait of a rank for the one that began the same operation last."""
         for (group, sequence), calls in sorted(self.calls.items()):
             last = max(calls, key=lambda call: call.begun)
             for call in calls:
                 waited = min(last.begun, call.ended) - call.begun
                 if call is not last and waited > 0:
-                    yield Wait(group, sequence, call, last.rank, waited)
+                    yield RankWait(group, sequence, call, last.rank, waited)
 
     def stuck(self) -> list[Stuck]:
         """Return the operations in progress that not all ranks have begun.

@@ -27,8 +27,7 @@ from covey.lab.bench.network.command import (
     require_run,
     run_network,
 )
-from covey.lab.bench.network.schedule import PAIR_SECONDS
-from covey.lab.bench.network.terms import QUICK_SIZES, SIZES
+from covey.lab.bench.network.terms import PAIR_SECONDS, QUICK_SIZES, SIZES
 from covey.lab.bench.plot import draw
 from covey.lab.bench.processes import require_libraries, require_torch
 from covey.lab.bench.progress import counting

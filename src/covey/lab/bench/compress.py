@@ -20,7 +20,7 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
 from covey.cli.svg import DARK, STYLE
-from covey.cli.terminal import Fitted
+from covey.cli.terminal import FittedTable
 from covey.compress.codec import Codec
 from covey.compress.low_rank import PowerSGD
 from covey.compress.parsing import parse
@@ -170,7 +170,7 @@ def _rms(x: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
-def table(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> Fitted:
+def table(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> FittedTable:
     """Return what was measured as a table; a time stands beside how much faster it is than that of none."""
     plain = next((each.seconds for each in outcomes if each.codec == "none"), {})
 
@@ -192,7 +192,7 @@ def table(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> Fitted:
     columns += [
         Column(_speed_text(link), tuple(timed(each, link) for each in outcomes), is_right=True) for link in trial.links
     ]
-    return Fitted(columns)
+    return FittedTable(columns)
 
 
 def _speed_text(megabits: float) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted
+from covey.cli.terminal import FittedTable
 from covey.lab.bench.sweep import LANES, MAX_RANKS
 from covey.runtime.keeper.launch import launch
 
@@ -127,7 +127,7 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
     return times
 
 
-def table(outcomes: Sequence[DdpOutcome]) -> Fitted:
+def table(outcomes: Sequence[DdpOutcome]) -> FittedTable:
     """Return what was measured as a table."""
     rows: list[tuple[str, str, str, str]] = []
     gloo = next(statistics.median(each.seconds) for each in outcomes if each.name == "gloo")
@@ -137,7 +137,7 @@ def table(outcomes: Sequence[DdpOutcome]) -> Fitted:
         rows.append((each.name, f"{1e3 * median:.1f} ms", f"{1e3 * high:.1f} ms", ratio))
     titles = ("DDP step", "p50", "p95", "against gloo")
     cells = zip(*rows, strict=True)
-    return Fitted([Column(*each, is_right=each[0] != "DDP step") for each in zip(titles, cells, strict=True)])
+    return FittedTable([Column(*each, is_right=each[0] != "DDP step") for each in zip(titles, cells, strict=True)])
 
 
 def as_json(trial: Trial, outcomes: Sequence[DdpOutcome], facts: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.base.native import native
 from covey.base.operations import OPERATIONS
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted
+from covey.cli.terminal import FittedTable
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.metrics.flight import flight
 from covey.runtime.metrics.samples import samples
 from covey.runtime.recorder import RECORDS, PythonRecorder, make_recorder
-from covey.wire.flight import encode
+from covey.wire.reports import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,9 +74,9 @@ def measure(rounds: int = ROUNDS) -> list[Cost]:
     return found
 
 
-def report(costs: list[Cost]) -> Fitted:
+def report(costs: list[Cost]) -> FittedTable:
     """Return the table to print."""
-    return Fitted(
+    return FittedTable(
         [
             Column("COST OF", [cost.what for cost in costs]),
             Column("TIME", [_time(cost.seconds) for cost in costs], is_right=True),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted
+from covey.cli.terminal import FittedTable
 from covey.lab import ONE_THREAD
 from covey.lab.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
 from covey.lab.bench.sweep import LANES, MAX_RANKS, format_bytes
@@ -256,14 +256,14 @@ def headline(drill: Drill, kills: Sequence[Kill]) -> str:
     return f"all_reduce of {size}, {drill.size} ranks, {drill.lanes}: {len(kills)} kills, {inside} in mid-operation"
 
 
-def table(kills: Sequence[Kill]) -> Fitted:
+def table(kills: Sequence[Kill]) -> FittedTable:
     """Return the distribution as a table."""
     rows = summary(kills)
     numbers = [
         Column(title, [(f"{row[title]:.1f}", "bold" * (name == "total")) for name, row in rows.items()], is_right=True)
         for title in ("p50", "p95", "max")
     ]
-    return Fitted([Column("ms", [(name, "bold" * (name == "total")) for name in rows]), *numbers])
+    return FittedTable([Column("ms", [(name, "bold" * (name == "total")) for name in rows]), *numbers])
 
 
 def histogram(values: Sequence[float]) -> list[str]:

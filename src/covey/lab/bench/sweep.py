@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from covey.base import dtypes, settings
+from covey.base import arithmetic, settings
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp
 
 DTYPES: Final = {
     dtype.name: dtype
-    for dtype in dtypes.DTYPES
+    for dtype in arithmetic.DTYPES
     if dtype.name in ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
 """The element types that gloo adds too."""

@@ -24,13 +24,11 @@ from covey.base.errors import ConfigError
 from covey.lab.chaos import orders
 from covey.lab.chaos.checker import Circumstances, check
 from covey.lab.chaos.faults import ChaosTerms, plan
-from covey.lab.chaos.host_injector import HostInjector
-from covey.lab.chaos.hosts import Hosts
+from covey.lab.chaos.hosts import HostInjector, Hosts
 from covey.lab.chaos.injector import HOLD_SECONDS
 from covey.lab.chaos.operations import MOST_RANKS
-from covey.lab.chaos.processes import EVENTS_CHECK_EVERY, EventFile
+from covey.lab.chaos.processes import EVENTS_CHECK_EVERY, EventFile, Processes, kill_all, started_for
 from covey.lab.chaos.report import ChaosStory, ProcessEnding
-from covey.lab.chaos.watched import Processes, kill_all, started_for
 from covey.lab.chaos.workload import STOP, VARIABLE, Settings
 from covey.runtime.processes import Children
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
     from covey.lab.chaos.faults import PlannedFault
     from covey.lab.chaos.injector import Victim
-    from covey.lab.chaos.watched import Watched
+    from covey.lab.chaos.processes import Watched
     from covey.runtime.processes import Child
 
 WORKLOAD: Final = "covey.lab.chaos.workload"

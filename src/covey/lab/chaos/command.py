@@ -18,12 +18,11 @@ from covey.base.errors import ConfigError
 from covey.cli.options import setting_option
 from covey.cli.run import command_line
 from covey.lab.chaos.checked_run import CheckedRun, check_again, draw
-from covey.lab.chaos.command_run import CommandRun
+from covey.lab.chaos.command_run import CommandRun, Relay
 from covey.lab.chaos.cutting import require_cutting
 from covey.lab.chaos.faults import ChaosTerms, known
 from covey.lab.chaos.hosts import require_hosts
 from covey.lab.chaos.processes import JobProcesses
-from covey.lab.chaos.relay import Relay
 from covey.lab.chaos.report import as_json as to_json
 from covey.lab.chaos.report import spell_figures, verdict, view
 

@@ -1,7 +1,7 @@
 """Injects planned faults into a job, one after another, and records what was done to which process and when.
 
 The job says which processes are members, and is told what is done to them. Faults of single processes are here, those
-of keepers, hosts and networks in `host_injector.py`, newcomers in `command_run.py`. There is no thread: the owner
+of keepers, hosts and networks in `hosts.py`, newcomers in `command_run.py`. There is no thread: the owner
 calls `turn`.
 """
 

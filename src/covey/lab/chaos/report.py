@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted, Paragraph
+from covey.cli.terminal import FittedTable, Paragraph
 from covey.lab.chaos.faults import LOSSES
 from covey.runtime.processes import exit_status
 
@@ -321,11 +321,11 @@ def spell_figures(figures: Counter[str]) -> str:
     return ", ".join(f"{figures[name]} {name}" for name in FIGURES)
 
 
-def _table(story: ChaosStory, found: Sequence[FaultOutcome]) -> Fitted:
+def _table(story: ChaosStory, found: Sequence[FaultOutcome]) -> FittedTable:
     injected = [outcome.injected for outcome in found]
     styles = ["red" if each.is_bad else "yellow" if not each.injected.was_done else "" for each in found]
     done = [each.text if each.was_done else "" for each in injected]
-    return Fitted(
+    return FittedTable(
         [
             Column("at", [f"{each.at - story.began:.2f} s" for each in injected], is_right=True),
             Column("fault", [each.fault.kind for each in injected]),

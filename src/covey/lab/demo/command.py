@@ -17,7 +17,7 @@ from rich.live import Live
 
 from covey.cli.terminal import is_lively
 from covey.compress.policy import make_policy
-from covey.lab.demo import processes, text, view
+from covey.lab.demo import model, processes, view
 from covey.lab.demo.progress import LossPoint, Progress
 from covey.lab.demo.reports import ROUND
 from covey.lab.demo.summary import as_data, checks, summary
@@ -107,8 +107,8 @@ class _Show:
     """Shows progress: as a live view, as a line a second, or not at all."""
 
     def __init__(self, console: Console, *, live: bool, silent: bool) -> None:
-        book = text.load()
-        self.mark = text.pair_loss(book.training, book.held_out, len(book.alphabet))
+        book = model.load()
+        self.mark = model.pair_loss(book.training, book.held_out, len(book.alphabet))
         self._title, self._ceiling = book.title, math.log(len(book.alphabet))
         self._console, self._silent = console, silent
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop") if live else None

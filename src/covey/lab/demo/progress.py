@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from covey.lab.demo import story
+from covey.lab.demo import summary
 from covey.lab.demo.reports import (
     ROUND,
     FinishedReport,
@@ -165,7 +165,7 @@ class Progress:
                 self.writing = self.writing or report.writing
             case _:
                 assert_never(report)
-        self.story += story.sentences(self, node, report)
+        self.story += summary.sentences(self, node, report)
 
     def _enter(self, node: int, report: JoinedReport) -> None:
         row = self.rows[node]

@@ -1,4 +1,4 @@
-"""The closing page of the demo: compares the run with one undisturbed node, in numbers that can be checked."""
+"""The closing page of the demo: its events in sentences, and a comparison with one undisturbed node, in numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from rich.console import Group
 from rich.text import Text
 
 from covey.cli.layout import Column
-from covey.cli.terminal import Fitted, Paragraph
-from covey.lab.demo.reports import PROMPT
-from covey.lab.demo.story import named, timeline
+from covey.cli.terminal import FittedTable, Paragraph
+from covey.lab.demo.reports import (
+    PROMPT,
+    JoinedReport,
+    KilledReport,
+    RecoveredReport,
+    Report,
+    StartedReport,
+    WaitingReport,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
     from covey.lab.demo.progress import LossPoint, Progress
@@ -23,9 +32,55 @@ rounding differs."""
 NOISE, PRICE = 0.02, 0.4
 """How much they may differ if samples were lost with a node: NOISE, which another seed causes as well, plus PRICE times
 the lost share of all samples. At most 0.3 times the share was measured, in runs that lost 5 to 30 % of the samples."""
-
 LOSSY = 0.02
 """The part of the loss by which they may differ besides if gradients were compressed."""
+
+
+def sentences(run: Progress, node: int, report: Report) -> list[str]:
+    """Return sentences about a report that `run` has just recorded; none for most."""
+    row = run.rows[node]
+    match report:
+        case KilledReport():
+            return [_at(run.reached, f"node {node} (pid {row.pid}) is killed: {report.signal}")]
+        case RecoveredReport():
+            return _survived(run, report)
+        case StartedReport() if row.losses:
+            return [_at(run.reached, f"node {node} is started again (pid {report.pid})")]
+        case WaitingReport() if run.is_away(node):
+            return [_at(run.reached, f"node {node} waits to join")]
+        case JoinedReport() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
+            return [_at(report.step, f"node {node} is back as rank {report.rank}, with {run.returns[-1].gift}")]
+    return []
+
+
+def _survived(run: Progress, report: RecoveredReport) -> list[str]:
+    recovery = run.recoveries[report.generation, report.lost]
+    if len(recovery.reports) < report.left:
+        return []
+    usual = f", normally {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
+    others = f"{report.left} continue" if report.left > 1 else "1 continues"
+    words = f"{others} without {named('node', recovery.nodes)}: the {report.during} took {recovery.milliseconds:.0f} ms"
+    told = [_at(report.step, words + usual)]
+    if recovery.phases:
+        told.append(f"{'':11}{timeline(recovery.phases)}")
+    return told
+
+
+def timeline(phases: dict[str, float]) -> str:
+    """Return the phases of a recovery, each with the milliseconds from the first sign to its end."""
+    return " → ".join(f"{name} {end:.0f}" for name, end in phases.items()) + " ms"
+
+
+def named(noun: str, numbers: Sequence[int]) -> str:
+    """Return "node 2" or "nodes 0, 1 and 3"; "some node" where it is not known which."""
+    if not numbers:
+        return f"some {noun}"
+    *others, last = map(str, numbers)
+    return f"{noun}s {', '.join(others)} and {last}" if others else f"{noun} {last}"
+
+
+def _at(step: int, words: str) -> str:
+    return f"step {step:>5} {words}"
 
 
 class FinalCheck(NamedTuple):
@@ -183,7 +238,7 @@ def _is_back(team: Progress, node: int) -> bool:
     return team.rows[node].losses > 0 and not team.is_away(node) and team.rows[node].state == "done"
 
 
-def _comparison(team: Progress, alone: Progress | None) -> Fitted:
+def _comparison(team: Progress, alone: Progress | None) -> FittedTable:
     disturbed = {0: "", 1: ", one lost"}.get(team.losses, f", {team.losses} losses")
     lines = [(team.name + disturbed, team, team.last)]
     if alone:
@@ -198,7 +253,7 @@ def _comparison(team: Progress, alone: Progress | None) -> Fitted:
         Column("samples/s", [f"{run.samples_per_second:,.0f}" for _, run, _ in lines], is_right=True),
         Column("held-out loss", [(f"{point.loss:.3f}", "bold") for point in points], is_right=True),
     ]
-    return Fitted(columns, "dim")
+    return FittedTable(columns, "dim")
 
 
 def _point(run: Progress, point: LossPoint) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 import covey
 from covey.compress.policy import make_policy
-from covey.lab.demo import model, text
+from covey.lab.demo import model
 from covey.lab.demo.reports import (
     PROMPT,
     ROUND,
@@ -98,8 +98,8 @@ class _Node:
     def __init__(self, task: Task, tell: Callable[[Told], None]) -> None:
         self._task, self._tell = task, tell
         self._policy = make_policy(task.compress or None, smallest=SMALLEST)
-        self._book = text.load()
-        self._contexts, self._targets = text.examples(self._book.training)
+        self._book = model.load()
+        self._contexts, self._targets = model.examples(self._book.training)
         self._parameters = model.initial(len(self._book.alphabet), task.seed + task.lots[0])
         self._optimizer = model.Adam(self._parameters)
         self.state: dict[str, Any] = {
@@ -160,6 +160,7 @@ class _Node:
         self._losses += loss
         self._sync += synced - computed
         self._compute += time.perf_counter() - started - (synced - computed)
+        group.report(step=number, loss=float(loss), samples=len(batch))
         if number % ROUND == 0:
             held_out = self._judge(group)
             loss = self._losses / self._steps
@@ -196,7 +197,7 @@ class _Node:
 
     def _judge(self, group: Group) -> float:
         """Return the held-out loss, to which each rank adds its share; note if the time of any rank is over."""
-        contexts, targets = (part[::HELD_OUT_STRIDE] for part in text.examples(self._book.held_out))
+        contexts, targets = (part[::HELD_OUT_STRIDE] for part in model.examples(self._book.held_out))
         mine = slice(self._there.index(group.rank), None, len(self._there))
         share = model.loss(self._parameters, contexts[mine], targets[mine]) * len(targets[mine])
         is_end_of_round = self.state["step"] > 0 and self.state["step"] % ROUND == 0

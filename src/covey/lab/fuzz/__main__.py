@@ -13,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from covey.lab.fuzz.contract import BrokenContractError, check
-from covey.lab.fuzz.inputs import inputs
+from covey.lab.fuzz.contract import BrokenContractError, check, inputs
 from covey.lab.fuzz.targets import Target, all_targets
 
 INPUT_SECONDS = 10

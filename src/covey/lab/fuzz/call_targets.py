@@ -11,8 +11,7 @@ import numpy.typing as npt
 from msgspec.msgpack import Ext
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.call_values import ANYTHING, Reference, decoded, pack
-from covey.wire.signatures import Signature
+from covey.wire.call_values import ANYTHING, Reference, Signature, decoded, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,19 +1,24 @@
-"""The contract of every reader of bytes, for any bytes; `BrokenContractError` if a reader breaks it.
+"""The contract of every reader of bytes, for any bytes, and random inputs to try it with, reproducible by seed.
 
-1. It returns a value, or raises an error that it documents.
-2. It uses memory in proportion to the input, and little time.
-3. A value that it returns can be written, and is read as the same value.
+`BrokenContractError` says that a reader breaks it. Inputs are the valid ones of a target first, then mutated ones.
 """
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from typing import TYPE_CHECKING, Final
 
+from covey.lab.fuzz.mutations import Mutator
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from covey.lab.fuzz.targets import Target
 
+MOST_BYTES: Final = 1 << 14
+"""The largest valid input that is mutated: larger ones would take all the time."""
 MEMORY_FACTOR: Final = 128
 """Bytes of memory for each byte of input: an empty dict is one byte of msgpack, and some eighty in memory."""
 MEMORY_BASE: Final = 256 << 10
@@ -21,6 +26,21 @@ MEMORY_BASE: Final = 256 << 10
 SECONDS: Final = 1.0
 """Processor time of this thread, so that a pause of the machine does not count."""
 SECONDS_PER_BYTE: Final = 1e-5
+
+
+def inputs(target: Target, count: int, seed: int | str = 0) -> Iterator[bytes]:
+    """Yield the valid inputs of a target, and `count` mutated ones."""
+    chance = random.Random(f"{target.name} {seed}")
+    mutator, seeds = Mutator(chance), target.seeds()
+    yield from seeds
+    small = [each for each in seeds if len(each) <= MOST_BYTES]
+    for _ in range(count):
+        yield change(target, mutator, chance.choice(small), small)
+
+
+def change(target: Target, mutator: Mutator, data: bytes, others: list[bytes]) -> bytes:
+    """Return a mutated input of a target."""
+    return mutator.bytes(data, others) if target.prefix < 0 else mutator.packed(data, others, target.prefix)
 
 
 class BrokenContractError(AssertionError):

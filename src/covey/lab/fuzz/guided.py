@@ -14,8 +14,7 @@ from typing import Final
 import atheris
 
 with atheris.instrument_imports(include=["covey.wire", "covey.base", "covey.net"]):
-    from covey.lab.fuzz.contract import check
-    from covey.lab.fuzz.inputs import change
+    from covey.lab.fuzz.contract import change, check
     from covey.lab.fuzz.mutations import Mutator
     from covey.lab.fuzz.targets import all_targets
 

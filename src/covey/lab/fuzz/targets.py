@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey import wire
 from covey.base import errors
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
 from covey.lab.fuzz import call_targets, upnp_targets, values
 from covey.lab.fuzz.values import Maker
@@ -49,7 +49,7 @@ from covey.wire import (
     seal,
     secret,
 )
-from covey.wire.manifest import TAG_BYTES, Entry, Manifest
+from covey.wire.manifest import TAG_BYTES, Manifest, ManifestEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -230,14 +230,16 @@ def _frame_seeds() -> list[bytes]:
 
 def _header_seeds() -> list[bytes]:
     chance = random.Random("header")
-    return [header.Header(*(chance.randrange(256) for _ in header.Header._fields)).pack() for _ in range(4)]
+    return [
+        header.TransferHeader(*(chance.randrange(256) for _ in header.TransferHeader._fields)).pack() for _ in range(4)
+    ]
 
 
 def _message_header_seeds() -> list[bytes]:
     kinds = [value for value in vars(message_header).values() if isinstance(value, int) and 0 < value < 16]
-    plain = [message_header.encode(message_header.Header(kind, 7, 0)) for kind in sorted(set(kinds))]
+    plain = [message_header.encode(message_header.MessageHeader(kind, 7, 0)) for kind in sorted(set(kinds))]
     shapes = [(), (0,), (3, 4), (2,) * 8, (1,) * message_header.MAX_NDIM, (1 << 62, 4), (1 << 62, 0)]
-    of = message_header.Header
+    of = message_header.MessageHeader
     arrays = [
         message_header.encode(of(kind, 7, int(np.prod(shape)) * DTYPES[3].itemsize % (1 << 63), 5, False, 3, shape))
         for kind in (message_header.EAGER, message_header.RTS)
@@ -261,13 +263,13 @@ def _message_header_seeds() -> list[bytes]:
     return [*plain, *arrays, *things, *impossible, bytes(many), *(each[:-1] for each in arrays)]
 
 
-def _read_message_header(data: bytes) -> message_header.Header | None:
+def _read_message_header(data: bytes) -> message_header.MessageHeader | None:
     found = message_header.decode(data, 0, len(data))
     assert found is None or found[1] <= len(data), "a header ends after its bytes"
     return None if found is None else found[0]
 
 
-def _write_message_header(value: message_header.Header | None) -> bytes:
+def _write_message_header(value: message_header.MessageHeader | None) -> bytes:
     return b"" if value is None else message_header.encode(value)
 
 
@@ -421,15 +423,15 @@ def _typed_seeds() -> list[bytes]:
 
 
 _BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
-UNLIKE: Final = Entry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(TAG_BYTES))
+UNLIKE: Final = ManifestEntry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(TAG_BYTES))
 OWN: Final = Manifest(
     is_fresh=False,
     entries=(
-        Entry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        Entry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
-        Entry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        Entry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        Entry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
     ),
 )
 """The manifest that a claimed one is compared with."""
@@ -660,7 +662,7 @@ BY_HAND: Final = (
         name="header",
         read=header.unpack,
         promised=(RemoteProtocolError,),
-        write=header.Header.pack,
+        write=header.TransferHeader.pack,
         seeds=_header_seeds,
     ),
     Target(

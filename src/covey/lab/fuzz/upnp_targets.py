@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Final
 
-from covey.net import upnp as exchange
+from covey.net.router import upnp as exchange
 from covey.wire import upnp
 
 ROUTER: Final = upnp.RouterUrl("192.0.2.1", 80, "/root.xml")

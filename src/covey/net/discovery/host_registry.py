@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
 from covey.net.discovery.host_rendezvous import check_folder, host_token, make_folder, rendezvous_folder
-from covey.net.locks import LockHolder
-from covey.net.temporary import ADVICE, unwritable
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import ADVICE, unwritable
+from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
-from covey.net.descriptors import explain
-from covey.net.locks import LockHolder, only_one
-from covey.net.temporary import host_folder, writing_to
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import host_folder, writing_to
+from covey.net.host.locks import LockHolder, only_one
 
 TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import ifaddr
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.net.descriptors import explain
+from covey.net.host.descriptors import explain
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:

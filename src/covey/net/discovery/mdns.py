@@ -15,9 +15,9 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
 from covey.net.discovery import interfaces as network
 from covey.net.discovery.responder import InterfaceResponder, Observation
+from covey.net.host.descriptors import explain
 from covey.wire import beacon
 from covey.wire.messages import Address
 

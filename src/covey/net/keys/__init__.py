@@ -1,4 +1,4 @@
 """Keys and what is signed with them: clusters, node identities, TLS contexts, charters, new secrets.
 
-Imports only `covey.net` itself. Used by `runtime` and commands.
+Imports only `net/host`. Used by `runtime` and commands.
 """

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, Self
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
-from covey.net.descriptors import explain
-from covey.net.home import existing, home, key_words, private_folder, read_private, write_private
-from covey.net.locks import LockHolder, only_one, try_lock
+from covey.net.host.descriptors import explain
+from covey.net.host.folders import existing, home, key_words, private_folder, read_private, write_private
+from covey.net.host.locks import LockHolder, only_one, try_lock
 from covey.wire.machine import machine_words
 
 if TYPE_CHECKING:

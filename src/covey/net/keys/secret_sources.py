@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.net.home import read_private
+from covey.net.host.folders import read_private
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.wire.secret import (

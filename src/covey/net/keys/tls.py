@@ -7,6 +7,8 @@ signs a certificate over its own Ed25519 key, which identifies it: names in cert
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import os
 import ssl
 import tempfile
@@ -16,15 +18,69 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import NameOID
 
 from covey.base.errors import AuthError
-from covey.net.certificates import signed_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_SINCE: Final = datetime.datetime(2000, 1, 1)
+_UNTIL: Final = datetime.datetime(9999, 12, 31)
+"""Early enough for a machine whose clock starts in 2000 after each power cut."""
 PROTOCOL: Final = "covey/1"
 RECORD_HEADER_BYTES: Final = 5
+_RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+"""The `random` of a ServerHello that asks for another ClientHello (RFC 8446, 4.1.3)."""
+_RANDOM_AT: Final = RECORD_HEADER_BYTES + 4 + 2
+_HELLO_LIMIT_BYTES: Final = 1 << 14
+_HANDSHAKE: Final = 22
+
+
+def signed_certificate(
+    authority: Ed25519PrivateKey,
+    key: Ed25519PublicKey,
+    name: str,
+    *,
+    is_authority: bool,
+    host_name: str = "",
+) -> x509.Certificate:
+    """Sign a certificate. It is the same each time: Ed25519 needs no randomness.
+
+    It says what its key may be used for, or the `host_name` that a library insists on. It has no key identifier of the
+    authority, because that would reveal which nodes are in the same cluster.
+    """
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(issuer)
+        .serial_number(1 if is_authority else 2)
+        .public_key(key)
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+    )
+    if host_name:
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(host_name)]), critical=False)
+    else:
+        builder = builder.add_extension(_usage(is_authority), critical=True)
+    return builder.sign(authority, None)
+
+
+@functools.cache
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 class Credentials:
@@ -38,13 +94,6 @@ class Credentials:
         self.dialling = _context(ssl.PROTOCOL_TLS_CLIENT, root, leaf, private)
         self.accepting = _context(ssl.PROTOCOL_TLS_SERVER, root, leaf, private)
         self.accepting.num_tickets = 0  # sessions are not resumed, and each ticket costs a write
-
-
-_RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
-"""The `random` of a ServerHello that asks for another ClientHello (RFC 8446, 4.1.3)."""
-_RANDOM_AT: Final = RECORD_HEADER_BYTES + 4 + 2
-_HELLO_LIMIT_BYTES: Final = 1 << 14
-_HANDSHAKE: Final = 22
 
 
 def hello_bytes(header: bytes) -> int:

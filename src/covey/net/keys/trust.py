@@ -13,10 +13,10 @@ import msgspec
 
 from covey.base.errors import ConfigError
 from covey.base.formats import NewerFormatError, check_format, newer_file
-from covey.net.home import existing, home, read_private, write_private
+from covey.net.host.folders import existing, home, read_private, write_private
+from covey.net.host.locks import only_one
 from covey.net.keys import charter
 from covey.net.keys.identity import ID_BYTES, node_name, stored_machine
-from covey.net.locks import only_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

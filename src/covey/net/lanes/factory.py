@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.base.native import native
-from covey.net import tcp
+from covey.net.host import tcp
+from covey.net.host.machine import native_crypto
 from covey.net.lanes import shm
 from covey.net.lanes.native import (
     NativeResumableLane,
@@ -17,7 +18,6 @@ from covey.net.lanes.native import (
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
-from covey.net.native import native_crypto
 
 if TYPE_CHECKING:
     import socket

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.settings import KERNEL_COPY
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset, prepare
 

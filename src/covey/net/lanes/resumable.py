@@ -3,7 +3,7 @@
 Between machines, the path of a lane may die while both ends are well: a cable, a relay, IPv4. What a stream carries is
 a row of bytes, the sealed records, and each byte has a position in it, whatever connections have carried it. Both ends
 count what they have received. When a connection breaks, or gets nothing through, one end opens another
-(`runtime.members.lane_resumption`); each end says how many bytes it has, and the other one goes on from there.
+(`runtime.lanes.resumption`); each end says how many bytes it has, and the other one goes on from there.
 
 Invariants, for each direction of each stream:
 
@@ -32,7 +32,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.sealed_pipe import SealedPipe

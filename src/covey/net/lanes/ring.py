@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
 from covey.wire.header import HEADER_BYTES
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.native import native
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import PIECE_BYTES
 from covey.net.lanes.message_socket import MessageSocket
 from covey.net.lanes.ring import CONTROL_BYTES, HEAD, READER_ASLEEP, TAIL, WORDS_PER_RING, WRITER_ASLEEP

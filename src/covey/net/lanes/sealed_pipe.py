@@ -6,7 +6,7 @@ import socket
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES
 from covey.net.lanes.stream import close_without_reset
 from covey.wire.header import HEADER_BYTES

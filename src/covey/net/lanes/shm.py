@@ -1,7 +1,8 @@
-"""Memory shared with another process of this host: anonymous, and of fixed size once it is passed on.
+"""Memory that two ranks of one host share: anonymous, and of fixed size once it is passed on.
 
-On Linux it is a sealed memfd, allocated before it is used. macOS has objects of `shm_open`: their names are removed at
-once, and the kernel lets their size be set only once.
+Between processes it is, on Linux, a sealed memfd, allocated before it is used. macOS has objects of `shm_open`: their
+names are removed at once, and the kernel lets their size be set only once. Ranks that are threads of one process hand
+memory over by name instead of by descriptor (`offer`, `take`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,34 @@ import fcntl
 import mmap
 import os
 import platform
+import secrets
 import sys
+import threading
 from typing import Any, Final
 
 from covey.base.errors import RemoteProtocolError
 
+_offered: dict[str, bytearray] = {}
+_lock = threading.Lock()
 _LINUX: Final[Any] = fcntl if hasattr(fcntl, "F_ADD_SEALS") else None
 """The module of seals, where there are any: mypy knows their names on Linux only."""
 _SEALS: Final = _LINUX.F_SEAL_SHRINK | _LINUX.F_SEAL_GROW | _LINUX.F_SEAL_SEAL if _LINUX else 0
 IN_ORDER: Final = ("x86_64", "AMD64")
 """Processors that make stores visible in order, which the rings in Python rely on."""
+
+
+def offer(nbytes: int) -> tuple[str, bytearray]:
+    """Allocate memory that another rank of this process can `take`; return its name and the memory."""
+    name, memory = secrets.token_hex(16), bytearray(nbytes)
+    with _lock:
+        _offered[name] = memory
+    return name, memory
+
+
+def take(name: str) -> bytearray | None:
+    """Return the memory that was offered under `name`, and forget the name; None if there is none."""
+    with _lock:
+        return _offered.pop(name, None)
 
 
 def has_memory(system: str = sys.platform) -> bool:

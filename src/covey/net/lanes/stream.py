@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.net import tcp
-from covey.net.descriptors import track
+from covey.net.host import tcp
+from covey.net.host.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
 from covey.wire.header import HEADER_BYTES
 

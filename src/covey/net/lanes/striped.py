@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.errors import ConfigError
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
 from covey.net.lanes.sealed import Readiness
 from covey.net.lanes.sealed_pipe import FIRST_BYTES, SealedPipe

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable
 
-    from covey.net.quic.carrier import Address, Carrier
-    from covey.net.quic.certificates import QuicCredentials
+    from covey.net.quic.carrier import Address, Carrier, QuicCredentials
 
 PIECE_BYTES: Final = 1 << 18
 """Bytes read from a socket with one call."""

@@ -21,13 +21,11 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.net.descriptors import track
-from covey.net.quic.carrier import accept, dial
-from covey.net.quic.certificates import QuicCredentials
-from covey.net.quic.first_datagrams import FirstDatagrams
+from covey.net.host.descriptors import track
+from covey.net.quic.carrier import QuicCredentials, accept, dial
 from covey.net.quic.line import Line, QuicSocket, socket_pair
-from covey.net.quic.moved_ends import answer_to, answered, question
 from covey.net.quic.udp import Arrived, UdpSocket, plain_source
+from covey.net.quic.unknown_datagrams import FirstDatagrams, answer_to, answered, question
 from covey.wire import quic
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from covey.wire.calls import CallFailure, CallMessage, CallPayload, CallRequest, CallResult
 
 
-class Ending(enum.Enum):
+class CallEnding(enum.Enum):
     """Why a call ended without an answer of the other node."""
 
     LATE = "late"
@@ -52,7 +52,7 @@ class Conclude(NamedTuple):
 
     peer: int
     number: int
-    outcome: CallResult | CallFailure | Ending
+    outcome: CallResult | CallFailure | CallEnding
     parts: Any = None
     """Those of a result that were fetched."""
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.calling.effects import CallEffect, Conclude, DeliverItem, Ending, FetchParts, RefuseParts, SendMessage
+from covey.proto.calling.effects import (
+    CallEffect,
+    CallEnding,
+    Conclude,
+    DeliverItem,
+    FetchParts,
+    RefuseParts,
+    SendMessage,
+)
 from covey.proto.calling.turns import Deadlines
 from covey.wire import calls as wire
 
@@ -55,7 +63,7 @@ class OutgoingCalls:
         self._open_to: dict[int, int] = {}
         self._fetching: dict[tuple[int, int], wire.CallResult] = {}
         """Results whose parts are on the way."""
-        self._lost: dict[int, Ending] = {}
+        self._lost: dict[int, CallEnding] = {}
         """Peers that are gone for good, and why calls to them end."""
         self.deadlines = Deadlines()
 
@@ -98,7 +106,7 @@ class OutgoingCalls:
         if not waiting:
             self._waiting.pop(peer, None)
 
-    def cancel(self, peer: int, number: int, why: Ending) -> bool:
+    def cancel(self, peer: int, number: int, why: CallEnding) -> bool:
         """End a call for its caller; return False if it had ended already."""
         if (made := self._open.get((peer, number))) is not None:
             if made.is_concluded:
@@ -167,9 +175,9 @@ class OutgoingCalls:
     def tick(self, now: float) -> None:
         """End the calls whose deadline has passed."""
         for peer, number in self.deadlines.take_due(now):
-            self.cancel(peer, number, Ending.LATE)
+            self.cancel(peer, number, CallEnding.LATE)
 
-    def lost(self, peer: int, why: Ending = Ending.LOST) -> None:
+    def lost(self, peer: int, why: CallEnding = CallEnding.LOST) -> None:
         """End all calls to a node that is gone for good, now and later."""
         self._lost.setdefault(peer, why)
         for made in [*self._of(peer)]:
@@ -182,13 +190,15 @@ class OutgoingCalls:
     def close(self, but: int | None = None) -> None:
         """End all calls, except those to one node, because this node is not in the run any more."""
         for peer in sorted({*self._waiting, *self._open_to} - {but}):
-            self.lost(peer, Ending.CLOSED)
+            self.lost(peer, CallEnding.CLOSED)
 
     def _of(self, peer: int) -> Iterator[_Made]:
         yield from (made for (other, _), made in self._open.items() if other == peer)
         yield from self._waiting.get(peer, {}).values()
 
-    def _conclude(self, made: _Made, outcome: wire.CallResult | wire.CallFailure | Ending, parts: Any = None) -> None:
+    def _conclude(
+        self, made: _Made, outcome: wire.CallResult | wire.CallFailure | CallEnding, parts: Any = None
+    ) -> None:
         self.deadlines.discard((made.peer, made.number))
         if not made.is_concluded:
             made.is_concluded = True

@@ -23,16 +23,15 @@ Invariants, held in the simulation whatever the network does:
    whether the others went ahead. `report` says so, and it is free again when they are back or were started anew.
 6. No member of a founded run knew of an earlier one that was not over.
 
-The modules: `links` knows the joiners that have a link, `founding` when to propose a view of which of them,
-`deciding` the proposals that were made, and `announcer` what each `Here` says. `core` is `Formation`, which passes
-every input to them.
+The modules: `joiners` knows which joiners have a link, which of them could found a run, and what each `Here` says;
+`proposals` when to propose a view, and which proposals were made. `core` is `Formation`, which passes every input to
+them.
 """
 
 from __future__ import annotations
 
 from covey.proto.formation.core import Formation, Formed, Report
-from covey.proto.formation.deciding import PATIENCE, REMEMBERED
-from covey.proto.formation.founding import SETTLE
-from covey.proto.formation.links import MOST_PAST_LIVES
+from covey.proto.formation.joiners import MOST_PAST_LIVES
+from covey.proto.formation.proposals import PATIENCE, REMEMBERED, SETTLE
 
 __all__ = ["MOST_PAST_LIVES", "PATIENCE", "REMEMBERED", "SETTLE", "Formation", "Formed", "Report"]

@@ -8,14 +8,11 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.formation.announcer import Announcer
-from covey.proto.formation.deciding import PATIENCE, REPEAT_EVERY, Deciding
-from covey.proto.formation.founding import SETTLE, Founding
-from covey.proto.formation.links import JoinerLinks
-from covey.proto.founders import going_on, newcomers, rank_order
+from covey.proto.formation.joiners import Announcer, JoinerLinks, going_on, newcomers, rank_order
+from covey.proto.formation.proposals import PATIENCE, REPEAT_EVERY, SETTLE, Deciding, Founding
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
-from covey.wire.formation import Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
+from covey.wire.formation import FoundingMember, Here, Outcome, Phase, Propose, Standing, Terms, difference
 from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
 from covey.wire.versions import common
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.decision import Decision
-    from covey.proto.founders import RemoteJoiner
+    from covey.proto.formation.joiners import RemoteJoiner
     from covey.wire.versions import Versions
 
 Message: TypeAlias = wire.Formation
@@ -34,7 +31,7 @@ Message: TypeAlias = wire.Formation
 class Formed:
     """The agreed view."""
 
-    view: tuple[Member, ...]
+    view: tuple[FoundingMember, ...]
     """By rank."""
     lineage: bytes
     """The lineage of the run: the proposal that founded it."""
@@ -70,7 +67,7 @@ class Formation:
 
     def __init__(
         self,
-        me: Member,
+        me: FoundingMember,
         terms: Terms,
         random: random.Random,
         now: float,
@@ -126,7 +123,7 @@ class Formation:
         return None if self.formed is not None else going_on(self._links.peers, self.lineages.current)
 
     @property
-    def accepted(self) -> tuple[bytes, tuple[Member, ...]] | None:
+    def accepted(self) -> tuple[bytes, tuple[FoundingMember, ...]] | None:
         """The undecided proposal that this node has accepted, with its members."""
         lock = self._deciding.lock
         return None if lock is None else (lock.proposal, lock.members)
@@ -155,7 +152,7 @@ class Formation:
 
     def entered(
         self,
-        view: tuple[Member, ...],
+        view: tuple[FoundingMember, ...],
         lineage: bytes,
         generation: int,
         now: float,
@@ -298,14 +295,14 @@ class Formation:
                 self._accept(lineage, view, self._spoken_by(view), now, is_mine=True)
 
     def _accept(
-        self, proposal: bytes, members: tuple[Member, ...], versions: Versions, now: float, *, is_mine: bool
+        self, proposal: bytes, members: tuple[FoundingMember, ...], versions: Versions, now: float, *, is_mine: bool
     ) -> None:
         self.lineages.accept(proposal, (member.name for member in members))
         self._founding.propose_at = math.inf
         self._announcer.soon(now)
         self._deciding.accept(proposal, members, versions, now, is_mine=is_mine)
 
-    def _spoken_by(self, members: tuple[Member, ...]) -> Versions:
+    def _spoken_by(self, members: tuple[FoundingMember, ...]) -> Versions:
         """Return what members that this node has met all speak; ValueError if two of them could not talk."""
         heard = (self._links.peers[member.id].here for member in members if member.id != self._me.id)
         return common([self._terms.speaks, *(here.terms.speaks for here in heard if here is not None)]).fixed()
@@ -349,7 +346,7 @@ class Formation:
         self.lineages.end(Ending(message.proposal, False))
         self._deciding.refuse(message.proposal, members, refusal)
 
-    def _refusal(self, proposal: bytes, members: tuple[Member, ...]) -> str:
+    def _refusal(self, proposal: bytes, members: tuple[FoundingMember, ...]) -> str:
         """Return why this node cannot be in a new view of these members, or ""."""
         if self.formed is not None:
             return f"{self._me.name} is in a view already"

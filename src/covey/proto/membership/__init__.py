@@ -14,7 +14,7 @@ Invariants, held in the simulation whatever the network does:
 1. A view number has one value, and every member installs a prefix of the same sequence of views.
 2. Only members that answered are in a view, and their operations have not moved since.
 3. A quorum is counted over all of the last view, whatever is believed of its members; `min_size` must be met as well.
-4. At most one member leads at a time (`proto.lease`), and only by its own ballot.
+4. At most one member leads at a time (`proto.membership.leader`), and only by its own ballot.
 5. When the network is good, there is a view of all well members within a bounded time. A member that cannot be in it
    learns so: `Excluded`, or `QuorumLost` after `patience`.
 6. A generation has one successor, or the run has one end: never both, and never a view after them.
@@ -32,13 +32,13 @@ members that are not a quorum `Fork`: they go on as a lineage of their own, and 
 
 The modules, each below the next:
 
-- `position`: what this node is in the last view, and which ranks it needs.
-- `outbox`: effects and messages; `round`: progress towards the next view.
+- `state`: what this node is in the last view, which ranks it hears and needs, its progress towards the next view, and
+  the effects to be performed.
 - `checks`: what no correct member sends.
 - `need`: whether a new view is needed, and the deadlines that follow.
-- `leading`: promised ballots, and the lease of the leader.
-- `installer`, `forks`: the beginning of a view, an exclusion, the end of a run, another lineage.
-- `answerer`, `proposer`: the two roles in a ballot.
+- `leader`: promised ballots, and the lease of the leader.
+- `installer`: the beginning of a view, an exclusion, the end of a run, another lineage.
+- `ballots`: the two roles in a ballot.
 - `core`: `Membership`, which passes every input to them.
 """
 
@@ -46,8 +46,7 @@ from __future__ import annotations
 
 from covey.proto.membership.checks import MOST_AHEAD
 from covey.proto.membership.core import Membership
-from covey.proto.membership.forks import MOST_SKIPPED
-from covey.proto.membership.installer import PAST_VIEWS
+from covey.proto.membership.installer import MOST_SKIPPED, PAST_VIEWS
 from covey.proto.membership.need import FINISH_TOGETHER, PATIENCE, RELINK
 
 __all__ = ["FINISH_TOGETHER", "MOST_AHEAD", "MOST_SKIPPED", "PAST_VIEWS", "PATIENCE", "RELINK", "Membership"]

@@ -14,8 +14,7 @@ from covey.proto import views
 from covey.wire.membership import Accept, Accepted, Prepare, Promise, Pulse, Refuse
 
 if TYPE_CHECKING:
-    from covey.proto.membership.position import ViewPosition
-    from covey.proto.membership.round import ViewRound
+    from covey.proto.membership.state import ViewPosition, ViewRound
     from covey.wire.membership import Membership as Message
     from covey.wire.membership import View
 

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from covey.proto.changes import Effect, Quorum
 from covey.proto.membership import checks
-from covey.proto.membership.answerer import Answerer
-from covey.proto.membership.forks import Forks
-from covey.proto.membership.installer import Installer
-from covey.proto.membership.leading import Leading
+from covey.proto.membership.ballots import Answerer, Proposer
+from covey.proto.membership.installer import Forks, Installer
+from covey.proto.membership.leader import Leading
 from covey.proto.membership.need import FINISH_TOGETHER, PATIENCE, RELINK, Need
-from covey.proto.membership.outbox import Outbox
-from covey.proto.membership.position import ViewPosition
-from covey.proto.membership.proposer import Proposer
-from covey.proto.membership.round import ViewRound
+from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
 from covey.wire import membership as wire
 from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Trouble
 

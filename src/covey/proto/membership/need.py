@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.changes import QuorumLost, Waiting
+from covey.proto.changes import QuorumAwaited, QuorumLost
 from covey.wire.membership import Trouble
 
 if TYPE_CHECKING:
     import random
 
-    from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import ViewPosition
-    from covey.proto.membership.round import ViewRound
+    from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
 
 PATIENCE: Final = 30.0
 """Seconds after which a member that needs a new view, and gets none, gives up."""
@@ -196,7 +194,7 @@ class Need:
         self._warn_at = math.inf
         position = self._position
         if not position.is_quorum(position.heard()):
-            self._outbox.add(Waiting(position.missing(), position.view.tie_breaker, self.give_up_at - now))
+            self._outbox.add(QuorumAwaited(position.missing(), position.view.tie_breaker, self.give_up_at - now))
 
     def give_up(self) -> None:
         """End this node's membership: there was no view within the patience. It goes on as a voter that leaves."""

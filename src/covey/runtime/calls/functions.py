@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.base.errors import ConfigError
 from covey.base.text import printable, spell_error
 from covey.wire import calls as wire
+from covey.wire.call_values import Signature
 from covey.wire.calls import NAME_LIMIT
-from covey.wire.signatures import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable

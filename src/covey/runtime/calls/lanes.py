@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.errors import ClosedError, PeerLostError
 from covey.base.numbers import Rank, Seat
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.messages.routing import MessageNode, MessageRouting
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.runtime.fault import Fault
-    from covey.runtime.members.generation import Generation
-    from covey.runtime.members.generation_table import GenerationTable
     from covey.runtime.members.group_registry import GroupMessage, GroupRegistry
-    from covey.runtime.members.remote_process import RemoteProcess
     from covey.runtime.messages.listening import ListeningMessenger
     from covey.runtime.messages.messenger import Messenger
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.generation import Generation
+    from covey.runtime.views.generation_table import GenerationTable
 
 FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
@@ -243,6 +243,9 @@ class CallLanes:
             return False
         self.messenger()
         return self.routing.lane_arrived(Rank(peer), lane)
+
+    def lane_to(self, peer: Seat) -> None:
+        """Return None: calls have no lanes for collectives."""
 
     def end(self, fault: Fault) -> None:
         """Report that this node is in no generation any more: the others have nothing to do with it."""

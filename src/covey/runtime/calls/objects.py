@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16
+from covey.base.arithmetic import BFLOAT16
 from covey.base.errors import CallRefusedError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control

@@ -25,7 +25,7 @@ from covey.base.numbers import Rank, Seat
 from covey.base.text import printable
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
-from covey.proto.calling.effects import Ending
+from covey.proto.calling.effects import CallEnding
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime.calls.functions import FunctionRegistry, too_large
@@ -248,7 +248,7 @@ class CallService:
         """Cancel a call; return False if it had ended already."""
         with HeldSignals():
             with self._lock:
-                is_cancelled = self._core.outgoing.cancel(peer, number, Ending.CANCELLED)
+                is_cancelled = self._core.outgoing.cancel(peer, number, CallEnding.CANCELLED)
             self._perform()
         return is_cancelled
 

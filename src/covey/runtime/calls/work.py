@@ -18,7 +18,7 @@ from covey.base.errors import (
     RemoteProtocolError,
 )
 from covey.base.numbers import Seat
-from covey.proto.calling.effects import Conclude, DeliverItem, Ending
+from covey.proto.calling.effects import CallEnding, Conclude, DeliverItem
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime.counters import process
@@ -315,7 +315,7 @@ class MadeCalls:
         """Give a caller its outcome."""
         call, outcome, error = self.calls.pop((effect.peer, effect.number)), effect.outcome, None
         made = call.made
-        if isinstance(outcome, Ending):
+        if isinstance(outcome, CallEnding):
             error = self._ending_error(Seat(effect.peer), made, outcome)
         elif isinstance(outcome, wire.CallFailure):
             error = failure_error(outcome, made.description, made.rank)
@@ -364,14 +364,14 @@ class MadeCalls:
             if isinstance(call, StreamState) or not call.done():
                 call.forked(ClosedError(text))
 
-    def _ending_error(self, peer: Seat, made: MadeCall, why: Ending) -> CoveyError:
+    def _ending_error(self, peer: Seat, made: MadeCall, why: CallEnding) -> CoveyError:
         match why:
-            case Ending.LATE:
+            case CallEnding.LATE:
                 text = f"{made.description}: no answer within the timeout of {made.seconds:g} s"
                 return DeadlineError(text, late=(made.rank,))
-            case Ending.CANCELLED:
+            case CallEnding.CANCELLED:
                 return CallCancelledError(f"{made.description} was cancelled")
-            case Ending.LOST:
+            case CallEnding.LOST:
                 return self._transport_to(peer).lost_error(peer, made.rank, made.description)
-            case Ending.CLOSED:
+            case CallEnding.CLOSED:
                 return self._maker.ending_error(made.description)

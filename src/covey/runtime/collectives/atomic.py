@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.base.numbers import Rank
 from covey.base.pace import Growing
-from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, Run
+from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, RunOperation
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
 from covey.runtime.collectives.attempt import DisagreedError, HaltedError, HandedOver
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.operation import CurrentAttempt
     from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
-    from covey.runtime.members.generation import Generation
+    from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
 
-    Step = Run | Returned | Raised | Revoked
+    Step = RunOperation | Returned | Raised | Revoked
     MakeAttempt = Callable[[int, tuple[Rank, ...], Bell, Any], Attempt]
 
 PAUSES: Final = Growing(0.04, 2.0)
@@ -143,13 +143,13 @@ class AtomicOperations:
                 step = self._commit.resume()
             else:
                 step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
-                self.is_executing = type(step) is Run
+                self.is_executing = type(step) is RunOperation
         result = None
         try:
             while True:
                 if step is None:
                     step = self._await_view()
-                if type(step) is Run:
+                if type(step) is RunOperation:
                     if self._strikes:
                         self._trouble.check_deadline(self._problem)
                     if not is_begun:
@@ -186,7 +186,7 @@ class AtomicOperations:
         if self._roster.node is not None and self._roster.node.events.is_recovering:
             self._roster.node.events.phase("redo")
 
-    def _attempt(self, run: Run, body: Callable[[Attempt], Any], *, is_begun: bool) -> tuple[Step | None, Any]:
+    def _attempt(self, run: RunOperation, body: Callable[[Attempt], Any], *, is_begun: bool) -> tuple[Step | None, Any]:
         """Run one attempt; return the next step, None if a view has to decide it, and the result if there is one.
 
         With `is_begun`, the shortcut has begun it, and may be in the barrier.
@@ -227,7 +227,7 @@ class AtomicOperations:
                     self._failure.end_here(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None
-            self.is_executing = type(step) is Run
+            self.is_executing = type(step) is RunOperation
             return step
 
     # The shortcut
@@ -319,7 +319,7 @@ class AtomicOperations:
         with self._lock:
             self.attempt.close_shortcut()  # before anything is read that it changes
             if not self.is_executing:
-                if type(self._step) is Run:
+                if type(self._step) is RunOperation:
                     self._step = None  # it has not begun, and must not
                 return self._commit.freeze()
             self._halt_number = number

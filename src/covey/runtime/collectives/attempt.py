@@ -16,8 +16,8 @@ import numpy as np
 
 from covey.base.arithmetic import reduction
 from covey.base.numbers import Slot
-from covey.net import tcp
-from covey.plan import barrier, choose
+from covey.net.host import tcp
+from covey.plan import choose, doubling
 from covey.runtime.collectives.attempt_lanes import AttemptLanes, LaneSwitch
 from covey.runtime.collectives.executor import COMMIT_PHASE, execute
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
@@ -164,7 +164,7 @@ class Attempt:
         self.lanes = AttemptLanes(number, ranks, facts, roster, lanes, trouble, bell)
         self.switch = LaneSwitch()
         """The lanes that are to be replaced by others."""
-        self._barrier = barrier.dissemination(self.slot, self.size)
+        self._barrier = doubling.dissemination(self.slot, self.size)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
         self._begun = HandedOver.NOTHING

@@ -2,7 +2,7 @@
 
 Both ends of a lane must use a new one from the same operation on: what they have sent belongs to one of the two. The
 end that dialled the new lane proposes the number of an operation, and the other end accepts it if it has not begun that
-one (`members.lane_moves` carries both messages). An end that has accepted keeps to it, so only the proposing end may
+one (`lanes.tuning.moves` carries both messages). An end that has accepted keeps to it, so only the proposing end may
 have to wait: when its program comes to the operation before the answer does.
 
 Invariant: the shortcut is closed while a switch is pending, because it looks at nothing but its lanes; the next
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.pace import Growing
-from covey.net import tcp
-from covey.net.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host import tcp
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
 
@@ -149,7 +149,7 @@ class AttemptLanes:
     def watch(self, host: LaneHost) -> None:
         """Report lanes whose bytes do not arrive any more, while the operation stalls."""
         for slot, lane in enumerate(self.by_slot):
-            # The streams of a resumable lane find another path by themselves (`members.lane_resumption`).
+            # The streams of a resumable lane find another path by themselves (`lanes.resumption`).
             if lane is None or is_resumable(lane):
                 continue
             if lane.is_stuck(has_moved=self._has_moved(slot)):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.operations import OPERATIONS, operation_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from covey.wire.header import Header
+    from covey.wire.header import TransferHeader
 
 TEXT_LIMIT: Final = 2000
 """Characters of another rank's call that are stored."""
@@ -161,7 +161,7 @@ class CallLog:
         )
 
 
-def describe_header(header: Header) -> str:
+def describe_header(header: TransferHeader) -> str:
     """Return the call of a rank, as far as a header tells it."""
     words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
     return f"{operation_name(header.operation)}({', '.join([*words, '...'])})"

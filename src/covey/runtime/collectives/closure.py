@@ -1,7 +1,7 @@
 """The end of a group on this rank: its last calls are compared with those of the others, and it is closed once.
 
-The comparison is the shell around `proto.parting`. Groups that survive losses do not need it: each of their operations
-ends with a barrier of all ranks.
+The comparison is the shell around `proto.call_inquiries`. Groups that survive losses do not need it: each of their
+operations ends with a barrier of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.numbers import Seat
-    from covey.proto.parting import Parting
+    from covey.proto.call_inquiries import Parting
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.evidence import CallEvidence
     from covey.runtime.collectives.failure import Failure
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.roster import GroupRoster
     from covey.runtime.collectives.stalls import StallDiagnosis
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.group_registry import GroupRegistry
+    from covey.runtime.views.generation import Generation
 
 PROVING: Final = frozenset(
     OPERATIONS.index(name)
@@ -75,7 +75,7 @@ class Farewell:
         return not self._failure.has_happened or self._failure.may_be_mismatch
 
     def _compare(self) -> None:
-        from covey.proto.parting import Parting  # slow to load, and needed once
+        from covey.proto.call_inquiries import Parting  # slow to load, and needed once
 
         stalls, log = self._stalls, self._stalls.call_log
         recent = log.recent()

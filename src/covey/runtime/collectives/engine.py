@@ -17,7 +17,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
 from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.base.operations import OPERATIONS
-from covey.net.descriptors import explained
+from covey.net.host.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime.bell import Bell
 from covey.runtime.collectives import closure
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.native_executor import Shortcut
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
+    from covey.runtime.views.generation import Generation
     from covey.runtime.work import Work
 
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))

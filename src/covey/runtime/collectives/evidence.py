@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.operation import CurrentAttempt
     from covey.runtime.collectives.roster import GroupLanes, GroupRoster
     from covey.wire import messages
-    from covey.wire.header import Header
+    from covey.wire.header import TransferHeader
 
 PARTING_LIMIT: Final = 200
 """Characters of each call in the list that a rank sends when it closes a group or testifies to a loss."""
@@ -37,7 +37,7 @@ class CallEvidence:
         """`group` is the id of the group."""
         self._group, self._log, self._roster, self._lanes, self._attempt = group, call_log, roster, lanes, attempt
         self._lock = threading.Lock()
-        self._found: dict[tuple[Rank, int], Header] = {}
+        self._found: dict[tuple[Rank, int], TransferHeader] = {}
         """By rank and operation: the headers that lanes have shown."""
         self._has_looked = False
         self.parted: set[Rank] = set()
@@ -59,7 +59,7 @@ class CallEvidence:
                     self._found[rank, header.sequence] = header
             self._has_looked = True
 
-    def found(self) -> list[tuple[Rank, Header]]:
+    def found(self) -> list[tuple[Rank, TransferHeader]]:
         """Return the headers that lanes have shown, with the ranks that sent them, in the order of ranks."""
         with self._lock:
             return [(rank, header) for (rank, _), header in sorted(self._found.items())]
@@ -103,7 +103,7 @@ class CallEvidence:
                 runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
         return tuple(runs)
 
-    def _header(self, data: bytes) -> Header | None:
+    def _header(self, data: bytes) -> TransferHeader | None:
         """Return the header of a transfer of this group; None for other bytes, such as the middle of a payload."""
         if len(data) != HEADER_BYTES:
             return None

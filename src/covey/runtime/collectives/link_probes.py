@@ -13,10 +13,9 @@ import numpy as np
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.interfaces import all_interfaces, parse_pattern
-from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, sustained
+from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, rotation, sustained, swap_rounds, swaps
 from covey.plan.moves import Plan
 from covey.plan.network import Flow
-from covey.plan.probes import rotation, swap_rounds, swaps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

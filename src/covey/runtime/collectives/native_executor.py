@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16
+from covey.base.arithmetic import BFLOAT16
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan.moves import first_writes

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.base.numbers import Rank
-from covey.net import tcp
+from covey.net.host import tcp
 from covey.runtime.fault import Fault
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
     import weakref
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.stalls import StallDiagnosis
     from covey.runtime.collectives.suspicion import Suspicion
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.group_registry import GroupMessage
     from covey.runtime.messages.routing import MessageRouting
+    from covey.runtime.views.generation import Generation
     from covey.wire import messages
 
 
@@ -126,6 +126,11 @@ class ControlReports:
             return 0, 0
         traffic = self._counters.recorder.traffic()[rank]
         return traffic.sent_bytes, traffic.sends
+
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane to `seat`; None if there is none."""
+        group, rank = self._group(), self._roster.rank_of.get(seat)
+        return None if group is None or rank is None else group.attempt.lanes.of(rank)
 
     def lane_stuck(self, seat: Seat, attempt: int) -> None:
         """Act on a lane to `seat` whose bytes are not acknowledged, while no operation runs that would notice it.

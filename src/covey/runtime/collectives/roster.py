@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.numbers import Rank
-from covey.net.cores import usable_cores
+from covey.net.host.machine import usable_cores
 from covey.runtime import loop as control
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from covey.plan.choose import PlanSizes
     from covey.runtime.counters import GroupCounters
     from covey.runtime.events import Events
-    from covey.runtime.members.lanes import Lanes
-    from covey.runtime.members.path_monitor import PathMonitor
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 LANE_SECONDS: Final = 0.2
 """How long to wait for a lane before checking whether the group has failed."""
@@ -228,7 +228,7 @@ class GroupLanes:
 
     def switched(self, rank: Rank, attempt: int) -> None:
         """End the lane to a rank that was used so far: another one is used now."""
-        from covey.runtime.members.lane_table import LaneKey  # slow to load, and few lanes are replaced
+        from covey.runtime.lanes.table import LaneKey  # slow to load, and few lanes are replaced
 
         assert self._lanes is not None
         self._lanes.moves.switched(LaneKey(self._group, self._seats[rank], "collectives", attempt))

@@ -18,12 +18,12 @@ import numpy as np
 
 from covey.base.errors import AuthError
 from covey.net.discovery.interfaces import all_interfaces
-from covey.net.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
+from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
 from covey.runtime.collectives.link_probes import ROUND_TRIP, MeasuredLinks
 from covey.wire.machine import machine_of
-from covey.wire.network import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
+from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 from covey.wire.saved_figures import FASTEST, LONGEST_TRIP, SLOWEST, SavedFigure
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.operation import CurrentAttempt, CurrentOperation
     from covey.runtime.collectives.roster import GroupFacts, GroupRoster
     from covey.wire import messages
-    from covey.wire.header import Header
+    from covey.wire.header import TransferHeader
 
 COMPARE_ROUND_SECONDS: Final = 0.15
 """How long a rank that found a difference waits for the other ranks' calls, in each round."""
@@ -73,7 +73,7 @@ class StallDiagnosis:
         self._facts, self._roster, self._operation, self._attempt = facts, roster, operation, attempt
         self.call_log, self._evidence, self._failure = call_log, evidence, failure
         self._is_concluded = False
-        self._seen: dict[tuple[Rank, int], Header] = {}
+        self._seen: dict[tuple[Rank, int], TransferHeader] = {}
         """By rank and operation: headers that lanes have shown, of calls that their ranks have not told of."""
         self.reported = threading.Event()
         """Set whenever another rank has told something about its calls."""
@@ -115,7 +115,7 @@ class StallDiagnosis:
         self.compare_known()
         self.reported.set()
 
-    def recognise(self, rank: Rank, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
+    def recognise(self, rank: Rank, header: TransferHeader, upcoming: Call | None, *, is_here: bool) -> None:
         """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
         sequence = header.sequence
         if self.call_log.knows(rank, sequence):

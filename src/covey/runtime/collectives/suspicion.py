@@ -1,4 +1,4 @@
-"""Look for a mismatch before reporting a loss: the shell around `proto.hearing`.
+"""Look for a mismatch before reporting a loss: the shell around `proto.call_inquiries`.
 
 A rank that only sends may be killed before the other ranks notice that they called something else; they first see that
 its process is gone. So a reported loss is only a suspicion. Before the group ends with it, each rank looks at the
@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from covey.proto.hearing import PATIENCE, Hearing
+from covey.proto.call_inquiries import TESTIMONY_PATIENCE, Hearing
 from covey.runtime.collectives.stalls import COMPARE_SECONDS
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Suspicion:
     def _await_verdict(self) -> None:
         """Wait until all ranks have testified or are gone, and then for the end of a comparison if calls differ."""
         failure, stalls, bell = self._failure, self._stalls, self._bell
-        bell.await_news(PATIENCE, lambda: failure.is_mismatch or stalls.is_comparing or self._is_over())
+        bell.await_news(TESTIMONY_PATIENCE, lambda: failure.is_mismatch or stalls.is_comparing or self._is_over())
         if stalls.is_comparing:
             bell.await_news(COMPARE_SECONDS, lambda: failure.is_mismatch)
             stalls.conclude()  # in case the control loop is held up

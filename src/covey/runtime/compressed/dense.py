@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from covey.plan import choose, direct, ring
-from covey.plan.coded import CodedPlan, coded
+from covey.plan.coded import PLAIN_RING, CodedArray, CodedPlan, coded, coded_plan_of, fit_coded, predicted
 from covey.plan.cost import CodecPace
-from covey.plan.fit_coded import PLAIN_RING, CodedArray, coded_plan_of, fit_coded, predicted
 from covey.plan.moves import elements_sent
 from covey.runtime.collectives.planner import planner_of
 from covey.runtime.collectives.size_class import size_class

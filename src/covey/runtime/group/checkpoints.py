@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.roster import GroupFacts
-    from covey.runtime.members.checkpoints import Checkpoints
-    from covey.runtime.members.generation import Generation
+    from covey.runtime.state.checkpoints import Checkpoints
+    from covey.runtime.views.generation import Generation
 
 REQUEST_SECONDS: Final = 30.0
 """How long the ranks may take to agree which checkpoint a request is for."""
@@ -81,7 +81,7 @@ class CheckpointRequests:
         if self._is_alone:
             engine.failure.require_open()
             if known is None:
-                from covey.runtime.members.checkpoints import Checkpoints  # a group of one has loaded little of covey
+                from covey.runtime.state.checkpoints import Checkpoints  # a group of one has loaded little of covey
 
                 known = self._of_run = Checkpoints(None)
                 known.follow(engine)

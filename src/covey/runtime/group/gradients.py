@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES, reduction
 from covey.base.errors import ConfigError, MismatchError
 from covey.base.text import printable
 from covey.plan import choose

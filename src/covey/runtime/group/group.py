@@ -29,8 +29,10 @@ from covey.runtime.group.messages import Messages
 from covey.runtime.group.moves import Moves
 from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.reductions import Reductions
+from covey.runtime.group.reports import Reports
 from covey.runtime.group.survival import Survival
 from covey.runtime.off_loop import off_loop
+from covey.runtime.report_log import log_of
 from covey.runtime.shutdown import raise_or_exit
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.node import Node
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.group.savings import Compression
-    from covey.runtime.members.store import Stores
+    from covey.runtime.state.store import Stores
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -139,7 +141,8 @@ class Group:
         self._operations: dict[Callable[..., Any], Callable[..., Any]] = {}
         """By operation of a part: what carries it out."""
         operations = (self._reductions, self._moves, self._objects, self._messages, self._gradients)
-        for part in (*operations, self._introspection, self._checkpoints):
+        self._reports = Reports(lambda: log_of(engine.node))
+        for part in (*operations, self._introspection, self._checkpoints, self._reports):
             self._bind(part)
 
     def _bind(self, part: object) -> None:
@@ -201,6 +204,7 @@ class Group:
     who_is_late = offered(Introspection.who_is_late)
     on_change = offered(Introspection.on_change)
     events = offered(Introspection.events)
+    report = offered(Reports.report)
 
     @property
     def rank(self) -> int:

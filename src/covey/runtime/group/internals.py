@@ -13,7 +13,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.runtime.tracebacks import is_debugging
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
     from covey.base.numbers import Rank, Seat
     from covey.compress.policy import Policy
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.members.store import StoreClient
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.state.store import StoreClient
 
 
 OPEN_SECONDS: Final = 60.0
@@ -115,7 +115,7 @@ def is_newcomer(group: Group) -> bool:
 
 def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     """Make a store, and return this rank's client of it. Every rank of the group calls this."""
-    from covey.runtime.members.store import StoreClient, Stores  # most programs need no further store
+    from covey.runtime.state.store import StoreClient, Stores  # most programs need no further store
     from covey.wire import store as wire
 
     node = node_of(group)
@@ -130,3 +130,8 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     if not 0 <= number < 1 << 62:
         raise RemoteProtocolError(f"rank 0 sent the store number {number}, which is not within 62 bits")
     return StoreClient(node.stores, number)
+
+
+def report_for_program(group: Group, step: int | None, values: Mapping[str, Any]) -> None:
+    """Report for a program that uses a library; nothing is kept once the program reports itself, and nothing raises."""
+    group._reports.log.add_for_program(step, values)

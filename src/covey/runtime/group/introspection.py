@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.members import DescribedEngine
     from covey.runtime.group.metrics import GroupMetrics
     from covey.runtime.group.node import Node
-    from covey.runtime.members.store import Stores
+    from covey.runtime.state.store import Stores
 
 
 class Introspection:

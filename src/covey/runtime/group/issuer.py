@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
-from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 from covey.base.numbers import NO_RANK
 from covey.runtime.buffers import readable, writable

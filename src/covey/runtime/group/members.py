@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from covey.base.version import __version__
-from covey.net import tcp
 from covey.net.discovery.interfaces import all_interfaces
-from covey.net.hardware import hardware
+from covey.net.host import tcp
+from covey.net.host.machine import hardware
 from covey.net.lanes.stream import SocketLane
 from covey.runtime.links.sockets import relay_of
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.roster import GroupFacts, GroupRoster, LaneKinds
     from covey.runtime.collectives.stalls import StallDiagnosis
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.generation import Generation
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.generation import Generation
     from covey.wire.messages import Hardware
 
 

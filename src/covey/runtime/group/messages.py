@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
-from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.net.descriptors import explained
+from covey.net.host.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group.issuer import whole_number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import RemoteProtocolError
 from covey.net.lanes.lane import SMALL_BYTES
 from covey.plan import choose, direct

@@ -8,7 +8,7 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
-from covey.plan import barrier, choose
+from covey.plan import choose, doubling
 from covey.runtime.buffers import Operand, readable, writable
 from covey.runtime.collectives.attempt import NOTHING
 from covey.runtime.group import movements
@@ -242,9 +242,9 @@ class Moves:
         call = self._issuer.call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
-            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [NOTHING])
+            attempt.execute(doubling.dissemination(attempt.slot, attempt.size), [NOTHING])
 
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
         if shortcut is not None:
-            shortcut.add_barrier(BARRIER, call, barrier.dissemination(self.rank, self.size), self._engine.attempt)
+            shortcut.add_barrier(BARRIER, call, doubling.dissemination(self.rank, self.size), self._engine.attempt)
         return result

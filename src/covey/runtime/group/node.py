@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.runtime.events import Event
     from covey.runtime.group.members import DescribedEngine, Member, MemberHealth, PeerLink
     from covey.runtime.group.topology import Topology
-    from covey.runtime.members.store import Stores
+    from covey.runtime.state.store import Stores
     from covey.wire.call_values import ValueDecoder
 
     Peer = int | str | bytes

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.base.arithmetic import identity, reduction
+from covey.base.arithmetic import dtype_code, identity, reduction
 from covey.base.config import check_timeout
-from covey.base.dtypes import dtype_code
 from covey.base.errors import ConfigError
 from covey.plan import choose, doubling
 from covey.plan.choose import PLANNED_BYTES

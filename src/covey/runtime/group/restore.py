@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.text import printable
-from covey.proto.transferring import Election, differing, elect, listed, objection
+from covey.proto.restore import Election, differing, elect, listed, objection
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.state_memory import StateMemory

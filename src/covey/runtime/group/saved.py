@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES
 from covey.base.errors import ConfigError
-from covey.net import home
+from covey.net.host import folders
 from covey.runtime.buffers import readable
 from covey.wire import objects
 
@@ -40,7 +40,7 @@ def save_state(state: Mapping[str, Any], name: str) -> str:
             contents[key] = operand.load().view(np.uint8)
     contents[_FORMS] = np.frombuffer(objects.encode(forms), np.uint8)
     problem: OSError | None = None
-    for folder in (Path.cwd(), home.private_folder(home.home() / "runs")):
+    for folder in (Path.cwd(), folders.private_folder(folders.home() / "runs")):
         path = folder / f"{name}.npz"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

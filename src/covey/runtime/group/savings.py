@@ -73,7 +73,7 @@ class Savings:
 
     def add(self, info: dict[str, Any]) -> None:
         """Count an operation that is sent, or has succeeded; an event tells when "auto" chose another codec."""
-        self._counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"])
+        self._counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"], info.get("reason", ""))
         last, reason = self.total, info.get("reason", "")
         self.total = Compression(
             last.operations + 1,

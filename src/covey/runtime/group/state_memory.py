@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import DeadlineError
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.group.movements import PHYSICAL_BYTES
 from covey.wire import objects
-from covey.wire.manifest import Entry
+from covey.wire.manifest import ManifestEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
@@ -35,7 +35,7 @@ class StateMemory:
         self._contents: dict[str, Bytes] = {}
         """The memory of each name: an array's own, or a value's encoded form."""
 
-    def survey(self, tagger: Tagger) -> Iterable[Entry]:
+    def survey(self, tagger: Tagger) -> Iterable[ManifestEntry]:
         """Yield an entry for each name of the state, in the order of names, with tags of its chunks.
 
         Raises:
@@ -58,7 +58,9 @@ class StateMemory:
                 raise TypeError(f"{name!r}: {error}") from error
             self._contents[name] = contents
             tags = tagger.tags(contents)
-            yield Entry(name=name, is_array=is_array, dtype_code=code, shape=shape, tags=tags, is_writable=is_writable)
+            yield ManifestEntry(
+                name=name, is_array=is_array, dtype_code=code, shape=shape, tags=tags, is_writable=is_writable
+            )
 
     def of(self, chunk: Chunk) -> Bytes:
         """Return the memory of a chunk."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
-from covey.proto.transferring import WINDOW_CHUNKS, Election, Fetch, Orders, differing, listed
+from covey.proto.restore import WINDOW_CHUNKS, Election, Fetch, Orders, differing, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

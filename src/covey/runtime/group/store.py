@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError
 from covey.proto.store_copy import RUN_STORE
-from covey.runtime.members.store import StoreClient, Stores, describe, encoded
+from covey.runtime.state.store import StoreClient, Stores, describe, encoded
 from covey.wire import store as wire
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
 """From a process and its settings to the group of its run: `covey.join` and `covey.generations`.
 
-Imports `mesh` and `group`. Used by programs, `keeper` and `covey.torch`. Runs on the thread that calls.
+Imports `views`, `peers` and `group`. Used by programs, `keeper` and `covey.torch`. Runs on the thread that calls.
 """

@@ -15,9 +15,9 @@ from covey.base.errors import ConfigError, DeadlineError
 from covey.base.limits import MAX_MEMBERS
 from covey.base.native import native
 from covey.base.numbers import Seat
-from covey.net.descriptors import explained
+from covey.net.host.descriptors import explained
+from covey.net.host.settings_files import effective_environment
 from covey.net.lanes import shm
-from covey.net.settings_files import effective_environment
 from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.members.node import Node
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.peers.endpoint import Endpoint
 
 FOUND_SECONDS: Final = 30.0
 """How long the control loop may take to begin a generation."""
@@ -184,7 +184,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     if launched.size == 1:
         return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank or 0)
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import ranks_of
+    from covey.runtime.peers.remote_process import ranks_of
 
     endpoint = _open_endpoint(launched, config, target.options)
     if launched.is_restarted:
@@ -242,13 +242,13 @@ def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -
 def _use_relays(node: Node, endpoint: Endpoint) -> None:
     """Let ranks that cannot connect meet at the relays of their cluster, if it has some."""
     if endpoint.cluster is not None and endpoint.cluster.relays:
-        from covey.runtime.mesh.launched_relays import use_relays
+        from covey.runtime.peers.launched_relays import use_relays
 
         use_relays(node, endpoint.cluster)
 
 
 def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: ClusterOptions) -> Endpoint:
-    from covey.runtime.mesh import launched_endpoint
+    from covey.runtime.peers import launched_endpoint
 
     if launched.folder:
         return launched_endpoint.in_folder(launched, config)

@@ -11,16 +11,16 @@ from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.base.version import __version__
+from covey.net.host.settings_files import effective_environment
 from covey.net.lanes import shm
-from covey.net.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
 from covey.runtime.joining.bootstrap import group_of, local_rank_of
+from covey.runtime.joining.joiner import Joiner
 from covey.runtime.joining.torch_env import export_torch_env
 from covey.runtime.members.node import Node
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.joiner import Joiner
+from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import messages
 from covey.wire.formation import Terms
 from covey.wire.versions import OURS
@@ -147,7 +147,7 @@ def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:
 
     Processes of this machine may then found a new run. If they find a given-up run going on, they fail.
     """
-    from covey.runtime.mesh.records import Records
+    from covey.runtime.joining.records import Records
 
     given_up = Records(cluster, run, b"").forget_lineages()
     for lineage, names in given_up.items():

@@ -33,8 +33,8 @@ from covey.runtime.group.internals import engine_of, functions_of, node_of, rest
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.joining.request import JoinArguments, JoinRequest, takes_join_arguments
-from covey.runtime.members.view_driver import member_keys
 from covey.runtime.shutdown import signalled
+from covey.runtime.views.view_driver import member_keys
 from covey.wire import messages
 from covey.wire.membership import Successor
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
+    from covey.runtime.views.generation import Generation
 
 WAIT_SECONDS: Final = 300.0
 """How long a generation with too few members waits for more, by default."""

@@ -29,7 +29,7 @@ from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.handshake import Greeter, RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.node import Node
-from covey.runtime.members.remote_process import RemoteProcess
+from covey.runtime.peers.remote_process import RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire.versions import fixed_by
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.environment import LaunchedRank
     from covey.runtime.links.link import Link
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.peers.endpoint import Endpoint
 
 logger = logging.getLogger("covey")
 

@@ -33,6 +33,6 @@ def _request(_signum: int, _frame: object) -> None:
 
 
 def _request_all() -> None:
-    from covey.runtime.members.checkpoints import request_all
+    from covey.runtime.state.checkpoints import request_all
 
     request_all()

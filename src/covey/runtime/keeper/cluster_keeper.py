@@ -12,16 +12,16 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.net.discovery.interfaces import is_own_address
-from covey.runtime.members.process_table import ProcessTable, Rounds
-from covey.runtime.mesh.listener import MeshListener
-from covey.runtime.mesh.mesh import Mesh
+from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import Mesh
+from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.members.remote_process import RemoteProcess
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.peers.endpoint import Endpoint
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 CHECKPOINT_SECONDS: Final = 30.0
 """How long a process may take to answer a request for a checkpoint."""

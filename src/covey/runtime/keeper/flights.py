@@ -9,7 +9,7 @@ from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.runtime.metrics.flight import path_for, store
 from covey.runtime.metrics.inspection import OPERATIONS
 from covey.wire import messages
-from covey.wire.flight import GROUPS_LIMIT, Flight, decode_flight, joined
+from covey.wire.reports import GROUPS_LIMIT, Flight, decode_flight, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable

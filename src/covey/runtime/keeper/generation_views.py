@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
-from covey.proto.health import Vouch
-from covey.proto.keeping import lost_ranks
-from covey.runtime.members.view_driver import ViewDriver, member_keys
+from covey.proto.health import ProcessState
+from covey.proto.keeper import lost_ranks
+from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from covey.base.errors import CoveyError
-    from covey.proto.changes import QuorumLost, Waiting
+    from covey.proto.changes import QuorumAwaited, QuorumLost
     from covey.runtime.links.link import Link
-    from covey.runtime.members.process_table import ProcessTable
+    from covey.runtime.views.process_table import ProcessTable
     from covey.wire.membership import View
 
 FOUNDING_SECONDS: Final = 3.0
@@ -75,7 +75,7 @@ class GenerationViews:
             self.view_driver = self._open_view_driver(links, keeper)
         for rank, life in enumerate(self.lives):
             process = processes.get(life)
-            if process is not None and process.state is Vouch.BUSY:
+            if process is not None and process.state is ProcessState.BUSY:
                 self.view_driver.vouched(rank)
         for rank in sorted(lost ^ self._given_up):
             self.view_driver.judged(rank, is_dead=rank in lost)
@@ -84,7 +84,9 @@ class GenerationViews:
     def _lost(self, processes: ProcessTable, left: Collection[bytes], now: float) -> set[int]:
         """Return the ranks without which the others continue."""
         by_rank = [processes.get(life) for life in self.lives]
-        exited = [rank for rank, process in enumerate(by_rank) if process is None or process.state is Vouch.EXITED]
+        exited = [
+            rank for rank, process in enumerate(by_rank) if process is None or process.state is ProcessState.EXITED
+        ]
         stopped = [rank for rank, process in enumerate(by_rank) if process is not None and process.is_lost(now)]
         if self.view_driver is None:
             stays = [rank for rank, life in enumerate(self.lives) if life not in left]
@@ -129,7 +131,7 @@ class _ViewHost:
     def excluded(self, view: View) -> None:
         """Do nothing: a keeper is in no view."""
 
-    def waiting(self, effect: Waiting) -> None:
+    def waiting(self, effect: QuorumAwaited) -> None:
         """Do nothing: a keeper needs no quorum."""
 
     def quorum_lost(self, effect: QuorumLost) -> None:

@@ -21,8 +21,8 @@ from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.net import local_runs
-from covey.net.run_folder import RunFolder
+from covey.net.host import runs
+from covey.net.host.runs import RunFolder
 from covey.runtime.joining.torch_env import (
     TORCH_VARIABLES,
     given,
@@ -231,7 +231,7 @@ class LocalRun(HostRun):
         try:
             self.service.start()
             with contextlib.suppress(OSError):  # a full disk: the run goes on, and no command finds it
-                local_runs.describe(self.folder, name, size, self.token)
+                runs.describe(self.folder, name, size, self.token)
         except BaseException:
             self.children.close()
             self._torch_port.close()

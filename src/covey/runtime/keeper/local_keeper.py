@@ -1,7 +1,7 @@
 """The keeper of a run on one host: tells each process how the others are, and decides the views of the run.
 
 On the control loop of the keeper's process. A process is linked with it while it takes part in the run. Whether a
-process without a link has ended, the kernel tells (`members/process_table.py`).
+process without a link has ended, the kernel tells (`views/process_table.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import host_token
-from covey.proto.health import Vouch
-from covey.proto.keeping import Outcome, without_members
+from covey.proto.health import ProcessState
+from covey.proto.keeper import RunFate, without_members
 from covey.runtime.keeper.generation_views import GenerationViews
 from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
-from covey.runtime.members.process_table import ProcessTable, Rounds
+from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import socket
 
     from covey.runtime.links.link import Link
-    from covey.runtime.members.view_driver import ViewDriver
+    from covey.runtime.views.view_driver import ViewDriver
 
 logger = logging.getLogger("covey")
 
@@ -154,7 +154,7 @@ class LocalKeeper:
             reason = "the card is not filled in"
         elif self._process_table.get(hello.card.life) is None and self._process_table.is_full():
             reason = "your keeper has too many processes already"
-        elif self._process_table.watch(hello.card, time.monotonic()).state is Vouch.EXITED:
+        elif self._process_table.watch(hello.card, time.monotonic()).state is ProcessState.EXITED:
             reason = f"your keeper sees no process {hello.card.pid}"
         else:
             return messages.Welcome(-1, self._card, "keeper")
@@ -288,11 +288,11 @@ class LocalKeeper:
             is_late=now >= self._memberless_since + (REFOUND_OLD_SECONDS if are_old else REFOUND_SECONDS),
         )
         match outcome:
-            case Outcome.OVER:
+            case RunFate.OVER:
                 self._dismiss(waiting, "")
-            case Outcome.HOPELESS:
+            case RunFate.HOPELESS:
                 self._dismiss(waiting, TOO_FEW.format(waiting=len(waiting), size=self._size))
-            case Outcome.BEGIN:
+            case RunFate.BEGIN:
                 self._memberless_since = now  # start again if this attempt fails
                 if are_old:
                     logger.warning(
@@ -327,7 +327,9 @@ class LocalKeeper:
     def _was_last_in(self, life: bytes) -> int:
         """Return the last generation in which an earlier life of the same process was a member; -1 for none."""
         process_table = {old: self._process_table.get(old) for old in self._last_in}
-        for old in [old for old, process in process_table.items() if process is None or process.state is Vouch.EXITED]:
+        for old in [
+            old for old, process in process_table.items() if process is None or process.state is ProcessState.EXITED
+        ]:
             del self._last_in[old], process_table[old]
         pid = self._cards[life].pid
         return max(
@@ -336,7 +338,7 @@ class LocalKeeper:
 
     def _lives(self, life: bytes) -> bool:
         process = self._process_table.get(life)
-        return life not in self._left and process is not None and process.state is not Vouch.EXITED
+        return life not in self._left and process is not None and process.state is not ProcessState.EXITED
 
     def _end(self, number: int) -> None:
         if (view_driver := self._generations.pop(number).view_driver) is not None:

@@ -34,7 +34,7 @@ class MemberRelay:
 
     def start(self) -> None:
         """Listen on all interfaces; ConfigError if that is not possible."""
-        from covey.runtime.mesh.endpoint import listen_everywhere
+        from covey.runtime.peers.endpoint import listen_everywhere
         from covey.runtime.relaying.server import RelayLimits
         from covey.runtime.relaying.thread import RelayThread
 

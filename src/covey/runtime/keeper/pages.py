@@ -6,12 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.runtime.http_server import LOOPBACK, HttpServer
+from covey.runtime.http_server import LOOPBACK, HttpServer, by_path
 from covey.runtime.metrics.collector import SampleCollector
 from covey.runtime.metrics.inspection import CHECKS, METRICS, STACKS
 from covey.runtime.metrics.pages import checks_page, metrics_page, stacks_page
 from covey.wire import messages
-from covey.wire.flight import CheckResult, Sample, decode_checks, decode_samples
+from covey.wire.reports import CheckResult, Sample, decode_checks, decode_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def serve_ranks(ask: Ask, host: str, port: int) -> HttpServer:
         "/metrics": lambda request: metrics_page(collector, request),
         "/debug/stacks": lambda request: stacks_page(request, lambda: _stacks(ask)),
     }
-    return HttpServer(pages, port, host)
+    return HttpServer(by_path(pages), port, host)
 
 
 def _samples(ask: Ask) -> Iterator[tuple[dict[str, str], tuple[Sample, ...]]]:

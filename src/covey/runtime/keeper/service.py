@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.net.descriptors import explain, track
-from covey.net.temporary import ADVICE
+from covey.net.host.descriptors import explain, track
+from covey.net.host.folders import ADVICE
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.keeper.cluster_keeper import ClusterKeeper
     from covey.runtime.keeper.local_keeper import LocalKeeper
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.peers.endpoint import Endpoint
     from covey.wire import messages
 
 THREAD_SECONDS: Final = 10.0
@@ -257,7 +257,7 @@ class ClusterKeeperService:
 
         from covey.runtime import loop as control
         from covey.runtime.keeper.cluster_keeper import ClusterKeeper
-        from covey.runtime.mesh.endpoint import cluster_endpoint
+        from covey.runtime.peers.endpoint import cluster_endpoint
 
         async def open_one(endpoint: Endpoint) -> ClusterKeeper:
             cluster_keeper = ClusterKeeper(self._cluster, self._config, endpoint)

@@ -38,7 +38,7 @@ PRELOADED = (
     "covey.runtime.collectives.native_executor",
     "covey.net.lanes.native",
     "covey.runtime.group.restore",
-    "covey.runtime.mesh.launched_endpoint",
+    "covey.runtime.peers.launched_endpoint",
 )
 """Together with their imports: what a rank loads until its first operation."""
 

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.runtime.keeper import template
 from covey.runtime.processes import Children
 

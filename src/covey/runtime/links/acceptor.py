@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
-from covey.net.descriptors import is_scarce, track
 from covey.net.discovery.host_rendezvous import check_peer
+from covey.net.host.descriptors import is_scarce, track
 from covey.net.quic.line import QuicSocket
 from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip

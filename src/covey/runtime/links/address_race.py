@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError
-from covey.net.descriptors import ScarceError
+from covey.net.host.descriptors import ScarceError
 from covey.runtime.links.handshake import HungUpError, RefusedError, connect, dial
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.sockets import RelayedWay

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
-from covey.net.descriptors import ScarceError, explain, is_exhausted, track
+from covey.net.host.descriptors import ScarceError, explain, is_exhausted, track
 from covey.runtime import loop as control
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
 from covey.runtime.links.sockets import LINK_PACKET_BYTES, QuicWay, RelayedWay, address_of, limit_packets

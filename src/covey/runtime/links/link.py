@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError, RemoteProtocolError
-from covey.net import tcp
-from covey.net.descriptors import track
+from covey.net.host import tcp
+from covey.net.host.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket
 from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError, UnknownMessageError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.base.text import printable
 from covey.base.version import __version__
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket, no_delay, receive_exactly, spell
 from covey.wire.decoding import SkippedMessageError
 from covey.wire.frame import LENGTH, frame, frame_length

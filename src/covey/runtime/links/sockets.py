@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.net.descriptors import explain, is_scarce
+from covey.net.host.descriptors import explain, is_scarce
 from covey.runtime.backoff import Backoff
 
 if TYPE_CHECKING:

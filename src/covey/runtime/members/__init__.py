@@ -1,4 +1,4 @@
-"""The members of a run: this process (`Node`), its peers, generations, views, health, and lanes.
+"""This process as a member of a run: `Node` wires its peers, views, lanes, state and groups.
 
-Imports `links`. Used by all rooms above. State changes on the control loop only.
+Imports `views`, `lanes`, `peers`, `state` and `links`. Used by all rooms above. State changes on the control loop only.
 """

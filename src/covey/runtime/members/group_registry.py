@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.runtime import loop as control
-from covey.runtime.members.urgency import Urgency
+from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
-    from covey.runtime.members.generation import Generation
-    from covey.runtime.members.lane_table import LaneKey
+    from covey.runtime.lanes.table import LaneKey
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.generation import Generation
 
 EARLY_CALLS: Final = 1000
 """Messages that are kept for groups that do not exist here yet."""
@@ -58,6 +58,9 @@ class RegisteredGroup(Protocol):
 
     def sent_to(self, seat: Seat) -> tuple[int, int]:
         """Return the bytes that were sent to a member, and in how many transfers."""
+
+    def lane_to(self, seat: Seat) -> Any:
+        """Return the open lane for collectives to a member; None if there is none."""
 
     def lane_stuck(self, seat: Seat, attempt: int) -> None: ...
 

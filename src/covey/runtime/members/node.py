@@ -26,24 +26,26 @@ from covey.runtime.clocks import ClockOffsets
 from covey.runtime.counters import process
 from covey.runtime.events import Events
 from covey.runtime.fault import Fault
-from covey.runtime.members.audit import SILENT, Auditor
-from covey.runtime.members.checkpoints import Checkpoints
-from covey.runtime.members.departures import DeparturesTold
-from covey.runtime.members.generation_table import GenerationTable
+from covey.runtime.lanes.lanes import Lanes
+from covey.runtime.lanes.table import lane_key
+from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+from covey.runtime.lanes.tuning.stream_trials import StreamTrials
+from covey.runtime.lanes.tuning.stripes import Stripes
 from covey.runtime.members.group_registry import GroupRegistry
-from covey.runtime.members.lane_table import lane_key
-from covey.runtime.members.lanes import Lanes
-from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.leaving import GOODBYE_SECONDS, leave
-from covey.runtime.members.losses import Losses
-from covey.runtime.members.newcomers import Newcomers
-from covey.runtime.members.path_monitor import PathMonitor
-from covey.runtime.members.remote_process import PeerEvent, RemoteProcess
 from covey.runtime.members.routes import routes_to
-from covey.runtime.members.store import Stores
-from covey.runtime.members.stream_trials import StreamTrials
-from covey.runtime.members.stripes import Stripes
+from covey.runtime.peers.launcher_mesh import LauncherMesh
+from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
+from covey.runtime.report_files import open_sinks
+from covey.runtime.report_log import ReportLog
+from covey.runtime.state.audit import SILENT, Auditor
+from covey.runtime.state.checkpoints import Checkpoints
+from covey.runtime.state.store import Stores
 from covey.runtime.tasks import Tasks
+from covey.runtime.views.departures import DeparturesTold
+from covey.runtime.views.generation_table import GenerationTable
+from covey.runtime.views.losses import Losses
+from covey.runtime.views.newcomers import Newcomers
 from covey.wire import messages
 from covey.wire.decoding import SkippedMessageError
 from covey.wire.versions import OURS, Agreement, fixed_by
@@ -56,10 +58,10 @@ if TYPE_CHECKING:
     from covey.runtime.links.acceptor import Acceptor
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.links.link import Link
-    from covey.runtime.members.generation import Generation
     from covey.runtime.members.leaving import Closeable
+    from covey.runtime.views.generation import Generation
     from covey.wire.membership import Bound, Record
-    from covey.wire.network import MeasuredNetwork
+    from covey.wire.reports import MeasuredNetwork
 
 logger = logging.getLogger("covey")
 
@@ -130,6 +132,7 @@ class Node:
         self._lock = threading.Lock()
         self._tasks = Tasks(f"run {run}")
         self.events = Events()
+        self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
         self.clocks = ClockOffsets()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
         self.newcomers = Newcomers(self.generation_table.tell_of_newcomer)
@@ -354,6 +357,11 @@ class Node:
         return self.generation_table.current
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in its last generation; its seat in a run without generations."""
+        return self.seat if self.generation is None else self.generation.rank
+
+    @property
     def next_seat(self) -> Seat:
         """The first seat that no process has had, as far as this node knows."""
         return Seat(1 + max((self.seat, *self.peers)))
@@ -436,6 +444,7 @@ class Node:
         finally:
             self.lanes.close()
             self.lanes.quic.close()
+            self.reports.close()
             self.events.close()
             self.audit.flush()
             _nodes.discard(self)
@@ -448,6 +457,7 @@ class Node:
         self._lock, self._is_closed = threading.Lock(), threading.Event()  # threads of the parent may have held them
         self._is_closed.set()
         self.events.forked()
+        self.reports.forked()
         self.generation_table.forked()
         self.groups.forked()
 

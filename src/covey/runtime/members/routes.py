@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.members.node import Node
-    from covey.runtime.members.remote_process import RemoteProcess
+    from covey.runtime.peers.remote_process import RemoteProcess
 
 
 def routes_to(node: Node, peer: RemoteProcess, kind: str = "") -> list[Where]:

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from covey.net.descriptors import track
+from covey.net.host.descriptors import track
 
 if TYPE_CHECKING:
     from collections.abc import Callable

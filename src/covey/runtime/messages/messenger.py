@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CancelledError, ClosedError
 from covey.proto.matching import ANY, Matcher
-from covey.proto.message import Operation, Receive, Send, describe_source
+from covey.proto.message import MessageSend, Operation, Receive, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
@@ -363,7 +363,7 @@ class Messenger:
         with self._lock:
             operation = self._pending.operation_of(work)
             if operation is not None:
-                peer = operation.peer if isinstance(operation, Send) else operation.source
+                peer = operation.peer if isinstance(operation, MessageSend) else operation.source
                 self._pending.remove(operation)
                 late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
                 error = reason or late_error(work, late, self._lanes.trouble_with(late))

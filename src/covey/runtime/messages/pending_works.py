@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from covey.base.errors import DeadlineError
-from covey.proto.message import Operation, Send
+from covey.proto.message import MessageSend, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,7 @@ def end(ended: Ended, told: Callable[[BaseException], None]) -> bool:
         if work is not None:
             if operation.error is not None:
                 told(operation.error)
-            work.conclude(None if isinstance(operation, Send) else operation.result, operation.error)
+            work.conclude(None if isinstance(operation, MessageSend) else operation.result, operation.error)
             works.append(work)
     for work in works:  # after all have ended: a callback may wait for another of them
         work.notify()

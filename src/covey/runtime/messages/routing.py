@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Rank
-from covey.net.descriptors import ScarceError
+from covey.net.host.descriptors import ScarceError
 from covey.runtime import loop as control
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
     from covey.runtime.counters import MessageTraffic
-    from covey.runtime.members.lanes import Lanes
-    from covey.runtime.members.path_monitor import PathMonitor
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 

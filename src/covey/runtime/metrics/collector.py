@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from covey.wire.flight import Sample
+    from covey.wire.reports import Sample
 
 
 class SampleCollector:

@@ -13,17 +13,17 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.text import printable
-from covey.net import home
-from covey.net.descriptors import explain
+from covey.net.host import folders
+from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.recorder import clock_ns
-from covey.wire import flight as wire
+from covey.wire import reports as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from covey.runtime.counters import GroupCounters
@@ -75,7 +75,7 @@ def folder() -> Path:
     Raises:
         ConfigError: it cannot be made or used.
     """
-    return home.private_folder(home.home() / "traces")
+    return folders.private_folder(folders.home() / "traces")
 
 
 def path_for(taken: wire.Flight) -> Path:
@@ -99,6 +99,25 @@ def store(taken: wire.Flight, path: Path) -> None:
         text = f"cannot write {path}: {explain(error)}; make room, or set COVEY_HOME elsewhere"
         raise ConfigError(text) from error
     _remove_old(path.parent)
+
+
+def fault_of(pids: Collection[int]) -> str:
+    """Return the error of a group that failed in one of these processes, from the files that they wrote; or empty."""
+    with contextlib.suppress(ConfigError, OSError):
+        files = sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.name)[-FILES_LIMIT:]
+        for path in files:
+            if _pid_in(path.name) in pids:
+                with contextlib.suppress(RemoteProtocolError):
+                    groups = wire.decode_flight(path.read_bytes()).groups
+                    if fault := next((group.fault for group in groups if group.fault), ""):
+                        return fault
+    return ""
+
+
+def _pid_in(name: str) -> int:
+    """Return the process in the name of a file (`path_for`); 0 if there is none."""
+    words = name.removesuffix(SUFFIX).split("-")
+    return int(words[-2]) if len(words) > 2 and words[-2].isdigit() else 0
 
 
 def _remove_old(place: Path) -> None:

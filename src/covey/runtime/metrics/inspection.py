@@ -1,4 +1,4 @@
-"""Answers to `messages.Inspect`: the metrics, last operations and events of this process, and the links it measured.
+"""Answers to `messages.Inspect`: the metrics, operations, events and progress of this process, the links it measured.
 
 A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
 to encode, on the control loop, so a process answers such nodes a few times a second. Its checks and stacks
@@ -18,11 +18,14 @@ from covey.runtime.counters import process
 from covey.runtime.metrics.flight import flight
 from covey.runtime.metrics.samples import samples
 from covey.runtime.tracebacks import stacks
-from covey.wire import flight as wire
 from covey.wire import messages
+from covey.wire import reports as wire
+from covey.wire.progress import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from covey.net.host.readings import MachineReader
 
 RATE, BURST = 10.0, 64.0
 """Answers a second to one key, and at once: `covey trace` asks once for each group."""
@@ -32,6 +35,9 @@ METRICS: Final = "metrics"
 OPERATIONS: Final = "operations"
 EVENTS: Final = "events"
 NETWORK: Final = "network"
+PROGRESS: Final = "progress"
+REPORTS: Final = "reports"
+READINGS: Final = "readings"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
 STACKS_LIMIT_BYTES: Final = 200_000
@@ -60,13 +66,33 @@ class PacedAnswers:
     def __init__(self) -> None:
         self._by_key = Buckets(RATE, BURST)
         self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
+        self._reader: MachineReader | None = None
 
-    def answer(self, question: messages.Inspect, key: bytes) -> messages.Inspected:
-        """Return the answer to the node with this key; it has no pages if the node, or all together, ask too often."""
+    def answer(self, question: messages.Inspect, key: bytes, send: Callable[[messages.Inspected], object]) -> None:
+        """Send the answer to the node with this key; it has no pages if the node, or all together, ask too often."""
         now = time.monotonic()
-        if self._by_key.take(key, now) and self._total.take(now):
-            return answer(question)
-        return messages.Inspected(question.what, question.page, 0, b"")
+        if not (self._by_key.take(key, now) and self._total.take(now)):
+            send(messages.Inspected(question.what, question.page, 0, b""))
+        elif question.what == READINGS:
+            self._read_machine(send)
+        else:
+            send(answer(question))
+
+    def _read_machine(self, send: Callable[[messages.Inspected], object]) -> None:
+        """Send how this machine is used: at once if that was read within the last second, else after a reading."""
+        from covey.net.host.readings import MachineReader  # few commands ask
+
+        reader = self._reader = self._reader or MachineReader()
+
+        def read() -> None:
+            control.soon(send, messages.Inspected(READINGS, 0, 1, encode(reader.read())))
+
+        if (last := reader.last()) is not None:
+            send(messages.Inspected(READINGS, 0, 1, encode(last)))
+        elif reader.is_reading:
+            send(messages.Inspected(READINGS, 0, 0, b""))
+        else:  # a driver may take a while
+            threading.Thread(target=read, name="covey-readings", daemon=True).start()
 
 
 def answer(question: messages.Inspect) -> messages.Inspected:
@@ -77,7 +103,15 @@ def answer(question: messages.Inspect) -> messages.Inspected:
         groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
         page = groups[question.page : question.page + 1]
         return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+    if question.what == PROGRESS:
+        from covey.runtime.metrics.progress import encode_own  # few commands ask
+
+        return messages.Inspected(PROGRESS, question.page, 1, encode_own(question.page))
     node: Any = next(iter(list(process.nodes)), None)
+    if question.what == REPORTS and node is not None:
+        from covey.wire.progress import encode_reports  # few commands ask
+
+        return messages.Inspected(REPORTS, 0, 1, encode_reports(node.reports.rows()))
     if question.what == EVENTS and node is not None:
         from covey.runtime.past_events import encode_last  # few commands ask
 

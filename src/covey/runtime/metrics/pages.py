@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from covey.runtime.checks import are_alive, are_ready
-from covey.runtime.http_server import LOOPBACK, HttpServer, Response, text
+from covey.runtime.http_server import LOOPBACK, HttpServer, Response, by_path, text
 from covey.runtime.metrics.collector import SampleCollector
 from covey.runtime.metrics.samples import samples
 from covey.runtime.tracebacks import stacks
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.runtime.http_server import Request
-    from covey.wire.flight import CheckResult
+    from covey.wire.reports import CheckResult
 
 
 def serve_http(port: int = 0, host: str = LOOPBACK) -> HttpServer:
@@ -35,7 +35,7 @@ def serve_http(port: int = 0, host: str = LOOPBACK) -> HttpServer:
         "/metrics": lambda request: metrics_page(collector, request),
         "/debug/stacks": lambda request: stacks_page(request, stacks),
     }
-    return HttpServer(pages, port, host)
+    return HttpServer(by_path(pages), port, host)
 
 
 def checks_page(results: Iterable[CheckResult]) -> Response:
@@ -54,7 +54,7 @@ def metrics_page(collector: SampleCollector, request: Request) -> Response:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    encode, content_type = choose_encoder(request.accept)
+    encode, content_type = choose_encoder(request.header("accept"))
     return Response(HTTPStatus.OK, content_type, encode(registry))
 
 

@@ -8,7 +8,8 @@ from covey.base.operations import operation_name
 from covey.runtime.counters import process
 from covey.runtime.metrics.table import OTHER_PEERS, PEERS_LIMIT
 from covey.runtime.recorder import BUCKETS, FIRST_BITS, clock_ns
-from covey.wire.flight import Sample
+from covey.runtime.report_log import current_log
+from covey.wire.reports import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,10 +72,11 @@ def _samples() -> Iterator[Sample]:
     for kind, count in sorted(process.events.copy().items()):
         yield _sample("covey_events_total", count, kind=kind)
     yield _sample("covey_recovery_seconds_total", process.recovery_seconds)
+    yield from _of_reports()
 
 
-def _sample(name: str, value: float, **labels: str) -> Sample:
-    return Sample(name, tuple(labels.items()), float(value))
+def _sample(metric: str, value: float, **labels: str) -> Sample:
+    return Sample(metric, tuple(labels.items()), float(value))
 
 
 def _of_operation(totals: OperationTotals) -> Iterator[Sample]:
@@ -117,3 +119,17 @@ def _of_node() -> Iterator[Sample]:
             yield _sample("covey_members", len(view.ranks))
             yield _sample("covey_generation", generation.number)
             yield _sample("covey_view", view.number)
+
+
+def _of_reports() -> Iterator[Sample]:
+    log = current_log()
+    row = None if log is None else log.latest()
+    if row is None:
+        return
+    if row.step is not None:
+        yield _sample("covey_step", row.step)
+    for name, value in row.values.items():
+        yield _sample("covey_report", value, name=name)
+    if row.compute >= 0:
+        yield _sample("covey_step_seconds", row.compute, part="compute")
+        yield _sample("covey_step_seconds", row.sync, part="sync")

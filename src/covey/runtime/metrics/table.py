@@ -68,5 +68,13 @@ TABLE: Final = tuple(
         ("covey_elections_total", "counter", "Ballots about a view that stopped the operations of this process."),
         ("covey_events_total", "counter", "Events of the run, as `group.events` lists them.", ("kind",)),
         ("covey_recovery_seconds_total", "counter", "Time from the first sign of a loss until operations went on."),
+        ("covey_step", "gauge", "The last step that the program has reported (`group.report`)."),
+        ("covey_report", "gauge", "The last value of each name that the program has reported.", ("name",)),
+        (
+            "covey_step_seconds",
+            "gauge",
+            "How long the last reported step took: `part` is `compute` (outside of operations) or `sync` (in them).",
+            ("part",),
+        ),
     )
 )  # fmt: skip

@@ -10,7 +10,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Final
 
-from covey.net import tcp
+from covey.net.host import tcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.base.pace import Bucket
 from covey.base.version import __version__
-from covey.net.descriptors import raise_limit
-from covey.proto.relaying import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
+from covey.net.host.descriptors import raise_limit
+from covey.proto.relay_table import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.relayed import keep_alive, receive_message

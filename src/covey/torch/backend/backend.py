@@ -24,8 +24,9 @@ from covey.torch.backend.devices import (
     tensor_over,
     writing_to,
 )
+from covey.torch.backend.errors import torchs_errors
 from covey.torch.backend.issuing import TorchIssuer
-from covey.torch.backend.reduction_ops import reduction
+from covey.torch.backend.reduction_ops import WholeMean, averages_integers, reduction
 from covey.torch.backend.torch_callers import is_waited_for, keep_from_dynamo
 from covey.torch.backend.work import TorchWork
 from covey.torch.backend.world import World, close_world, world_of
@@ -104,6 +105,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.AllreduceOptions() if opts is None else opts
+        if averages_integers(opts.reduceOp, tensors[0].dtype):
+            return self._issuer.issue(opts, tensors, self._group.all_reduce, [(x, "sum") for x in self._whole(tensors)])
         op, factor = reduction(opts.reduceOp, tensors[0].dtype)
         if tensors[0].layout is torch.sparse_coo:
             return self._allreduce_sparse(tensors, op, opts)
@@ -158,6 +161,9 @@ class ProcessGroupCovey(DescribedProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.ReduceOptions() if opts is None else opts
         (tensor,) = tensors
+        if averages_integers(opts.reduceOp, tensor.dtype):
+            call = (self._whole(tensors)[0], opts.rootRank, "sum")
+            return self._issuer.issue(opts, tensors, self._group.reduce, [call])
         op, factor = reduction(opts.reduceOp, tensor.dtype)
         if factor is not None:
             tensor = tensor.mul_(factor) if opts.rootRank == self._rank else tensor * factor
@@ -166,6 +172,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> TorchWork:
         opts = c10d.ReduceScatterOptions() if opts is None else opts
+        if averages_integers(opts.reduceOp, outputs[0].dtype):
+            return self._scatter_whole_means(outputs, inputs, opts)
         op, factor = reduction(opts.reduceOp, outputs[0].dtype)
         if factor is not None:
             inputs = [[part * factor for part in parts] for parts in inputs]
@@ -176,6 +184,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.ReduceScatterOptions() if opts is None else opts
+        if averages_integers(opts.reduceOp, outputs[0].dtype):
+            return self._scatter_whole_means(outputs, [list(whole.chunk(self.size())) for whole in inputs], opts)
         op, factor = reduction(opts.reduceOp, outputs[0].dtype)
         if factor is not None:
             inputs = [whole * factor for whole in inputs]
@@ -193,6 +203,14 @@ class ProcessGroupCovey(DescribedProcessGroup):
             shares = zip(*(operands_of(part, length, is_written=False) for part in parts), strict=True)
             calls += [(target, list(share), op) for target, share in zip(targets, shares, strict=True)]
         return self._issuer.issue(opts, outputs, self._group.reduce_scatter_into, calls)
+
+    def _scatter_whole_means(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
+        pairs = zip(self._whole(outputs), map(self._whole, inputs), strict=True)
+        calls = [(target, parts, "sum") for target, parts in pairs]
+        return self._issuer.issue(opts, outputs, self._group.reduce_scatter_into, calls)
+
+    def _whole(self, tensors: Tensors) -> list[WholeMean]:
+        return [WholeMean.of(tensor, self._rank, self._size) for tensor in tensors]
 
     # Moving
 
@@ -274,12 +292,27 @@ class ProcessGroupCovey(DescribedProcessGroup):
     def barrier(self, opts: Any = None) -> TorchWork:
         return self._issuer.issue(c10d.BarrierOptions() if opts is None else opts, [], self._group.barrier, [()])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; raise an error that names every rank that has not come in time.
+
+        torch calls it for groups whose backend is called gloo. All late ranks are named with or without
+        `wait_all_ranks`.
+        """
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts)
+
+    monitoredBarrier = monitored_barrier  # noqa: N815
+
     # Point to point
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         (tensor,) = tensors
         is_async = not is_waited_for(sys._getframe())
-        work = self._group.send(operand_of(tensor), dst, tag, timeout=self._issuer.seconds, async_op=is_async)
+        with torchs_errors():
+            work = self._group.send(operand_of(tensor), dst, tag, timeout=self._issuer.seconds, async_op=is_async)
         return TorchWork([work] if is_async else [], tensors, self._issuer.notices)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
@@ -291,7 +324,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
     def _receive(self, tensors: Tensors, src: int, tag: int, *, is_async: bool) -> TorchWork:
         (tensor,) = tensors
         target = operand_of(tensor, is_read=False)
-        outcome = self._group.recv_into(target, src, tag, timeout=self._issuer.seconds, async_op=is_async)
+        with torchs_errors():
+            outcome = self._group.recv_into(target, src, tag, timeout=self._issuer.seconds, async_op=is_async)
         if is_async:
             return TorchWork([outcome], tensors, self._issuer.notices)
         return TorchWork([], tensors, self._issuer.notices, source=outcome)

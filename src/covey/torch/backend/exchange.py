@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.base.arithmetic import reduction
-from covey.base.dtypes import DTYPES
+from covey.base.arithmetic import DTYPES, reduction
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose, direct
 from covey.runtime.buffers import Operand, readable, writable

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.errors import CoveyError
+from covey.torch.backend.errors import as_torchs
 from covey.torch.backend.work import Notices, TorchWork
 
 if TYPE_CHECKING:
@@ -40,23 +42,29 @@ class TorchIssuer:
     def issue(
         self, opts: Any, filled: list[torch.Tensor], operation: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
     ) -> TorchWork:
-        """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them."""
+        """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them.
+
+        Errors are also torch's.
+        """
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:
             timeout = self.seconds
         is_async = opts.asyncOp
         works: list[Work[Any]] = []
         contributors = self._everyone
-        with self._lock:
-            if not is_async and (self._last is None or self._last.done()):
-                self._last = None
-                for args in calls:
-                    operation(*args, timeout=timeout)
-                    if self._survives and len(self._group.contributors) < len(contributors):
-                        contributors = list(self._group.contributors)
-            else:
-                works = [operation(*args, timeout=timeout, async_op=True) for args in calls]
-                self._last = works[-1] if works else self._last
+        try:
+            with self._lock:
+                if not is_async and (self._last is None or self._last.done()):
+                    self._last = None
+                    for args in calls:
+                        operation(*args, timeout=timeout)
+                        if self._survives and len(self._group.contributors) < len(contributors):
+                            contributors = list(self._group.contributors)
+                else:
+                    works = [operation(*args, timeout=timeout, async_op=True) for args in calls]
+                    self._last = works[-1] if works else self._last
+        except CoveyError as error:
+            raise as_torchs(error) from error.__cause__
         work = TorchWork(works, filled, self.notices, contributors)
         if not is_async:
             if works:

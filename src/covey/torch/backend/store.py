@@ -11,7 +11,7 @@ import torch.distributed as dist
 from covey.base.errors import DeadlineError
 from covey.proto.store_copy import STORES_LIMIT
 from covey.runtime.group.internals import open_group_store
-from covey.runtime.members.store import describe, encoded
+from covey.runtime.state.store import describe, encoded
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.store import StoreClient
+    from covey.runtime.state.store import StoreClient
 
 _alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=STORES_LIMIT)
 """Keeps the Python objects of stores alive: torch's C++ code holds only its own part of a store."""
@@ -80,7 +80,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all of these entries exist."""
-        return bool(self._ask(wire.Check(tuple(keys))).number)
+        return bool(self._ask(wire.HasKeys(tuple(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first; return the sum."""

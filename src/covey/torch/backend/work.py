@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from covey.base.errors import CoveyError
 from covey.torch.backend.devices import order, settle
+from covey.torch.backend.errors import as_torchs, torchs_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,8 +71,11 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         if self._works:
             seconds = timeout.total_seconds()
             until = time.monotonic() + seconds if seconds > 0 else None
-            for work in self._works:
-                work.wait(None if until is None else max(0.0, until - time.monotonic()))
+            try:
+                for work in self._works:
+                    work.wait(None if until is None else max(0.0, until - time.monotonic()))
+            except CoveyError as error:
+                raise as_torchs(error) from error.__cause__
         order(self._tensors)
         return True
 
@@ -85,7 +90,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
 
     def source_rank(self) -> int:
         """Return the rank that sent a received message."""
-        return int(self._works[0].wait()) if self._works else self._source
+        with torchs_errors():
+            return int(self._works[0].wait()) if self._works else self._source
 
     def _source_rank(self) -> int:
         return self.source_rank()
@@ -112,7 +118,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         return error or self._tensors
 
     def _error(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next((as_torchs(error) for work in self._works if (error := work.exception()) is not None), None)
 
 
 def _unwrapped(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:

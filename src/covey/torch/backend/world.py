@@ -17,8 +17,8 @@ import numpy as np
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
-from covey.net.settings_files import effective_environment
-from covey.net.temporary import host_folder
+from covey.net.host.folders import host_folder
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import LaunchedRank, find_launched_rank
 from covey.runtime.group.internals import engine_of, steps_between_checks
 from covey.runtime.joining.bootstrap import join, join_at, joined

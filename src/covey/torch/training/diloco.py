@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.base.errors import ConfigError
+from covey.runtime.group.internals import report_for_program
+from covey.torch.backend.below import covey_group_of
 from covey.torch.training.drift import DriftCheck
 from covey.torch.training.gradient_mean import GradientMean, consecutive
 from covey.torch.training.local_sgd import (
@@ -107,6 +109,8 @@ class DiLoCo:
         if which_train(self._inner) != self._trains and (changes := self._changes()):
             raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
         self._steps += 1
+        if (group := covey_group_of(self._group)) is not None:
+            report_for_program(group, self._steps, {})
         fragment = self._due()
         if fragment is None:
             return False

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from covey.base.errors import MismatchError
 from covey.base.settings import SETTINGS
-from covey.net.settings_files import effective_environment
+from covey.net.host.settings_files import effective_environment
 from covey.runtime.tracebacks import is_debugging
 from covey.torch.backend.lost import gather_rows
 

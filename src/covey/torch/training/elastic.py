@@ -13,13 +13,19 @@ import torch
 from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
-from covey.runtime.group.internals import gradients_of, is_newcomer, policy_of, steps_between_checks
+from covey.runtime.group.internals import (
+    gradients_of,
+    is_newcomer,
+    policy_of,
+    report_for_program,
+    steps_between_checks,
+)
 from covey.runtime.joining.generations import generations
-from covey.torch.training.balance import Pace, by_speed, even
 from covey.torch.training.drift import FIGURES, compare, digest, from_figures, to_figures
 from covey.torch.training.gradient_mean import consecutive
-from covey.torch.training.handover import hand_over, share_buffers
 from covey.torch.training.local_sgd import parts, trained_by, which_train
+from covey.torch.training.sampler import Pace, by_speed, even
+from covey.torch.training.structure import hand_over, share_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -106,6 +112,8 @@ class Elastic:
         """What compressed gradients have lost so far, by name; each rank has its own."""
         self._steps = 0
         """Steps of this generation."""
+        self._reported = 0
+        """Steps of the whole training, as views show them."""
         self._group: Group | None = None
         self._row: _Row
         self._working: Sequence[int] = ()
@@ -220,11 +228,14 @@ class Elastic:
         self.sync()
         out, self._out = self._out, None
         assert out is not None
+        own = len(out.shares[self.rank])
         if out.trained:
             self._optimizer.step()
             if self._scheduler is not None:
                 self._scheduler.step()
         self._optimizer.zero_grad()
+        self._reported += 1
+        report_for_program(self.group, self._reported, {"samples": float(own)})
         if not self._sampler.remaining and not self._is_outside:
             self._sampler.next_epoch()
         return out.trained > 0
@@ -234,6 +245,7 @@ class Elastic:
         return {
             "samples": self._samples,
             "lost": self._lost,
+            "steps": self._reported,
             "seed": self._seed,
             "sampler": self._sampler.state_dict(),
         }
@@ -241,6 +253,7 @@ class Elastic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get."""
         self._samples, self._lost, self._seed = state["samples"], state["lost"], state["seed"]
+        self._reported = state.get("steps", 0)
         self._sampler.load_state_dict(state["sampler"])
 
     # A generation

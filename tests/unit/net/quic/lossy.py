@@ -7,9 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from covey.net.quic.carrier import Carrier, accept, dial
-from covey.net.quic.certificates import QuicCredentials
-from covey.net.quic.first_datagrams import Entering, FirstDatagrams
+from covey.net.quic.carrier import Carrier, QuicCredentials, accept, dial
+from covey.net.quic.unknown_datagrams import Entering, FirstDatagrams
 from covey.wire import quic
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ pytest.importorskip("qh3")
 from tests.support.in_turn import in_turn
 from tests.unit.net.quic.lossy import HORIZON, KEY, Faults, Pair
 
-from covey.net.quic.carrier import STRANGER_BYTES, UNSENT_BYTES, Carrier
-from covey.net.quic.certificates import CONNECTION_IDLE_SECONDS, WINDOW_BYTES
+from covey.net.quic.carrier import CONNECTION_IDLE_SECONDS, STRANGER_BYTES, UNSENT_BYTES, WINDOW_BYTES, Carrier
 from covey.net.quic.pump import PROVE_SECONDS, UNPROVED_AT_ONCE
 from covey.wire import quic
 
@@ -150,7 +149,7 @@ def test_a_dialler_without_the_key_gets_no_answer() -> None:
 def test_an_acceptor_with_another_certificate_is_refused() -> None:
     from tests.unit.net.quic import lossy
 
-    from covey.net.quic.certificates import QuicCredentials
+    from covey.net.quic.carrier import QuicCredentials
 
     other = QuicCredentials(bytes(32))
     before, lossy.CREDENTIALS = lossy.CREDENTIALS, QuicCredentials(KEY)

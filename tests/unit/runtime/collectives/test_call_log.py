@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.operations import OPERATIONS
 from covey.runtime.collectives.call_log import LOGGED, CallLog, make_call
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from covey.base.numbers import Rank
-from covey.proto.parting import Parting
+from covey.proto.call_inquiries import Parting
 from covey.runtime.collectives.call_log import CallLog, make_call
 from covey.runtime.collectives.closure import Farewell
 from covey.runtime.collectives.evidence import CallEvidence

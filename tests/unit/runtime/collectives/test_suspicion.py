@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from covey.proto.call_inquiries import TESTIMONY_PATIENCE, Hearing
 from covey.proto.evidence import STOPPED_SILENCE
-from covey.proto.hearing import PATIENCE, Hearing
 from covey.runtime.collectives.failure import CAUSE_SECONDS
 from covey.runtime.collectives.stalls import COMPARE_SECONDS
 from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
@@ -22,4 +22,6 @@ def test_a_mismatch_and_a_loss_are_told_within_a_second() -> None:
 
 
 def test_a_rank_that_proves_a_mismatch_is_waited_for_until_it_has_compared() -> None:
-    assert PATIENCE > CAUSE_SECONDS + 2 * COMPARE_SECONDS, "it waits for a reason, asks the others, and compares"
+    assert TESTIMONY_PATIENCE > CAUSE_SECONDS + 2 * COMPARE_SECONDS, (
+        "it waits for a reason, asks the others, and compares"
+    )

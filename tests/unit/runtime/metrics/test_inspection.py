@@ -15,13 +15,13 @@ from covey.runtime.members.node import Node
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
 from covey.testing.threads import run_threads
-from covey.wire import flight, messages
+from covey.wire import messages, reports
 
 METRICS, OPERATIONS = messages.Inspect("metrics"), messages.Inspect("operations")
 
 
 def test_pages_hold_one_group_each() -> None:
-    def work(group: covey.Group) -> list[flight.Flight]:
+    def work(group: covey.Group) -> list[reports.Flight]:
         with group.split(0) as other:
             group.all_reduce(np.ones(10))
             other.barrier()
@@ -30,7 +30,7 @@ def test_pages_hold_one_group_each() -> None:
             pages = [answer(messages.Inspect("operations", page)) for page in range(first.pages + 1)]
             group.barrier()
         assert [page.pages for page in pages] == [first.pages] * len(pages)
-        return [flight.decode_flight(page.body) for page in pages]
+        return [reports.decode_flight(page.body) for page in pages]
 
     *pages, beyond = run_threads(2, work)[0]
     assert [len(page.groups) for page in pages] == [1] * len(pages)
@@ -56,7 +56,7 @@ def test_what_is_told_has_names_and_numbers_only() -> None:
             assert np.full(1, 12345.678).tobytes() not in told
 
     run_threads(2, work)
-    assert flight.decode_samples(answer(METRICS).body).samples
+    assert reports.decode_samples(answer(METRICS).body).samples
 
 
 def test_heartbeats_are_counted_and_compare_clocks() -> None:
@@ -72,7 +72,7 @@ def test_heartbeats_are_counted_and_compare_clocks() -> None:
         assert abs(offset) < 1, "threads of one process have one clock"
 
     run_threads(2, work)
-    values = {sample.name: sample.value for sample in flight.decode_samples(answer(METRICS).body).samples}
+    values = {sample.name: sample.value for sample in reports.decode_samples(answer(METRICS).body).samples}
     assert values["covey_heartbeats_sent_total"] >= values["covey_heartbeats_answered_total"] >= 2
 
 
@@ -99,18 +99,25 @@ def test_an_unknown_question_has_no_pages() -> None:
     assert answer(messages.Inspect("secrets")) == messages.Inspected("secrets", 0, 0, b"")
 
 
+def told_to(answers: PacedAnswers, question: messages.Inspect, key: bytes) -> messages.Inspected:
+    """Return what a node with this key is told."""
+    told: list[messages.Inspected] = []
+    answers.answer(question, key, told.append)
+    return told[0]
+
+
 def test_a_key_that_asks_too_often_is_told_nothing_and_others_are() -> None:
     answers = PacedAnswers()
-    told = [answers.answer(METRICS, b"a").pages for _ in range(int(BURST) + 30)]
+    told = [told_to(answers, METRICS, b"a").pages for _ in range(int(BURST) + 30)]
     assert told[: int(BURST)] == [1] * int(BURST)
     assert told[-1] == 0 or sum(told) < len(told)
-    assert answers.answer(METRICS, b"b").pages == 1
+    assert told_to(answers, METRICS, b"b").pages == 1
 
 
 def test_many_keys_together_are_told_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     answers = PacedAnswers()
-    told = [answers.answer(METRICS, bytes([key])).pages for key in range(200)]
+    told = [told_to(answers, METRICS, bytes([key])).pages for key in range(200)]
     assert sum(told) == TOTAL_BURST
 
 
@@ -145,7 +152,7 @@ def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.Monke
 def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
     told: list[messages.Inspected] = []
     for what in ("stacks", "checks"):
-        assert PacedAnswers().answer(messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
+        assert told_to(PacedAnswers(), messages.Inspect(what), b"key") == messages.Inspected(what, 0, 0, b"")
         answer_keeper(messages.Inspect(what), told.append)
     deadline = time.monotonic() + DEADLINE
     while len(told) < 2:
@@ -154,4 +161,4 @@ def test_checks_and_stacks_are_told_to_the_keeper_only() -> None:
     stacks, checks = told
     assert b"test_checks_and_stacks" not in stacks.body  # all threads but the one that tells
     assert b"covey-control" in stacks.body
-    assert [each.name for each in flight.decode_checks(checks.body).results][:1] == ["joined"]
+    assert [each.name for each in reports.decode_checks(checks.body).results][:1] == ["joined"]

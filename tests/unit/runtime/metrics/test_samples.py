@@ -22,7 +22,7 @@ from covey.runtime.keeper.pages import parse_address, serve_ranks
 from covey.runtime.metrics.samples import BOUNDS, samples
 from covey.runtime.metrics.table import TABLE
 from covey.testing.threads import run_threads
-from covey.wire import flight, messages
+from covey.wire import messages, reports
 
 
 def work(group: covey.Group) -> Any:
@@ -101,7 +101,7 @@ def test_every_sample_is_in_the_table_with_its_labels() -> None:
     assert {row.name for row in TABLE if row.kind != "histogram"} - absent <= shown
 
 
-def tuple_of(sample: flight.Sample) -> tuple[str, dict[str, str], float]:
+def tuple_of(sample: reports.Sample) -> tuple[str, dict[str, str], float]:
     return sample.name, dict(sample.labels), sample.value
 
 
@@ -147,8 +147,8 @@ def test_the_page_only_answers_questions(method: str) -> None:
 
 
 def test_the_page_of_a_keeper_has_the_ranks_that_answer() -> None:
-    told = flight.Sample("covey_groups", (), 2.0), flight.Sample("covey_unknown_total", (), 1.0)
-    body = flight.encode(flight.Samples(told))
+    told = reports.Sample("covey_groups", (), 2.0), reports.Sample("covey_unknown_total", (), 1.0)
+    body = reports.encode(reports.Samples(told))
     answers = {
         0: messages.Inspected("metrics", 0, 1, body),
         1: None,

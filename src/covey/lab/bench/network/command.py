@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from covey.lab.bench.network.links import LinkFigures
+    from covey.lab.bench.network.pairs import LinkFigures
     from covey.lab.bench.network.terms import NetworkTerms, RankOffer
     from covey.lab.bench.report import Measurement
     from covey.runtime.group.group import Group

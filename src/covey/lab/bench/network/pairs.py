@@ -1,25 +1,21 @@
-"""Measures what one rank sends another over a lane of their own: small messages and answers, and streams of bytes.
-
-The sender gives orders, the receiver follows them and answers how many bytes it has got. A stream is a row of
-broadcasts in a group of the two ranks; a mark in the last one ends it. The sender's clock counts from its first byte to
-the answer, less a round trip. So a process that stands still makes a stream slower, never faster, and the best of
-several counts.
-"""
+"""Measures what one rank sends another over a lane of their own: small messages and answers, and streams of bytes."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from covey.base.errors import DeadlineError, RemoteProtocolError
-from covey.lab.bench.network.links import LinkFigures
+from covey.lab.bench.engines import partner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from covey.runtime.group.group import Group
 
@@ -27,7 +23,6 @@ PING, TRY, STREAM, END = range(4)
 """Orders: answer; take so many bytes and answer; take pieces of so many bytes up to the marked one, and answer."""
 MORE, LAST = 0, 1
 """The first byte of each piece of a stream."""
-
 PINGS: Final = 200
 PING_SECONDS: Final = 0.02
 """Small messages are sent for this long, at most PINGS of them."""
@@ -45,6 +40,54 @@ TURN_SECONDS: Final = 0.3
 """One turn measures each direction alone and both at once, for a third of this each."""
 STREAM_LIMIT_SECONDS: Final = 120.0
 """A stream that has not ended by then never does."""
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """How fast one rank sends to another, with the pair alone. Checked when built: it comes from other ranks."""
+
+    sender: int
+    receiver: int
+    lane: str
+    """The kind of lane."""
+    round_trip: float
+    """Seconds for a small message and its answer: the median."""
+    bytes_per_second: float
+    """The rate of one stream."""
+    both_bytes_per_second: float
+    """The rate of one stream while the receiver sends one as well."""
+
+    def __post_init__(self) -> None:
+        for value in (self.round_trip, self.bytes_per_second, self.both_bytes_per_second):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{value} is neither a time nor a speed")
+        if not (0 < len(self.lane) <= 20 and self.lane.isalpha()):
+            raise ValueError("the lane has no name")
+
+
+def checked(by_rank: Sequence[Sequence[LinkFigures]]) -> list[LinkFigures]:
+    """Return the figures of all ranks by sender and receiver.
+
+    Raises:
+        RemoteProtocolError: a rank sent figures of another one, or not all of its own.
+    """
+    ranks = range(len(by_rank))
+    for rank, figures in enumerate(by_rank):
+        if [(each.sender, each.receiver) for each in figures] != [(rank, other) for other in ranks if other != rank]:
+            raise RemoteProtocolError(f"rank {rank} sent figures of links that are not its own, or not all of them")
+    return [each for figures in by_rank for each in figures]
+
+
+def slowest(links: Sequence[LinkFigures]) -> LinkFigures:
+    """Return the link with the lowest throughput."""
+    return min(links, key=lambda link: link.bytes_per_second)
+
+
+def used_by(operation: str, links: Sequence[LinkFigures], size: int) -> list[LinkFigures]:
+    """Return the links that an operation can be held against: all, but for `send_recv` those between partners."""
+    if operation != "send_recv":
+        return list(links)
+    return [link for link in links if partner(link.sender, size) == link.receiver]
 
 
 def turns_in(seconds: float) -> tuple[int, float]:

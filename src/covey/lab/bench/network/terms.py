@@ -1,23 +1,78 @@
-"""What a run measures: agreed on by all ranks, from the options that each of them was given. Pure."""
+"""What a run measures and in which order: agreed on by all ranks, from the options that each of them was given. Pure.
+
+All ranks compute the same schedule of pairs from the same facts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclass fields
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.limits import NAME_LIMIT
 from covey.base.text import listed, printable
-from covey.lab.bench.network.schedule import pair_seconds
 from covey.lab.bench.sweep import MAX_RANKS, CaseGrid, parse_operations, parse_sizes
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Pair = tuple[int, int]
+"""Two ranks, the lower one first."""
+ALONE_UP_TO: Final = 8
+"""Up to this many ranks, no two pairs are measured at the same time: all of them take about 17 s."""
+PAIR_SECONDS: Final = 0.6
+"""What one pair takes, unless that is too long: three kinds of streams, two of each."""
+LEAST_PAIR_SECONDS: Final = 0.3
+ALL_PAIRS_SECONDS: Final = 120.0
+"""All pairs should take no longer than this; then each gets less, but at least LEAST_PAIR_SECONDS."""
 SIZES: Final = "4,64K,1M,16M,64M"
 QUICK_SIZES: Final = "4,64K,1M,8M"
 PAIR_SECONDS_RANGE: Final = 0.1, 60.0
 OPTIONS: Final = ("--op", "--sizes", "--dtype", "--reps", "--quick", "--pair-seconds")
 """The options that all ranks follow, wherever they were given."""
+
+
+def rounds(size: int) -> list[list[Pair]]:
+    """Return all pairs of `size` ranks in rounds: in each, every rank is in one pair, or, if `size` is odd, one waits.
+
+    Rank 0 keeps its place and the others move around a table by one place for each round.
+    """
+    seats = [*range(size), *[-1] * (size % 2)]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append(sorted((min(pair), max(pair)) for pair in facing if -1 not in pair))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def batches(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[list[Pair]]:
+    """Return the pairs of a round in groups that are measured at the same time.
+
+    `hosts` names the machine of each rank. Up to ALONE_UP_TO ranks each pair is alone; beyond, the pairs of a group
+    have no machine in common, so that they share no network interface and no processor.
+    """
+    if len(hosts) <= ALONE_UP_TO:
+        return [[pair] for pair in pairs]
+    found: list[tuple[set[str], list[Pair]]] = []
+    for pair in pairs:
+        used = {hosts[rank] for rank in pair}
+        for busy, batch in found:
+            if not busy & used:
+                busy |= used
+                batch.append(pair)
+                break
+        else:
+            found.append((used, [pair]))
+    return [batch for _, batch in found]
+
+
+def pair_seconds(hosts: Sequence[str]) -> float:
+    """Return what one pair may take, so that all pairs take about ALL_PAIRS_SECONDS at most."""
+    count = sum(len(batches(pairs, hosts)) for pairs in rounds(len(hosts)))
+    return max(LEAST_PAIR_SECONDS, min(PAIR_SECONDS, ALL_PAIRS_SECONDS / max(1, count)))
 
 
 @dataclass(frozen=True)

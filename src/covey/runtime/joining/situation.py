@@ -1,0 +1,71 @@
+"""What a joining node waits for, in words: for its log and for the error when time is up. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.pace import Seldom
+from covey.base.text import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.proto.formation import Formation
+    from covey.runtime.peers.mesh import Mesh
+
+logger = logging.getLogger("covey")
+
+FIRST_LOG_SECONDS: Final = 3.0
+"""After this much waiting, the log says what is waited for."""
+NEXT_LOG_SECONDS: Final = 5.0
+"""How soon the log says that something has changed: strangers can change it all the time."""
+REMINDER_SECONDS: Final = 30.0
+REFUSED_LIMIT: Final = 8
+"""Refused nodes that are listed with a reason."""
+TEXT_LIMIT: Final = 4000
+"""Characters of the whole text."""
+
+
+class Situation:
+    """Describes what one joining node waits for."""
+
+    def __init__(self, mesh: Mesh, formation: Formation) -> None:
+        self._mesh, self._formation = mesh, formation
+
+    def text(self) -> str:
+        """Return what is waited for, which nodes are here, and which were refused and why."""
+        waiting, refused = self._parts()
+        if (more := len(refused) - REFUSED_LIMIT) > 0:
+            refused = [*refused[:REFUSED_LIMIT], f"and {more} more"]
+        if strangers := self._mesh.endpoint.acceptor.about_strangers():
+            refused.append(strangers)
+        return printable(f"{waiting}; refused: {'; '.join(refused)}" if refused else waiting, TEXT_LIMIT)
+
+    def _parts(self) -> tuple[str, list[str]]:
+        """Return what is waited for with the nodes that are here, and a sorted text for each node that is not."""
+        report = self._formation.report()
+        reasons = {**self._mesh.report_problems(), **dict(report.refused)}
+        waiting = f"{report.waiting}; here: {', '.join(report.here)}"
+        if report.gone:
+            waiting += f"; was here before, and has left: {', '.join(report.gone)}"
+        return waiting, sorted(f"{name}: {reason}" for name, reason in reasons.items())
+
+    async def keep_logging(self, is_decided: Callable[[], bool]) -> None:
+        """Log the situation until `is_decided()`: at first, on changes, on each newly refused node, and as reminder."""
+        last, logged, logged_at, seldom = "", set[str](), 0.0, Seldom(NEXT_LOG_SECONDS)
+        began = time.monotonic()
+        await asyncio.sleep(FIRST_LOG_SECONDS)
+        while not is_decided():
+            (waiting, refused), now = self._parts(), time.monotonic()
+            is_reminder = now > logged_at + REMINDER_SECONDS
+            if is_reminder:
+                logged.clear()
+            is_news = not logged.issuperset(refused) or waiting != last or is_reminder
+            if is_news and seldom.may(now):
+                last, logged_at = waiting, now
+                logged.update(refused)
+                logger.warning("waiting for run %r (%.0f s): %s", self._mesh.run, now - began, self.text())
+            await asyncio.sleep(1.0)

@@ -1,0 +1,205 @@
+"""Accepts the lanes that the other end of a pair dials. On the control loop.
+
+A peer offers a lane on its link; this end checks the offer and expects the connections. A connection that claims a lane
+must prove the key of the offer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError, ConnectError
+from covey.base.pace import Growing
+from covey.base.settings import STREAMS_LIMIT
+from covey.net.host import descriptors
+from covey.net.lanes import shm
+from covey.net.lanes.ring import memory_bytes
+from covey.runtime.backoff import Backoff
+from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.lanes.kinds import (
+    SEALED_KINDS,
+    acceptable_capacities,
+    acceptable_kinds,
+    is_refused_ring,
+    kind_to,
+    lane_of_memory,
+    lane_of_sockets,
+)
+from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
+from covey.runtime.links.handshake import receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.wire import messages, proofs
+
+if TYPE_CHECKING:
+    from covey.base.numbers import Seat
+    from covey.runtime.lanes.table import LaneTable
+    from covey.runtime.members.node import Node
+
+LANES_LIMIT: Final = 100_000
+
+
+@dataclass
+class _Expected:
+    """A lane that a peer has offered, with the connections that have arrived so far."""
+
+    peer: Seat
+    offer: messages.Offer
+    timer: asyncio.TimerHandle
+    """Ends the wait for the connections. It is cancelled with that: it refers to the node."""
+    socks: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class LaneAcceptor:
+    """Accepts the lanes that peers offer to one node."""
+
+    def __init__(self, node: Node, table: LaneTable) -> None:
+        self._node, self._table = node, table
+        self._expected: dict[bytes, _Expected] = {}
+        self.shortage = Backoff("free descriptors for lanes that peers dial", Growing(0.0, 0.0))
+        """Since when such lanes fail for want of a descriptor; the peers pace the tries. Read on any thread."""
+
+    def offered(self, seat: Seat, offer: messages.Offer) -> None:
+        """Expect the lane that a peer offers, or tell the peer why not."""
+        if reason := self._objection(seat, offer):
+            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
+            return
+        try:
+            udp_port = self._node.lanes.quic.port() if offer.kind == "quic" else 0
+        except (ConfigError, OSError) as error:
+            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, str(error), offer.attempt))
+            return
+        timer = asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
+        self._expected[offer.lane] = _Expected(seat, offer, timer)
+        self._table.offer_accepted(lane_key(offer.group, seat, offer.purpose, offer.attempt), offer.attempt)
+        self._node.send(seat, messages.Expect(offer.lane, udp_port))
+
+    def _objection(self, seat: Seat, offer: messages.Offer) -> str:
+        """Return why an offer is refused, or an empty string."""
+        if self._node.peers[seat].is_dialled:
+            return OTHER_END_DIALS
+        if offer.purpose not in PURPOSES:
+            return f"there are no lanes for {offer.purpose!r}"
+        if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
+            return "the lane's id or key is not usable"
+        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
+            return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        if offer.purpose == REPLACEMENT and offer.streams > 1 and offer.streams > descriptors.left():
+            return f"this process cannot open {offer.streams} streams; raise the limit with ulimit -n"
+        if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):
+            return f"a lane of kind {offer.kind!r} for {offer.purpose!r} is not over several networks"
+        if offer.is_striped and not self._node.stripes.is_allowed:
+            return "lanes over several networks are switched off here"
+        if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
+            return f"a ring of {offer.capacity} bytes is not usable"
+        name = self._node.generation_table.name_of(seat)
+        if is_refused_ring(self._node, seat, offer.kind, offer.purpose):
+            return NO_RINGS
+        if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
+            return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
+        key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
+        if self._node.peers[seat].is_excluded:
+            return f"the run goes on without {name}"
+        if not self._node.groups.has_member(offer.group, seat):
+            return f"{name} of the run is not in this group"
+        if self._table.is_over(key) or self._node.is_closing:
+            return f"{self._node.generation_table.name_of(self._node.seat)} has closed the group"
+        if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
+            return "this lane is open already"
+        return ""
+
+    def stop_expecting(self, peer: Seat | None = None) -> None:
+        """Close the connections of lanes that are not complete: of one peer, or of all."""
+        for lane in [lane for lane, expected in self._expected.items() if peer in (None, expected.peer)]:
+            self._stop_expecting(lane)
+
+    def _stop_expecting(self, lane: bytes) -> None:
+        if lane in self._expected:
+            for sock in self._taken(lane).socks.values():
+                sock.close()
+
+    def _taken(self, lane: bytes) -> _Expected:
+        """Return a lane that is not expected any more."""
+        expected = self._expected.pop(lane)
+        expected.timer.cancel()
+        return expected
+
+    async def claim(self, sock: socket.socket) -> None:
+        """Take a connection that claims to belong to a lane; it must prove the lane's key.
+
+        Owns the socket from now on. Raises OSError, TimeoutError or a CoveyError if the claim fails.
+        """
+        socks = [sock]
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
+                lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
+                if self._node.lanes.resumption.is_claimed(stream):
+                    await self._node.lanes.resumption.claim(sock, lane, stream, proof)
+                    return
+                expected = await self._prove_claim(sock, lane, stream, proof)
+                offer = expected.offer
+                if len(expected.socks) < offer.streams:
+                    return
+                self._taken(offer.lane)
+                socks = [expected.socks[stream] for stream in range(offer.streams)]
+                opened = await self._take_over(expected.peer, offer, socks)
+        except BaseException as error:
+            for each in socks:
+                each.close()
+            if isinstance(error, OSError) and descriptors.is_exhausted(error):
+                self.shortage.failed(descriptors.explain(error))
+            raise
+        self.shortage.worked()
+        key = lane_key(offer.group, expected.peer, offer.purpose, offer.attempt)
+        self._table.opened(key, offer.attempt, opened)
+
+    async def _prove_claim(self, sock: socket.socket, lane: bytes, stream: int, proof: bytes) -> _Expected:
+        expected = self._expected.get(lane)
+        if expected is None or stream >= expected.offer.streams or stream in expected.socks:
+            raise ConnectError("a connection claimed a lane that is not expected")
+        secret = expected.offer.secret
+        if not proofs.proofs_equal(proof, proofs.lane_proof(secret, b"dial", lane, stream)):
+            raise ConnectError("a connection claimed a lane without its key")
+        answer = proofs.lane_proof(secret, b"accept", lane, stream)
+        await asyncio.get_running_loop().sock_sendall(sock, answer)
+        if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
+            raise ConnectError("the lane was claimed by another connection in the meantime")
+        return expected
+
+    async def _take_over(self, seat: Seat, offer: messages.Offer, socks: list[socket.socket]) -> Any:
+        """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
+        if not offer.capacity:
+            return lane_of_sockets(self._node, seat, socks, offer, dialler=False)
+        sock, nbytes = socks[0], memory_bytes(offer.capacity)
+        segment: Any
+        if offer.kind == "shm":
+            await readable(sock)
+            _, received, flags, _ = socket.recv_fds(sock, 1, 1)
+            if len(received) != 1 and flags & socket.MSG_CTRUNC:  # it was sent, and has no room in this process
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if len(received) != 1:
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
+            segment = shm.attach(received[0], nbytes)
+        else:
+            segment = shm.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
+            if segment is None or len(segment) != nbytes:
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
+        word = bytes(memoryview(segment).cast("B")[-32:])
+        await asyncio.get_running_loop().sock_sendall(sock, word)
+        return lane_of_memory(self._node.lanes.factory, segment, sock, offer, dialler=False)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Return once a socket has something to read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)

@@ -1,0 +1,357 @@
+"""Opens the lanes that this end of a pair dials, and asks the other end to dial the rest. On the control loop.
+
+The dialling end first sends an `Offer` on the link, with the kind of lane and a key. The connections that follow only
+have to prove that key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.base.pace import Growing
+from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain
+from covey.net.lanes import shm
+from covey.net.lanes.ring import memory_bytes
+from covey.runtime.backoff import Backoff
+from covey.runtime.lanes.kinds import (
+    SEALED_KINDS,
+    is_ring,
+    lane_of_memory,
+    lane_of_sockets,
+    offered_kind,
+    ring_capacity,
+    stream_count,
+)
+from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
+from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.wire import door, messages, proofs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.base.numbers import Seat
+    from covey.runtime.lanes.table import LaneTable
+    from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.runtime.members.node import Node
+    from covey.runtime.peers.remote_process import RemoteProcess
+
+logger = logging.getLogger("covey")
+
+LANE_BYTES: Final = 16
+SECRET_BYTES: Final = 32
+DIALS_AT_ONCE: Final = 256
+STREAMS_AT_ONCE: Final = 8
+"""Connections of one lane that are opened at the same time: each takes several round trips, and a door has room for few
+that have not proved the key yet."""
+MEASURE_SECONDS: Final = 1.0
+"""How long opening a lane waits for the best address to be measured."""
+PAUSES: Final = Growing(0.02, 0.5, 1.5)
+"""Between attempts to connect: the backlog is full, descriptors are short, the network is down."""
+OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
+"""The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
+NO_RINGS: Final = "this end has no rings in shared memory"
+"""The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
+
+
+class LaneShape(NamedTuple):
+    """The connections of a replacement; without either, as many as a new lane would have."""
+
+    ways: Sequence[Where] = ()
+    """One connection over each of these addresses."""
+    streams: int = 0
+    """So many connections, each over the best address."""
+
+
+class LaneDialler:
+    """Dials the lanes of one node."""
+
+    def __init__(self, node: Node, table: LaneTable) -> None:
+        self._node, self._table = node, table
+        self._dialling: set[LaneKey] = set()
+        self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
+        """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
+        self._shapes: dict[LaneKey, LaneShape] = {}
+        """Replacements whose connections are not those that a new lane would have."""
+
+    def open(self, key: LaneKey) -> None:
+        """Dial a lane that is waited for, or ask the other end to dial it."""
+        future = self._table.get(key)
+        if future is not None and not future.done():  # else it is open, or not wanted any more
+            self._open(key, again=False)
+
+    def open_as(self, key: LaneKey, shape: LaneShape) -> None:
+        """Dial a replacement with these connections. It is tried once."""
+        if key not in self._dialling:
+            self._shapes[key] = shape
+            self.open(key)
+
+    def replace(self, key: LaneKey) -> None:
+        """Dial a lane for messages, or ask the other end to dial it, even if it is open."""
+        self._open(key, again=True)
+
+    def _open(self, key: LaneKey, *, again: bool) -> None:
+        if self._node.peers[key.peer].is_dialled:
+            self._start(key, again=again)
+        else:
+            self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._table.attempt_of_next(key)))
+
+    def asked(self, seat: Seat, wanted: messages.Dial) -> None:
+        """Dial a lane that a peer asks for, or refuse."""
+        key = lane_key(wanted.group, seat, wanted.purpose, wanted.attempt)
+        # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
+        again = key.purpose == "messages" and wanted.attempt >= self._table.attempt_of_next(key)
+        if self._node.peers[seat].is_dialled and not self._start(key, again=again):
+            here, there = map(self._node.generation_table.name_of, (self._node.seat, seat))
+            reason = f"{here} has closed the group, or {there} is not in it any more"
+            self._node.send(seat, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
+
+    def _start(self, key: LaneKey, *, again: bool) -> bool:
+        """Start to open a lane, unless it is being opened, or is open and not wanted `again`; False if refused."""
+        if key.purpose not in PURPOSES or self._table.is_over(key) or self._node.is_closing:
+            return False
+        future = self._table.get(key)
+        is_open = future is not None and future.done() and not again
+        if key not in self._dialling and not is_open and len(self._dialling) < DIALS_AT_ONCE:  # the peer asks again
+            self._dialling.add(key)
+            self._node.spawn(self._dial(key))
+        return True
+
+    async def _dial(self, key: LaneKey) -> None:
+        seat = key.peer
+        peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
+        try:
+            kind = offered_kind(self._node, seat, key.purpose)
+            if kind == "shm" and not self._has_rings(key):
+                kind = "unix"
+            tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
+            shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=SCARCE_SECONDS)
+            while True:
+                if not peer.is_dialled:  # the peer dialled a link that replaced this one
+                    self.open(key)
+                    return
+                attempt = self._table.attempt_of_next(key)
+                try:
+                    with tries.telling():
+                        self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
+                    return
+                except (ConnectError, TimeoutError) as error:
+                    if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._shapes:
+                        raise
+                    if isinstance(error, ScarceError):
+                        shortage.failed(error)
+                        if shortage.is_over:
+                            raise
+                    else:
+                        shortage.worked()
+                    tries.failed(str(error) or SILENCE)
+                    await tries.rest()
+                except RefusedError as error:
+                    if kind != "shm" or str(error) != NO_RINGS or self._node.config.lanes == "shm":
+                        raise
+                    kind = "unix"
+        except ScarceError as error:
+            self._table.postponed(key, error)
+        except CoveyError as error:
+            self._table.failed(key, error)
+        except (RefusedError, OSError) as error:
+            self._table.failed(key, ConnectError(f"{name}: {error}"))
+        finally:
+            self._dialling.discard(key)
+            self._shapes.pop(key, None)
+
+    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: str, attempt: int) -> Any:
+        purpose, capacity = key.purpose, 0
+        segment: Any = None
+        descriptor, name = -1, ""
+        if is_ring(kind) and self._has_rings(key):
+            capacity = ring_capacity(self._node, self._table.ring_bytes())
+            try:
+                if kind == "shm":
+                    descriptor, segment = shm.create(memory_bytes(capacity))
+                else:
+                    name, segment = shm.offer(memory_bytes(capacity))
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # a unix socket would need one, too
+                    raise ScarceError(explain(error)) from error
+                name = self._node.generation_table.name_of(peer.seat)
+                logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
+                kind, capacity = "unix", 0
+        if kind in SEALED_KINDS:
+            await _measured(peer)
+        shape = self._shapes.get(key, LaneShape())
+        streams = len(shape.ways) or shape.streams or stream_count(self._node, peer, kind, purpose)
+        offer = messages.Offer(
+            secrets.token_bytes(LANE_BYTES),
+            secrets.token_bytes(SECRET_BYTES),
+            key.group,
+            purpose,
+            kind,
+            capacity,
+            streams,
+            attempt,
+            bool(shape.ways),
+        )
+        socks: list[socket.socket] = []
+        try:
+            udp_port = await self._make_offer(peer, offer)
+            socks = await self._open_streams(peer, offer, udp_port, shape.ways)
+            if segment is not None:
+                await hand_over(socks[0], descriptor, name, segment)
+                return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
+            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True)
+        except BaseException:
+            for sock in socks:
+                sock.close()
+            raise
+        finally:
+            shm.take(name)  # if the peer has not taken it
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _has_rings(self, key: LaneKey) -> bool:
+        return key.purpose != "messages" or self._node.groups.has_rings(key.group)
+
+    # Offers
+
+    async def _make_offer(self, peer: RemoteProcess, offer: messages.Offer) -> int:
+        """Offer a lane; return the peer's UDP port when it expects the lane. RefusedError if it refuses."""
+        if peer.link is None:
+            raise ConnectError("there is no link")
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        key = lane_key(offer.group, peer.seat, offer.purpose, offer.attempt)
+        self._offers[key] = offer.lane, answer
+        try:
+            self._node.send(peer.seat, offer)
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                udp_port = await answer
+        finally:
+            del self._offers[key]
+        self._table.offer_accepted(key, offer.attempt)
+        return udp_port
+
+    def accepted(self, seat: Seat, lane: bytes, udp_port: int) -> None:
+        """Note that a peer expects an offered lane, by QUIC at `udp_port`."""
+        for key, (offered, answer) in self._offers.items():
+            if key.peer == seat and offered == lane and not answer.done():
+                answer.set_result(udp_port)
+
+    def refused(self, key: LaneKey, reason: str) -> None:
+        """Note that a peer refuses an offered lane, or refuses to dial one that it was asked for."""
+        _, answer = self._offers.get(key, (b"", None))
+        if answer is not None:
+            if not answer.done():
+                again = reason == OTHER_END_DIALS
+                answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
+        else:
+            self._table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)}: {reason}"))
+
+    def link_lost(self, peer: Seat) -> None:
+        """Fail the offers to a peer whose link ended: they may not have arrived."""
+        for key, (_, answer) in self._offers.items():
+            if key.peer == peer and not answer.done():
+                answer.set_exception(ConnectError("the link ended"))
+
+    # Connections
+
+    async def _open_streams(
+        self, peer: RemoteProcess, offer: messages.Offer, udp_port: int, each: Sequence[Where]
+    ) -> list[socket.socket]:
+        """Open the connections of an offered lane, a few at a time; if one fails, close the others.
+
+        `each` has the address for each of them, unless all may use any address of the peer.
+        """
+        turns = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+        async def open_one(stream: int) -> socket.socket:
+            async with turns:
+                ways = list(each[stream : stream + 1]) or self._node.ways_to(peer, offer.kind)
+                if offer.kind == "quic":
+                    ways = self._node.lanes.quic.ways(ways, udp_port)
+                return await self._open_stream(peer, offer, stream, ways)
+
+        tasks = [asyncio.ensure_future(open_one(stream)) for stream in range(offer.streams)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_close_unwanted)
+            raise
+
+    async def _open_stream(
+        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where]
+    ) -> socket.socket:
+        """Connect to the first address that works; both ends prove that they know the key of the offered lane.
+
+        A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
+        """
+        *others, last = self._node.credentials.good()
+        for credentials in others:
+            with contextlib.suppress(ConnectError):
+                return await self._connect_stream(peer, offer, stream, ways, credentials)
+        return await self._connect_stream(peer, offer, stream, ways, last)
+
+    async def _connect_stream(
+        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where], credentials: LinkCredentials
+    ) -> socket.socket:
+        name = self._node.generation_table.name_of(peer.seat)
+        if not ways:
+            raise ConfigError(f"{name} has no address that can be dialled from here")
+        sock = await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)
+                await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
+                answer = await receive_exactly(sock, proofs.PROOF_BYTES)
+            if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+                raise ConnectError(f"the process that answers for {name} does not know the lane's key")
+            return sock
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError) and not isinstance(error, ConnectError):
+                reason = getattr(sock, "problem", "") or error
+                raise ConnectError(f"{name} hung up on the lane: {reason}") from error
+            raise
+
+
+def _close_unwanted(task: asyncio.Future[socket.socket]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
+async def _measured(peer: RemoteProcess) -> None:
+    """Return once the best address of a peer is known, or after MEASURE_SECONDS."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MEASURE_SECONDS):
+            await peer.measured.wait()
+
+
+async def hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
+    """Give the peer a segment of memory, and check that it reads a random word there; `lane_acceptor` takes it.
+
+    Raises:
+        ConnectError: the peer hung up, or does not see the memory.
+    """
+    word = secrets.token_bytes(32)
+    memoryview(segment).cast("B")[-32:] = word
+    try:
+        if descriptor >= 0:
+            socket.send_fds(sock, [b"\0"], [descriptor])
+        else:
+            await asyncio.get_running_loop().sock_sendall(sock, name.encode())
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            answer = await receive_exactly(sock, 32)
+    except ConnectionError as error:
+        raise ConnectError(f"the peer hung up on the lane: {error}") from error
+    if answer != word:
+        raise ConnectError("the peer does not see the memory it was given")

@@ -1,0 +1,163 @@
+"""The kinds of lanes: which kind a pair of ranks uses, how large it is, and how connected sockets become a lane.
+
+Both ends choose the kind from facts that both know, so that no peer can choose one that third parties can read. One
+fact is known to one end only: whether its executor can use shared memory. If it cannot, the lane is a unix socket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError
+from covey.net.host.machine import usable_cores
+from covey.net.lanes import shm
+from covey.runtime.links.sockets import RelayedSocket
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.base.numbers import Seat
+    from covey.net.lanes.factory import LaneFactory
+    from covey.runtime.members.node import Node
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.wire import messages
+
+SMALL_RING_BYTES: Final = 128 << 10
+LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
+"""Rings have `ring_bytes` until a process has this many bytes of them, then they are small: a program may have dozens
+of groups. By default a ring stays in the cache: a larger one is not faster, and with eight ranks on a host half as
+fast."""
+STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
+"""Connections of a lane, by round trip in seconds: on each the kernel sends a few megabytes without acknowledgement."""
+STREAMS_FAR: Final = 8
+HELPED_STREAMS: Final = 2
+"""Connections of a near lane whose ranks have HELPED_CORES each: a thread of the lane seals while the other one opens.
+It can go on with one connection while the kernel is busy with the other."""
+HELPED_CORES: Final = 2
+SEALED_KINDS: Final = ("secure", "quic")
+"""Kinds whose bytes are encrypted by the lane itself, whatever carries them."""
+
+
+def kind_to(node: Node, peer: Seat) -> str:
+    """Return the kind of lane that this node and a peer use, if both can; equal on all ranks.
+
+    Raises:
+        ConfigError: the settings demand a kind that this pair cannot have.
+    """
+    forced = node.config.lanes
+    contact = node.peers[peer].contact
+    here = contact is not None and contact.host == node.host
+    in_clear = here or node.credentials.tls is None  # without TLS between hosts, the user has allowed it
+    if forced in ("memory", *SEALED_KINDS) or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
+        return forced
+    name = node.generation_table.name_of(peer)
+    if forced in ("shm", "unix"):
+        raise ConfigError(f"lanes={forced!r} works on one host only, but {name} is on another")
+    if forced == "tcp":
+        raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
+    if here:
+        return "shm" if shm.has_memory() else "unix"
+    return "tcp" if in_clear else "secure"
+
+
+def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
+    """Return the kind of lane to offer to a peer for this purpose; ConfigError as `kind_to`."""
+    kind = kind_to(node, peer)
+    if kind != "shm":
+        return kind
+    obstacle = node.lanes.factory.ring_obstacle
+    if obstacle and node.config.lanes == "shm":
+        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+    if purpose == "messages" and not shm.keeps_order():  # Python moves some of their bytes
+        return "unix"
+    return "unix" if obstacle else "shm"
+
+
+def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
+    """Return the kinds that a lane that a peer offers may have."""
+    kind = offered_kind(node, peer, purpose)
+    return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
+
+
+def is_refused_ring(node: Node, peer: Seat, kind: str, purpose: str) -> bool:
+    """Tell whether an offer is refused only because the executor of this end cannot use shared memory."""
+    return kind == "shm" == kind_to(node, peer) and offered_kind(node, peer, purpose) == "unix"
+
+
+def is_ring(kind: str) -> bool:
+    """Tell whether a lane is made of two rings in memory that both ends see."""
+    return kind in ("shm", "memory")
+
+
+def ring_capacity(node: Node, in_use: int) -> int:
+    """Return the bytes of the next ring, if the open rings occupy `in_use` bytes."""
+    large, small = _ring_sizes(node)
+    return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
+
+
+def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
+    """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
+    if not is_ring(kind):
+        return (0,)
+    return (*_ring_sizes(node), 0) if purpose == "messages" else _ring_sizes(node)  # those of calls have none
+
+
+def _ring_sizes(node: Node) -> tuple[int, int]:
+    return node.config.ring_bytes, min(node.config.ring_bytes, SMALL_RING_BYTES)
+
+
+def stream_count(node: Node, peer: RemoteProcess, kind: str, purpose: str) -> int:
+    """Return how many connections a lane gets."""
+    if purpose == "messages" or kind not in SEALED_KINDS:
+        return 1
+    wanted = node.config.streams
+    if wanted != "auto":
+        return int(wanted)
+    contacts = (each.contact for each in node.peers.values())
+    ranks_here = 1 + sum(1 for contact in contacts if contact is not None and contact.host == node.host)
+    cores = usable_cores() if node.lanes.factory.is_native else 0
+    return streams_for(peer.round_trip, cores, ranks_here)
+
+
+def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
+    """Return the connections of a secure lane: more if one would wait for acknowledgements, or if cores are idle.
+
+    `cores` are those of this host that the compiled executor may use, and `ranks_here` the ranks on it.
+    """
+    near = HELPED_STREAMS if cores >= HELPED_CORES * ranks_here else 1
+    return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
+
+
+def lane_of_memory(
+    factory: LaneFactory, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool
+) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
+    if offer.purpose != "messages":
+        return factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
+    return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
+
+
+def lane_of_sockets(node: Node, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that sockets make which a peer is connected to."""
+    factory = node.lanes.factory
+    node.lanes.limit.watch(socks, offer.group, peer)
+    node.lanes.receiving_limit.watch(socks, peer)
+    node.lanes.losses.watch(socks)
+    if offer.purpose != "messages":
+        if offer.is_striped:
+            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler)
+            node.stripes.watch(lane)
+            return lane
+        if node.lanes.resumption.is_wanted(peer, offer.kind):
+            directs = [not isinstance(sock, RelayedSocket) for sock in socks]
+            lane = factory.resumable(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
+            node.lanes.resumption.watch(lane, peer, offer)
+            return lane
+        if offer.kind in SEALED_KINDS:
+            return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, kind=offer.kind)
+        return factory.stream(socks[0], offer.kind)
+    if offer.kind not in SEALED_KINDS:
+        return socks[0]
+    from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host
+
+    return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)

@@ -1,0 +1,357 @@
+"""Keeps lanes between machines alive when their connections die: opens others, over any path. On the control loop.
+
+Lanes of a run with `on_loss="raise"` are resumable (`net.lanes.resumable`); with `"continue"`, a lane that breaks is
+opened anew by the operation's next attempt. Both ends look at their streams. The end of a pair that dials opens another
+connection for a stream that has broken, or gets nothing through; the other end asks it to (`StreamNews`). The
+connection proves the key of the lane, as its first ones did, and then
+
+    dialler  -> acceptor  lane, stream | RESUME, HMAC(secret, "dial", lane, stream, number), number
+    acceptor -> dialler   its position, HMAC(secret, "accept", lane, stream, number, its position)
+    dialler  -> acceptor  its position, HMAC(secret, "go", lane, stream, number, its position)
+
+A position is how many bytes of the stream an end has received. The number grows with each try, and an end takes no
+number twice: a recorded try opens nothing. Each end freezes its stream before the other one says its position, so that
+nothing is forgotten that is still needed.
+
+Behind a relay, an end tells the other on their link how many bytes it has (`StreamNews`): relays acknowledge for
+themselves. A stream without a path ends its lane after the silence in which health gives a process up, and the time
+that relays have: `process_silence` + `UNLINKED_SECONDS`. If the other end has closed the lane, it says so on the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import struct
+import time
+from dataclasses import dataclass, field
+from socket import SO_LINGER, SOL_SOCKET
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError, ConnectError
+from covey.base.pace import Growing
+from covey.net.lanes.stream import dead_streams
+from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
+from covey.runtime.views.losses import UNLINKED_SECONDS
+from covey.wire import door, messages, proofs
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.base.numbers import Seat
+    from covey.runtime.members.node import Node
+
+logger = logging.getLogger("covey")
+
+TEND_SECONDS: Final = 0.1
+"""How often the streams are looked at, and how often an end tells what it has received through a relay."""
+TRY_SECONDS: Final = 3.0
+"""How long one try may take: a relay needs several round trips."""
+PAUSES: Final = Growing(0.05, 0.5, 1.5)
+"""Between tries."""
+RESUMPTION_ASK_EVERY: Final = 0.5
+"""How often the end that does not dial asks for a connection."""
+HEARD_SECONDS: Final = 1.0
+"""A link is heard if something came so recently: twice the time after which a quiet peer is pinged."""
+STEADY_SECONDS: Final = 3.0
+"""A link that was heard for so long without a gap had a path while nothing got through on a lane."""
+PUSH_SECONDS: Final = 0.01
+"""How often a stream that was resumed is given more of what is to be sent again."""
+RESUME: Final = 0x80
+"""Set in the number of a stream: the connection is for one that exists."""
+NUMBER_BYTES: Final = 8
+
+
+@dataclass
+class _Stream:
+    """One stream of a lane."""
+
+    number: int = 0
+    """Of the last try, of either end."""
+    dead_since: float | None = None
+    task: asyncio.Task[None] | None = None
+    asked_at: float = 0.0
+    told: int = 0
+    """What the other end was told that this one has."""
+
+
+@dataclass
+class _LastingLane:
+    """One end of a resumable lane."""
+
+    lane: Any
+    peer: Seat
+    group: int
+    id: bytes
+    secret: bytes
+    path: tuple[str, str] | None
+    """The addresses of both ends of the link when the last connection was made."""
+    streams: list[_Stream] = field(default_factory=list)
+
+
+class LaneResumption:
+    """The resumable lanes of one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lanes: dict[bytes, _LastingLane] = {}
+        self._is_tending = False
+
+    def is_wanted(self, peer: Seat, kind: str) -> bool:
+        """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
+        contact = self._node.peers[peer].contact
+        is_far = contact is not None and contact.host != self._node.host
+        return is_far and kind == "secure" and self._node.config.on_loss == "raise"
+
+    def watch(self, lane: Any, peer: Seat, offer: messages.Offer) -> None:
+        """Look after a lane until it is closed."""
+        streams = [_Stream() for _ in lane.sockets()]
+        self._lanes[offer.lane] = _LastingLane(
+            lane, peer, offer.group, offer.lane, offer.secret, self._path_to(peer), streams
+        )
+        if not self._is_tending:
+            self._is_tending = True
+            self._node.spawn(self._tend())
+
+    def is_resuming(self, lane: Any) -> bool:
+        """Tell whether some stream of a lane waits for a connection."""
+        return any(
+            each.lane is lane and any(stream.dead_since is not None for stream in each.streams)
+            for each in self._lanes.values()
+        )
+
+    async def _tend(self) -> None:
+        try:
+            while self._lanes and not self._node.is_closing:
+                for each in list(self._lanes.values()):
+                    if each.lane.is_closed:
+                        del self._lanes[each.id]
+                    else:
+                        self._look(each, time.monotonic())
+                await asyncio.sleep(TEND_SECONDS)
+        finally:
+            self._is_tending = False
+
+    def _look(self, watched: _LastingLane, now: float) -> None:
+        lane, dead = watched.lane, dead_streams(watched.lane, has_moved=self._has_moved(watched))
+        for index, stream in enumerate(watched.streams):
+            if index not in dead:
+                stream.dead_since = None
+                if (received := lane.received(index)) != stream.told and relay_of(lane.sockets()[index]):
+                    stream.told = received
+                    self._tell(watched, index, "received", received)
+                continue
+            if stream.dead_since is None:
+                stream.dead_since = now
+                logger.info("%s: a connection of a lane has died", self._name(watched))
+                if index not in lane.broken() and self._node.peers[watched.peer].is_dialled:
+                    self._leave_path(watched.peer)
+            if now >= stream.dead_since + self._node.config.process_silence + UNLINKED_SECONDS:
+                lane.end("the connection broke, and there is no other path")
+            elif self._node.peers[watched.peer].is_dialled:
+                self._begin(watched, index)
+            elif now >= stream.asked_at + RESUMPTION_ASK_EVERY:
+                stream.asked_at = now
+                self._tell(watched, index, "dial", 0)
+
+    def _leave_path(self, seat: Seat) -> None:
+        """Avoid the path of lanes on which nothing gets through though the link is heard: it swallows long packets.
+
+        If the link is silent, too, or was a moment ago, its path may be dead, or was: the first address that answers is
+        good.
+        """
+        link, now = self._node.peers[seat].link, time.monotonic()
+        if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_SECONDS:
+            self._node.paths.stuck(seat)
+
+    def _tell(self, watched: _LastingLane, stream: int, what: str, position: int) -> None:
+        self._node.send(watched.peer, messages.StreamNews(watched.id, stream, what, position))
+
+    def heard(self, seat: Seat, news: messages.StreamNews) -> None:
+        """Take what the other end of a lane says of a stream."""
+        watched = self._lanes.get(news.lane)
+        if watched is not None and (watched.peer != seat or news.stream >= len(watched.streams)):
+            return
+        if watched is None or watched.lane.is_closed:
+            if news.what in ("dial", "check"):
+                self._node.send(seat, messages.StreamNews(news.lane, news.stream, "gone", 0))
+        elif news.what == "received":
+            watched.lane.acknowledge(news.stream, news.position)
+        elif news.what == "gone":
+            watched.lane.end("the other end has closed it")
+        elif news.what == "dial":
+            stream = watched.streams[news.stream]
+            if stream.dead_since is None:  # the path may be dead in one direction only
+                stream.dead_since = time.monotonic()
+                self._leave_path(seat)
+            self._begin(watched, news.stream, is_asked=True)
+
+    # The end that dials
+
+    def _begin(self, watched: _LastingLane, stream: int, *, is_asked: bool = False) -> None:
+        state = watched.streams[stream]
+        if state.task is None or state.task.done():
+            state.task = self._node.spawn(self._dial(watched, stream, is_asked=is_asked))
+
+    async def _dial(self, watched: _LastingLane, stream: int, *, is_asked: bool) -> None:
+        """Try to open another connection for a stream, until it has one."""
+        state, tries = watched.streams[stream], 0
+        while self._is_needed(watched, stream, is_asked=is_asked):
+            try:
+                async with asyncio.timeout(TRY_SECONDS):
+                    sock = await self._connect(watched)
+                    try:
+                        if not self._is_needed(watched, stream, is_asked=is_asked):
+                            sock.close()
+                            return
+                        await self._resume(watched, stream, sock)
+                    except BaseException:
+                        _reset_at_close(sock)
+                        sock.close()
+                        raise
+                return
+            except ConfigError as error:
+                logger.info("%s: %s", self._name(watched), error)
+            except MemoryError:
+                watched.lane.end("there is no memory for what a broken connection still has")
+            except (ConnectError, OSError, TimeoutError) as error:
+                logger.info("%s: no other connection for a lane: %s", self._name(watched), error or "no answer")
+                self._tell(watched, stream, "check", 0)
+            tries += 1
+            # Both ends may dial, and then one of them has to be the first.
+            await asyncio.sleep(PAUSES.after(tries) * random.uniform(0.5, 1.0))
+            state.number += 2**tries  # the other end may have tried more often
+
+    def _is_needed(self, watched: _LastingLane, stream: int, *, is_asked: bool) -> bool:
+        lane, peer = watched.lane, self._node.peers[watched.peer]
+        if lane.is_closed or peer.is_gone or self._node.is_closing or self._lanes.get(watched.id) is not watched:
+            return False
+        return is_asked or stream in dead_streams(lane, has_moved=self._has_moved(watched))
+
+    async def _connect(self, watched: _LastingLane) -> socket.socket:
+        """Connect over the first path that works; a peer may not know the cluster's new secret yet."""
+        peer = self._node.peers[watched.peer]
+        ways = self._node.ways_to(peer, "secure")
+        *others, last = self._node.credentials.good()
+        for credentials in others:
+            with contextlib.suppress(ConnectError):
+                return await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
+        return await connect_any(ways, last, door.Purpose.LANE, packet_limit=peer.packet_limit)
+
+    async def _resume(self, watched: _LastingLane, stream: int, sock: socket.socket) -> None:
+        loop, state = asyncio.get_running_loop(), watched.streams[stream]
+        state.number += 1
+        number = state.number
+        watched.lane.freeze(stream)
+        claim = watched.id + bytes((stream | RESUME,)) + self._proof(watched, b"dial", stream, number, 0)
+        await loop.sock_sendall(sock, claim + number.to_bytes(NUMBER_BYTES, "big"))
+        theirs = await self._position(watched, b"accept", stream, number, sock)
+        mine = watched.lane.leave(stream)
+        await self._say_position(watched, b"go", stream, number, sock, mine)
+        self._attach(watched, stream, number, sock, theirs)
+
+    # The end that accepts
+
+    def is_claimed(self, stream: int) -> bool:
+        """Tell whether a connection that names this stream is for one that exists."""
+        return bool(stream & RESUME)
+
+    async def claim(self, sock: socket.socket, lane: bytes, stream: int, proof: bytes) -> None:
+        """Take a connection for a stream that exists; it must prove the lane's key, and be newer than others.
+
+        Raises OSError, TimeoutError or a CoveyError if the claim fails; the caller then closes the socket.
+        """
+        watched, stream = self._lanes.get(lane), stream & ~RESUME
+        number = int.from_bytes(await receive_exactly(sock, NUMBER_BYTES), "big")
+        if watched is None or watched.lane.is_closed or stream >= len(watched.streams):
+            raise ConnectError("a connection claimed a stream that does not exist")
+        if not proofs.proofs_equal(proof, self._proof(watched, b"dial", stream, number, 0)):
+            raise ConnectError("a connection claimed a stream without its key")
+        state = watched.streams[stream]
+        if number <= state.number:
+            raise ConnectError("a connection claimed a stream that another one has claimed")
+        state.number, state.dead_since = number, state.dead_since or time.monotonic()
+        watched.lane.freeze(stream)
+        mine = watched.lane.leave(stream)
+        try:
+            await self._say_position(watched, b"accept", stream, number, sock, mine)
+            theirs = await self._position(watched, b"go", stream, number, sock)
+            self._attach(watched, stream, number, sock, theirs)
+        except BaseException:
+            _reset_at_close(sock)
+            raise
+
+    # Both
+
+    def _attach(self, watched: _LastingLane, stream: int, number: int, sock: socket.socket, position: int) -> None:
+        """Go on with a stream on a connection, unless a later one has come; ConnectError then."""
+        lane, state = watched.lane, watched.streams[stream]
+        if number != state.number or lane.is_closed:
+            raise ConnectError("the stream was claimed by another connection in the meantime")
+        before = _spell(lane.sockets()[stream])
+        node, is_direct = self._node, not isinstance(sock, RelayedSocket)
+        if not lane.attach(stream, sock, position, is_direct=is_direct):
+            if not lane.is_closed:
+                lane.end("the connection broke, and some bytes were acknowledged on the way that never arrived")
+            raise ConnectError("the lane does not have what the other end expects")
+        state.dead_since, state.told = None, 0
+        watched.path = self._path_to(watched.peer)
+        node.lanes.limit.watch([sock], watched.group, watched.peer)
+        node.lanes.receiving_limit.watch([sock], watched.peer)
+        node.lanes.losses.watch([sock])
+        text = f"{lane.kind} lane goes on over {_spell(sock)}" + (f" instead of {before}" if before else "")
+        node.generation_table.tell_of_peer("moved", node.peers[watched.peer], text)
+        node.spawn(self._push(watched))
+
+    async def _push(self, watched: _LastingLane) -> None:
+        """Send again what the other end lacks, though no operation may be running here."""
+        while not watched.lane.is_closed and watched.lane.push():  # noqa: ASYNC110  (the executor sends some of it)
+            await asyncio.sleep(PUSH_SECONDS)
+
+    def _proof(self, watched: _LastingLane, side: bytes, stream: int, number: int, position: int) -> bytes:
+        return proofs.resume_proof(watched.secret, side, watched.id, stream, number, position)
+
+    async def _say_position(
+        self, watched: _LastingLane, side: bytes, stream: int, number: int, sock: socket.socket, position: int
+    ) -> None:
+        said = position.to_bytes(NUMBER_BYTES, "big") + self._proof(watched, side, stream, number, position)
+        await asyncio.get_running_loop().sock_sendall(sock, said)
+
+    async def _position(self, watched: _LastingLane, side: bytes, stream: int, number: int, sock: socket.socket) -> int:
+        said = await receive_exactly(sock, NUMBER_BYTES + proofs.PROOF_BYTES)
+        position = int.from_bytes(said[:NUMBER_BYTES], "big")
+        if not proofs.proofs_equal(said[NUMBER_BYTES:], self._proof(watched, side, stream, number, position)):
+            raise ConnectError(f"the process that answers for {self._name(watched)} does not know the lane's key")
+        return position
+
+    def _has_moved(self, watched: _LastingLane) -> bool:
+        """Tell whether the link with a peer goes over other addresses than when its last connection was made."""
+        now = self._path_to(watched.peer)
+        return now is not None and watched.path is not None and now != watched.path
+
+    def _path_to(self, peer: Seat) -> tuple[str, str] | None:
+        link = self._node.peers[peer].link
+        return None if link is None else (link.local_ip, link.remote_ip)
+
+    def _name(self, watched: _LastingLane) -> str:
+        return self._node.generation_table.name_of(watched.peer)
+
+
+def _spell(sock: socket.socket) -> str:
+    """Return the addresses of both ends of a connection, or its relay; empty if they are not known any more."""
+    with contextlib.suppress(OSError):
+        relay = relay_of(sock)
+        return f"relay {relay}" if relay else f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"
+    return ""
+
+
+def _reset_at_close(sock: socket.socket) -> None:
+    """Let the end of a connection that came to nothing be a reset: the other end may use it already.
+
+    A connection that ends in order ends its lane there.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,210 @@
+"""Lanes over several networks at once: whether they are worth it, and what they need while they are in use.
+
+Where two machines have more than one network in common, the end of a pair that dials tries the others with a megabyte.
+If one of them carries a good share of what the lane does, the lane is replaced, at an operation's boundary as in any
+move, by one with a stream on each (`net.lanes.striped`). Once that one has sent enough, what it does is compared with
+what the lane did before; if it is not clearly more, or if a network is gone, a lane over one network takes its place.
+
+Both ends tend such lanes: what a dead network had is sent again, also while the program is in no operation. On the
+control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.net.host import tcp
+from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
+from covey.runtime.links.sockets import RelayedWay
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from covey.base.numbers import Seat
+    from covey.runtime.lanes.tuning.path_choice import Quality
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.members.node import Node
+    from covey.runtime.peers.remote_process import RemoteProcess
+
+TEND_SECONDS: Final = 0.2
+LEAST_BYTES: Final = 8 << 20
+"""A lane is worth several networks if it has sent so much."""
+JUDGED_BYTES: Final = 32 << 20
+"""What a lane over several networks sends before it is compared with the one before."""
+LEAST_SHARE: Final = 0.2
+"""A network is used if it carries so much of what the lane does on the best one: less is not worth its delays."""
+MOST_NETWORKS: Final = 4
+TRIAL_BYTES: Final = 1 << 20
+TRIAL_SECONDS: Final = 0.3
+WIRELESS: Final = 2
+"""The place of Wi-Fi in the order of interfaces. What follows, such as a VPN, sends over one of the others."""
+GONE_LOOKS: Final = 2
+"""How often a network must have been silent before a lane stops to use it."""
+
+
+def is_striped(lane: Any) -> bool:
+    """Tell whether a lane goes over several networks."""
+    return hasattr(lane, "sent_again")
+
+
+def networks_beside(used: Where | None, seen: Mapping[Where, Quality]) -> list[Where]:
+    """Return the best address of each network that could carry a part of what goes to `used`. Pure.
+
+    Only networks that both machines are in count: through routers and relays, two addresses may share one link.
+    """
+    if used is None or used not in seen or not _is_own_link(used, seen[used]):
+        return []
+    best: dict[str, Where] = {}
+    for way, quality in sorted(seen.items(), key=lambda item: item[1]):
+        if _is_own_link(way, quality) and quality.network != seen[used].network:
+            best.setdefault(quality.network, way)
+    return list(best.values())[: MOST_NETWORKS - 1]
+
+
+def worth_using(used: Where, speed: float, tried: Mapping[Where, float]) -> list[Where]:
+    """Return the addresses whose networks carry a good share of what the fastest does, in the order of `tried`. Pure.
+
+    `speed` is that of the lane as it is, over `used`, which comes first if it is one of them; `tried` has the speeds of
+    the others. If `used` is none of them, the fastest comes first.
+    """
+    best = max(speed, *tried.values())
+    good = [way for way, each in tried.items() if each >= LEAST_SHARE * best]
+    if speed >= LEAST_SHARE * best:
+        return [used, *good]
+    return sorted(good, key=lambda way: -tried[way])
+
+
+def _is_own_link(way: Where, quality: Quality) -> bool:
+    return not isinstance(way, RelayedWay) and not quality.is_routed and quality.medium <= WIRELESS
+
+
+def sending(lane: Any) -> tuple[int, float]:
+    """Return how many bytes a lane has sent, and how many of them a second while it was sending; 0 if unknown."""
+    known = [facts for sock in lane.sockets() if (facts := tcp.path_facts(sock)) is not None]
+    total, busy = sum(each.acknowledged for each in known), max((each.busy for each in known), default=0)
+    return total, total / busy * 1e6 if busy else 0.0
+
+
+@dataclass
+class _Peer:
+    """What is known of several networks to one peer."""
+
+    ways: list[Where]
+    """The address on each network; empty if only one is used."""
+    trial: LaneTrial = field(default_factory=lambda: LaneTrial(0.0))
+    """Whether more networks have turned out to be faster than one."""
+    gone: int = 0
+    """How often in a row one of them was silent."""
+    rests: Rests = field(default_factory=Rests)
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.trial.verdict is TrialVerdict.FASTER
+
+
+class Stripes:
+    """The lanes of one node that go over several networks."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._peers: dict[Seat, _Peer] = {}
+        self._lanes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_tending = False
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether lanes of this node may go over several networks."""
+        return self._node.config.stripe == "auto" and not self._node.config.limit and sys.platform == "linux"
+
+    def has_several(self, seat: Seat) -> bool:
+        """Tell whether several networks to a peer are used, or being tried."""
+        return seat in self._peers and bool(self._peers[seat].ways)
+
+    # Every striped lane, at both ends
+
+    def watch(self, lane: Any) -> None:
+        """Tend a lane until it is closed."""
+        self._lanes.add(lane)
+        if not self._is_tending:
+            self._is_tending = True
+            self._node.spawn(self._tend())
+
+    async def _tend(self) -> None:
+        try:
+            while self._lanes and not self._node.is_closing:
+                for lane in list(self._lanes):
+                    if lane.sockets()[0].fileno() < 0:
+                        self._lanes.discard(lane)
+                    else:
+                        lane.tend()
+                await asyncio.sleep(TEND_SECONDS)
+        finally:
+            self._is_tending = False
+
+    # The end that dials
+
+    async def look(self, peer: RemoteProcess, seen: Mapping[Where, Quality]) -> Where | None:
+        """Take the addresses of a peer that answer now: use more networks, or fewer.
+
+        Returns an address to move the lanes to, if it is so much faster that their own network would add nothing.
+        """
+        if not self.is_allowed or self._node.stream_trials.is_trying(peer.seat):
+            return None
+        state = self._peers.setdefault(peer.seat, _Peer([]))
+        lanes = [
+            future.result()
+            for key, future in self._node.lanes.table.of_peer(peer.seat)
+            if key.purpose == "collectives" and future.done() and future.exception() is None
+        ]
+        lanes = [lane for lane in lanes if lane.kind == "secure"]
+        if state.ways:
+            self._review(peer, state, [lane for lane in lanes if is_striped(lane)], seen)
+        busy = [
+            speed for lane in lanes if not is_striped(lane) for sent, speed in [sending(lane)] if sent >= LEAST_BYTES
+        ]
+        if not busy or not state.rests.is_over(time.monotonic()):
+            return None
+        if state.is_confirmed and state.ways:  # a lane of another group, or of another view
+            self._node.lanes.moves.stripe(peer.seat, state.ways)
+        elif not state.ways:
+            return await self._try(peer, state, max(busy), networks_beside(peer.way, seen))
+        return None
+
+    async def _try(self, peer: RemoteProcess, state: _Peer, now: float, others: list[Where]) -> Where | None:
+        from covey.runtime.links.probe import throughput
+
+        if not others or not now or peer.way is None:
+            return None
+        used, tried = peer.way, {}
+        for way in others:
+            tried[way] = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
+        state.rests.begin(time.monotonic())
+        good = worth_using(used, now, tried)
+        if peer.way != used or not self._node.peers[peer.seat].is_dialled:
+            return None
+        if used not in good:
+            return good[0]
+        if len(good) > 1:
+            state.ways, state.trial, state.gone = good, LaneTrial(now), 0
+            self._node.lanes.moves.stripe(peer.seat, state.ways)
+        return None
+
+    def _review(self, peer: RemoteProcess, state: _Peer, striped: list[Any], seen: Mapping[Where, Quality]) -> None:
+        """Stop to use several networks if one of them is gone, or if that is not faster."""
+        state.gone = 0 if all(way in seen for way in state.ways) else state.gone + 1
+        judged = [speed for lane in striped for sent, speed in [sending(lane)] if sent >= JUDGED_BYTES]
+        if judged and not state.is_confirmed and state.trial.judge(max(judged)) is TrialVerdict.FASTER:
+            state.rests.shorten()
+        is_slow = state.trial.verdict is TrialVerdict.NOT_FASTER
+        if is_slow or state.gone >= GONE_LOOKS or peer.way not in state.ways:
+            state.rests.begin(time.monotonic())
+            state.ways = []
+            if striped:
+                self._node.lanes.moves.move(peer.seat)
+        elif not striped and not state.is_confirmed and state.rests.is_over(time.monotonic()):
+            state.ways = []  # it was refused, or could not be opened

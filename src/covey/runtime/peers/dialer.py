@@ -1,0 +1,114 @@
+"""Dialling a node of the cluster, from an address to an admitted link. On the control loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.base.text import printable
+from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
+from covey.net.host.descriptors import ScarceError, is_exhausted
+from covey.runtime.links.address_race import dial_any
+from covey.runtime.links.handshake import HungUpError, RefusedError, spell
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.runtime.peers.follower import DialOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.links.link import Link
+    from covey.runtime.peers.admission import Admission
+    from covey.runtime.peers.endpoint import Endpoint
+    from covey.runtime.peers.problems import Problems
+    from covey.wire.messages import Address, Card
+
+NEAR_SECONDS: Final = 2.0
+"""How soon a node that was announced on an interface has to answer there; TCP repeats a lost first packet after 1 s."""
+
+
+class Dialer:
+    """Dials addresses, checks the node that answers, and passes on the link."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        interfaces: str,
+        admission: Admission,
+        problems: Problems,
+        linked: Callable[[Card, str, Link, Where | None], None],
+        relayed: Callable[[bytes], list[Where]] = lambda _token: [],
+    ) -> None:
+        """`linked` gets the card and the purpose of the node, the link, and the address that worked.
+
+        `relayed` returns the ways through relays to the node with a token.
+        """
+        self._relayed = relayed
+        self._endpoint, self._interfaces = endpoint, interfaces
+        self._admission, self._problems, self._linked = admission, problems, linked
+
+    async def dial(
+        self,
+        addresses: tuple[Address, ...],
+        *,
+        same_host: bool = False,
+        seed: str = "",
+        interface: str = "",
+        relay: bytes = b"",
+        is_best_relay: bool = False,
+        limits: DialLimits | None = None,
+    ) -> DialOutcome:
+        """Try to make a link with the node at these addresses, by one interface or by any.
+
+        With a token `relay`, relays are tried after the addresses, the nearest first; with `is_best_relay`, only that.
+        """
+        where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
+        where = where or f"node {relay.hex()[:8]} of a relay"
+        problems, audit = self._problems, self._endpoint.audit
+        try:
+            is_here = same_host or any(has_loopback_ip(address) for address in addresses)
+            ways, within = self.ways(addresses, is_here, interface), NEAR_SECONDS if interface else HANDSHAKE_SECONDS
+            relayed = self._relayed(relay) if relay and not is_here else []
+            ways += relayed[:1] if is_best_relay else relayed
+            hello = self._admission.hello()
+            link, welcome, _, way = await dial_any(ways, self._endpoint.credentials, hello, limits, within)
+        except HungUpError as error:
+            problems.fail(where, str(error), addresses)
+            audit.note_paced("rejected", where, address=where, reason=f"secret: {error}")
+            if seed:
+                problems.hang_up(seed)
+            return DialOutcome.NO_NODE
+        except (RefusedError, CoveyError, OSError) as error:
+            problems.answer(seed)
+            said = "says" if isinstance(error, RefusedError) else "cannot be reached"
+            text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
+            if addresses or not isinstance(error, ConnectError):  # a relay may name nodes that have left
+                problems.fail(where, printable(text), addresses)
+            if isinstance(error, RefusedError | AuthError):
+                audit.note_paced("rejected", where, address=where, reason=text)
+            return DialOutcome.SCARCE if isinstance(error, ScarceError) or is_exhausted(error) else DialOutcome.NO_NODE
+        problems.answer(seed)
+        problems.reach(where)
+        if self._admission.is_this_process(welcome.card):
+            link.abort()
+            return DialOutcome.OURSELVES
+        if not self._admission.welcomed(welcome, link.remote_ip):
+            link.abort()
+            return DialOutcome.NO_NODE
+        self._linked(welcome.card, welcome.purpose, link, way)
+        return DialOutcome.LINKED
+
+    def ways(self, addresses: tuple[Address, ...], same_host: bool, interface: str = "") -> list[Where]:
+        """Return what to dial; addresses that were heard on one interface are dialled by that one only."""
+        if interface and is_loopback(interface):
+            return [(address.ip, address.port) for address in addresses]
+        if not addresses:
+            return []
+        own = recent_interfaces(self._interfaces)
+        return list(to_dial([each for each in own if interface in ("", each.name)], addresses, same_host))
+
+
+def has_loopback_ip(address: Address) -> bool:
+    """Tell whether an address is one of the loopback interface."""
+    return address.ip.startswith("127.") or address.ip == "::1"

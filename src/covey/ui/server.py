@@ -1,0 +1,237 @@
+"""Serves the page: its files, a stream of overviews, histories, lines of output, and what a person does there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from http import HTTPStatus
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from covey.base.errors import CoveyError
+from covey.base.text import printable
+from covey.runtime.http_server import HttpServer, Response, Stream, text
+from covey.ui.admission import Admission
+from covey.ui.gate import HEADERS, NO_TOKEN, Access, Gate
+from covey.ui.links import link_to
+from covey.ui.qr import qr_rows
+from covey.ui.snapshot import history_json, output_json, overview_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.http_server import Request
+    from covey.ui.source import Actions, Outputs, Source
+    from covey.watch.overview import Overview
+
+BODY_LIMIT_BYTES: Final = 4096
+ACTION_EVERY: Final = 1.0
+"""At most one action in so many seconds."""
+FILES: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in (
+            "main",
+            "session",
+            "words",
+            "elements",
+            "machines",
+            "ranks",
+            "charts",
+            "timeline",
+            "logs",
+            "actions",
+        )
+    },
+}
+"""The files of the page by path, with their types."""
+ACCESS: Final = {
+    **dict.fromkeys(FILES, Access.OPEN),
+    "/api/overviews": Access.READ,
+    "/api/history": Access.READ,
+    "/api/output": Access.READ,
+    "/api/enter": Access.ENTER,
+    "/api/link": Access.LINK,
+    "/api/checkpoint": Access.ACT,
+    "/api/stop": Access.ACT,
+    "/api/approve": Access.ACT,
+    "/api/deny": Access.ACT,
+    "/api/code": Access.ACT,
+}
+"""All paths."""
+
+
+class _Ticket(msgspec.Struct, forbid_unknown_fields=True):
+    ticket: str
+
+
+class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class _RunMeant(msgspec.Struct, forbid_unknown_fields=True):
+    run: str
+    kill: bool = False
+
+
+class _MachineMeant(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+
+
+_Body = TypeVar("_Body", _Ticket, _Nothing, _RunMeant, _MachineMeant)
+
+
+class PageServer:
+    """Serves the page of one source at 127.0.0.1 until it is closed."""
+
+    def __init__(
+        self, source: Source, actions: Actions, outputs: Outputs, port: int = 0, admission: Admission | None = None
+    ) -> None:
+        """Listen at once; port 0 takes a free one.
+
+        Raises:
+            ConfigError: the port cannot be listened at.
+        """
+        self._source = source
+        self._actions = actions
+        self._outputs = outputs
+        self.admission = admission or Admission()
+        self._files = {path: _read(name) for path, (name, _) in FILES.items()}
+        self._acting = threading.Lock()
+        self._acted = -ACTION_EVERY
+        self._line = (0, b"")
+        self._ready = threading.Event()
+        self._http = HttpServer(self._answer, port, body_limit=BODY_LIMIT_BYTES, headers=HEADERS)
+        self.port = self._http.port
+        self._gate = Gate(ACCESS, self.admission, self.port)
+        self._ready.set()
+
+    def close(self) -> None:
+        """Serve no more. Closing twice is fine."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def new_link(self) -> str:
+        """Return an address with which a browser enters once."""
+        return link_to(self.port, self.admission.new_ticket())
+
+    def _answer(self, request: Request) -> Response | Stream:
+        self._ready.wait()  # the port is known a moment after the first connection may come
+        if (refusal := self._gate.refusal(request)) is not None:
+            return refusal
+        if request.path in FILES:
+            return Response(HTTPStatus.OK, FILES[request.path][1], self._files[request.path])
+        asked = parse_qs(request.query)
+        match request.path:
+            case "/api/overviews":
+                return self._overviews(request.header("authorization"))
+            case "/api/history":
+                moments = self._source.history(_first(asked, "run"))
+                return Response(HTTPStatus.OK, "application/json", history_json(moments))
+            case "/api/output":
+                page = self._outputs.lines(_first(asked, "run"), _first(asked, "since"))
+                return Response(HTTPStatus.OK, "application/json", output_json(page))
+            case "/api/enter":
+                return self._enter(request)
+            case "/api/link":
+                return _json({"ticket": self.admission.new_ticket()})
+        return self._act(request)
+
+    def _overviews(self, authorization: str) -> Stream:
+        """Return the stream of overviews: the newest at once, then every further one that its reader has time for."""
+        token = authorization.removeprefix("Bearer ")
+        sent = 0
+
+        def next_line(within: float) -> bytes | None:
+            nonlocal sent
+            if not self.admission.admits(token):  # it has a viewer as long as the stream is read
+                return None
+            overview = self._source.next_after(sent, within) if sent else self._source.newest()
+            if overview is None:
+                return b""
+            sent = overview.serial
+            return self._line_of(overview)
+
+        return Stream("application/x-ndjson", next_line)
+
+    def _line_of(self, overview: Overview) -> bytes:
+        """Return an overview as JSON, made once for all streams."""
+        serial, line = self._line
+        if serial != overview.serial:
+            line = overview_line(overview)
+            self._line = (overview.serial, line)
+        return line
+
+    def _enter(self, request: Request) -> Response:
+        body = _decoded(request.body, _Ticket)
+        token = self.admission.enter(body.ticket) if body is not None else None
+        return text(NO_TOKEN, HTTPStatus.UNAUTHORIZED) if token is None else _json({"token": token})
+
+    # Actions
+
+    def _act(self, request: Request) -> Response:
+        """Do what a person asks for: one thing at a time, one a second. `Actions` notes it in the audit log."""
+        name = request.path.removeprefix("/api/")
+        act = self._action(name, request.body)
+        if act is None:
+            return text("", HTTPStatus.BAD_REQUEST)
+        if not self._acting.acquire(blocking=False):
+            return text("Another action is under way.\n", HTTPStatus.TOO_MANY_REQUESTS)
+        try:
+            if time.monotonic() - self._acted < ACTION_EVERY:
+                return text("One action a second: try again.\n", HTTPStatus.TOO_MANY_REQUESTS)
+            self._acted = time.monotonic()
+            return act()
+        except CoveyError as error:
+            return text(f"{error}\n", HTTPStatus.CONFLICT)
+        finally:
+            self._acting.release()
+
+    def _action(self, name: str, body: bytes) -> Callable[[], Response] | None:
+        """Return what does what is asked for; None if the body does not fit."""
+        actions = self._actions
+        if name in ("checkpoint", "stop") and (run := _decoded(body, _RunMeant)) is not None:
+            if name == "checkpoint":
+                return lambda: _json({"text": actions.checkpoint(run.run)})
+            return lambda: _json({"text": actions.stop(run.run, kill=run.kill)})
+        if name in ("approve", "deny") and (machine := _decoded(body, _MachineMeant)) is not None:
+            do = actions.approve if name == "approve" else actions.deny
+            return lambda: _json({"text": do(machine.id)})
+        if name == "code" and _decoded(body, _Nothing) is not None:
+            return self._code
+        return None
+
+    def _code(self) -> Response:
+        code = self._actions.join_code()
+        return _json({"code": code, "qr": qr_rows(code.upper())})
+
+
+def _first(asked: dict[str, list[str]], name: str) -> str:
+    """Return an argument of the address; empty if there is none."""
+    return printable(asked.get(name, [""])[0])
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body | None:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _json(value: Any) -> Response:
+    return Response(HTTPStatus.OK, "application/json", msgspec.json.encode(value))
+
+
+def _read(name: str) -> bytes:
+    return resources.files("covey.ui").joinpath("page", name).read_bytes()

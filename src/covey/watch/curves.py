@@ -1,0 +1,73 @@
+"""The history of a run, for curves: an hour, bounded. Pure.
+
+Moments of the last ten minutes are a second apart, older ones ten seconds. What the program reported before this
+process began to look is in front, as far as the ranks still know it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from covey.watch.overview import Moment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.wire.progress import ReportRow
+
+KEPT_SECONDS: Final = 3600.0
+FINE_SECONDS: Final = 600.0
+COARSE_EVERY: Final = 10.0
+EARLIER_LIMIT: Final = 1000
+"""Moments from before this process looked."""
+LIMIT: Final = 2 * int(FINE_SECONDS + KEPT_SECONDS / COARSE_EVERY)
+"""Moments at most, whatever the clock does."""
+
+
+class Curves:
+    """The moments of one run."""
+
+    def __init__(self) -> None:
+        self._earlier: tuple[Moment, ...] = ()
+        self._coarse: list[Moment] = []
+        self._fine: list[Moment] = []
+
+    def begin(self, rows: Sequence[ReportRow]) -> None:
+        """Take what was reported before; of more rows than are kept, evenly many."""
+        step = max(1, -(-len(rows) // EARLIER_LIMIT))
+        first = self._coarse[0].at if self._coarse else self._fine[0].at if self._fine else float("inf")
+        kept = [row for row in rows[::step] if row.at < first]
+        self._earlier = tuple(
+            Moment(
+                row.at,
+                row.step,
+                dict(row.values),
+                None if row.compute < 0 else row.compute + row.sync,
+                None if row.compute < 0 else row.compute,
+                None if row.sync < 0 else row.sync,
+            )
+            for row in kept
+        )
+
+    def add(self, moment: Moment) -> None:
+        """Add a moment, and thin out old ones."""
+        self._fine.append(moment)
+        oldest = 0
+        while oldest < len(self._fine) and self._fine[oldest].at < moment.at - FINE_SECONDS:
+            past = self._fine[oldest]
+            if not self._coarse or not 0 <= past.at - self._coarse[-1].at < COARSE_EVERY:
+                self._coarse.append(past)
+            oldest += 1
+        del self._fine[:oldest]
+        while self._coarse and (self._coarse[0].at < moment.at - KEPT_SECONDS or len(self._coarse) > LIMIT // 2):
+            del self._coarse[0]
+        del self._fine[: max(0, len(self._fine) - LIMIT // 2)]
+
+    def since(self, at: float) -> tuple[Moment, ...]:
+        """Return the moments after a time, oldest first."""
+        return tuple(
+            moment for moments in (self._earlier, self._coarse, self._fine) for moment in moments if moment.at > at
+        )
+
+    def __len__(self) -> int:
+        return len(self._earlier) + len(self._coarse) + len(self._fine)

@@ -1,0 +1,207 @@
+"""What a collector concludes from round to round: rates, states, reports, and 256 ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from covey.watch.answers import Heard, LookRound, MachineHeard
+from covey.watch.books import RUNS_LIMIT, RunBooks
+from covey.wire.progress import Doubt, GroupProgress, PeerProgress, RankProgress, Readings, ReportRow
+from covey.wire.reports import PastEvent
+
+if TYPE_CHECKING:
+    from covey.watch.overview import Overview
+
+SECOND = 10**9
+
+
+def progress(rank: int, now: float = 0.0, *, sequence: int = 1, busy: float = 0.0, **more: Any) -> RankProgress:
+    """Return what a rank tells `now` seconds after the start, of which it spent `busy` in operations."""
+    group = more.pop("group", None) or GroupProgress("run", rank, 4, sequence, 0, False, 1000, int(busy * SECOND))
+    plain: dict[str, Any] = {"sent": 0, "received": 0, "coded": 0, "plain": 0} | {
+        key: more.pop(key) for key in ("sent", "received", "coded", "plain") if key in more
+    }
+    told = RankProgress(
+        run="train", run_id=b"12345678", rank=rank, generation=more.pop("generation", 0), view=0, live=4, size=4,
+        began=50.0, taken_ns=SECOND + int(now * SECOND), spent_ns=int(busy * SECOND), pid=1000 + rank, host="north",
+        version="0.6", groups=(group,), **plain,
+    )  # fmt: skip
+    return msgspec.structs.replace(told, **more) if more else told
+
+
+def heard(told: RankProgress | None, rank: int, now: float, machine: str = "n", **more: Any) -> Heard:
+    return Heard(f"p{rank}", "train", "train:1", machine, 1000 + rank, "0.6", 100.0 + now, told, **more)
+
+
+class Watch:
+    """An imagined collector, with its clock."""
+
+    def __init__(self) -> None:
+        self.books = RunBooks("home", own_id="n")
+
+    def look(self, now: float, *each: Heard, **more: Any) -> Overview:
+        machines = (MachineHeard("n", "north", is_here=True), MachineHeard("a", "attic"))
+        return self.books.overview([LookRound(1000.0 + now, 100.0 + now, "home", each, machines, **more)])
+
+
+def test_rates_are_differences_of_two_answers_of_one_process() -> None:
+    watch = Watch()
+    first = watch.look(0.0, heard(progress(0, 0.0, sent=1000), 0, 0.0))
+    assert first.runs[0].ranks[0].sent_per_second is None, "not known, and not 0"
+    peers = (PeerProgress(1, 2000, 0, "tcp", "wired", 0.001, 1e8),)
+    second = watch.look(
+        2.0, heard(progress(0, 2.0, sent=5000, received=400, busy=0.5, plain=1000, coded=250, peers=peers), 0, 2.0)
+    )
+    (rank,) = second.runs[0].ranks
+    assert (rank.sent_per_second, rank.received_per_second) == (2000.0, 200.0)
+    assert (rank.compute, rank.sync) == (0.75, 0.25), "of the last second"
+    assert rank.saved == 0.75
+    assert second.runs[0].step_seconds is None, "the program reports no steps"
+    assert second.serial == first.serial + 1
+
+
+def test_steps_that_the_program_reports_have_their_own_parts() -> None:
+    watch = Watch()
+    rows = [ReportRow(1000.0, 7, {"loss": 2.0 + rank, "samples": 32.0}, 0.3, 0.1) for rank in range(2)]
+    watch.look(0.0, *(heard(progress(rank, report=rows[rank], reported=7), rank, 0.0) for rank in range(2)))
+    run = watch.look(1.0, *(heard(progress(r, 1.0, report=rows[r], reported=8), r, 1.0) for r in range(2))).runs[0]
+    assert (run.step, run.compute_seconds, run.sync_seconds, run.step_seconds) == (7, 0.3, 0.1, 0.4)
+    assert (run.reports["loss"], run.reported_by) == (2.5, "mean of 2 ranks")
+    assert run.samples_per_second == 64 / 0.4
+    only = watch.look(2.0, heard(progress(0, 2.0), 0, 2.0), heard(progress(1, 2.0, report=rows[1]), 1, 2.0)).runs[0]
+    assert (only.reports["loss"], only.reported_by) == (3.0, "rank 1")
+    assert [moment.reports.get("loss") for moment in watch.books.history(run.id, 0.0)] == [2.5, 2.5, 3.0]
+
+
+def test_a_nan_of_one_rank_is_not_hidden_in_a_mean() -> None:
+    rows = [ReportRow(1000.0, 7, {"loss": value}) for value in (1.0, math.nan, 3.0)]
+    run = Watch().look(0.0, *(heard(progress(r, report=rows[r]), r, 0.0) for r in range(3))).runs[0]
+    assert math.isnan(run.reports["loss"])
+    assert run.sentence.text == "loss is nan at step 7."
+
+
+def test_a_lost_rank_keeps_its_row_and_its_reason_also_when_it_says_goodbye_later() -> None:
+    watch = Watch()
+    watch.look(0.0, *(heard(progress(rank), rank, 0.0) for rank in range(3)))
+    event = PastEvent("lost", 1001.0, 0, 1, (1,), (), {"detect": 0.0, "redo": 41.0}, "its process has exited")
+    doubt = Doubt(1, "excluded", 0.5, "its process has exited")
+    run = watch.look(
+        1.0, heard(progress(0, 1.0, doubts=(doubt,), events=(event,)), 0, 1.0), heard(progress(2, 1.0), 2, 1.0)
+    ).runs[0]
+    assert [(rank.rank, rank.state) for rank in run.ranks] == [(0, "active"), (1, "lost"), (2, "active")]
+    assert run.ranks[1].reason == "its process has exited"
+    assert run.sentence.text.startswith("rank 1 was lost 0 ms ago (rank 1: its process has exited: recovered in 41 ms)")
+    later = Doubt(1, "left", 0.1, "it has left")
+    run = watch.look(2.0, heard(progress(0, 2.0, doubts=(later,), events=(event,)), 0, 2.0)).runs[0]
+    assert run.ranks[1].state == "lost"
+    assert len(run.happenings) == 1, "another rank, or the same, told it again"
+
+
+def test_an_event_that_is_told_again_with_its_recovery_replaces_the_first() -> None:
+    watch = Watch()
+    begun = PastEvent("lost", 1000.0, 0, 1, (1,), (), {"detect": 0.0}, "gone")
+    done = PastEvent("lost", 1000.0, 0, 1, (1,), (), {"detect": 0.0, "redo": 77.0}, "gone")
+    watch.look(0.0, heard(progress(0, events=(begun,)), 0, 0.0))
+    run = watch.look(1.0, heard(progress(0, 1.0, events=(done,)), 0, 1.0)).runs[0]
+    assert [event.text for event in run.happenings] == ["rank 1: gone: recovered in 77 ms"]
+
+
+def test_a_rank_that_does_not_answer_is_silent_or_stopped_as_the_kernel_says() -> None:
+    watch = Watch()
+    group = GroupProgress("run", 0, 4, 2, 0, True, 4 * SECOND, 0)
+    watch.look(0.0, *(heard(progress(rank), rank, 0.0) for rank in range(2)))
+    quiet = watch.look(4.0, heard(progress(0, 4.0, group=group), 0, 4.0), heard(None, 1, 4.0)).runs[0]
+    assert [(rank.state, rank.waits_for) for rank in quiet.ranks] == [("waiting", (1,)), ("silent", ())]
+    assert "does not answer since 4 s; 1 rank waits for it since 4 s" in quiet.sentence.text
+    stopped = watch.look(5.0, heard(progress(0, 5.0, group=group), 0, 5.0), heard(None, 1, 5.0, process="stopped"))
+    assert stopped.runs[0].ranks[1].state == "stopped"
+    well = watch.look(6.0, *(heard(progress(rank, 6.0), rank, 6.0) for rank in range(2))).runs[0]
+    assert [rank.state for rank in well.ranks] == ["active", "active"]
+
+
+def test_a_run_is_over_when_its_source_says_so_and_failed_if_it_knows_an_error() -> None:
+    watch = Watch()
+    watch.look(0.0, heard(progress(0), 0, 0.0))
+    over = watch.look(1.0, ended={"train:1": ""}).runs[0]
+    assert (over.state, over.sentence.text, over.can_stop) == ("ended", "The run train has ended.", False)
+    watch = Watch()
+    watch.look(0.0, heard(progress(0), 0, 0.0))
+    assert watch.look(1.0, ended={"train:1": "PeerLostError: rank 2 is gone"}).runs[0].state == "failed"
+    watch = Watch()
+    watch.look(0.0, heard(progress(0), 0, 0.0))
+    assert watch.look(3.0).runs[0].state == "running", "a round without answers is no end"
+    assert watch.look(5.0).runs[0].state == "ended"
+
+
+def test_a_new_generation_numbers_the_ranks_anew_and_the_series_goes_on() -> None:
+    watch = Watch()
+    row = ReportRow(1000.0, 7, {"loss": 2.0})
+    watch.look(0.0, *(heard(progress(rank, report=row), rank, 0.0) for rank in range(3)))
+    row = ReportRow(1001.0, 8, {"loss": 1.0})
+    run = watch.look(
+        1.0, *(heard(progress(rank, 1.0, generation=1, report=row), number, 1.0) for rank, number in ((0, 2), (1, 0)))
+    ).runs[0]
+    assert [(rank.rank, rank.pid) for rank in run.ranks] == [(0, 1000), (1, 1001)]
+    assert [moment.step for moment in watch.books.history(run.id, 0.0)] == [7, 8]
+
+
+def test_links_between_machines_have_both_directions_and_say_what_is_not_known() -> None:
+    watch = Watch()
+    for now, sent in ((0.0, 0), (1.0, 5000)):
+        there = (PeerProgress(1, sent, 0, "tcp", "wireless", 0.004, 4e6),)
+        back = (PeerProgress(0, 2 * sent, 0, "tcp", "wired", -1.0, -1.0, True),)
+        run = watch.look(
+            now,
+            heard(progress(0, now, peers=there), 0, now),
+            heard(progress(1, now, peers=back), 1, now, machine="a"),
+        ).runs[0]
+    one, other = run.links
+    assert (one.source, one.target, one.medium, one.bytes_per_second) == ("a", "n", "cable", None)
+    assert (one.sent_per_second, one.round_trip, one.relay) == (10000.0, None, "relayed")
+    assert (other.source, other.target, other.medium, other.bytes_per_second) == ("n", "a", "Wi-Fi", 4e6)
+    assert (other.sent_per_second, other.round_trip) == (5000.0, 0.004)
+
+
+def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() -> None:
+    watch = Watch()
+    began = time.process_time()
+    for second in range(5):
+        now = float(second)
+        told = []
+        for rank in range(256):
+            is_late = rank == 200
+            group = GroupProgress("run", rank, 256, 50 - is_late, 0, not is_late, int((now + 1) * SECOND), 0)
+            peers = tuple(PeerProgress(r, second, second, "tcp", "wired", 0.001, 1e8) for r in range(16))
+            told.append(heard(progress(rank, now, group=group, peers=peers), rank, now, machine=f"m{rank // 8}"))
+        run = watch.look(now, *told).runs[0]
+    assert time.process_time() - began < 5.0, "five rounds"
+    assert run.sentence.text.startswith("rank 200 is 1 operation behind; 255 ranks wait for it")
+    assert [rank.rank for rank in run.ranks] == list(range(256))
+    assert run.ranks[0].waits_for == (200,)
+
+
+def test_many_runs_are_forgotten_in_order_and_names_that_repeat_have_ids_of_their_own() -> None:
+    watch = Watch()
+    for number in range(RUNS_LIMIT + 20):
+        each = Heard(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", 100.0 + 10 * number, progress(0))
+        overview = watch.look(10.0 * number, each)
+    assert len(overview.runs) <= RUNS_LIMIT
+    assert len({run.id for run in overview.runs}) == len(overview.runs)
+    assert sum(run.state == "running" for run in overview.runs) == 1
+
+
+def test_machines_have_what_was_read_and_none_for_the_rest() -> None:
+    readings = Readings(8, 0.5, 2**30, 2**33, None)
+    machines = (MachineHeard("n", "north", is_here=True, readings=readings), MachineHeard("a", "attic", memory=2**34))
+    books = RunBooks("home", own_id="n")
+    overview = books.overview([LookRound(1000.0, 100.0, "home", (), machines)])
+    attic, north = overview.machines
+    assert (north.cores, north.processor, north.memory_used, north.temperature) == (8, 0.5, 2**30, None)
+    assert (attic.cores, attic.processor, attic.memory_used, attic.memory_total) == (None, None, None, 2**34)
+    gone = books.overview([LookRound(1010.0, 110.0, "home", (), machines[:1])])
+    assert [(machine.name, machine.state) for machine in gone.machines] == [("attic", "silent"), ("north", "ready")]
+    assert gone.machines[0].age == 10.0
