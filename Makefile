@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-fifth check stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
+.PHONY: page-checks shots demo test test-all test-fifth check stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -32,15 +32,23 @@ test: $(VENV)/.built
 	$(call with-types,$(PYTEST) -m 'not thorough')
 
 # Everything, and the contract of groups once more with the Python executor alone.
-test-all: $(VENV)/.all
+test-all: $(VENV)/.all $(VENV)/.browser
 	$(call with-types,$(PYTEST))
 	TEST_EXECUTORS=python $(PYTEST) tests/contract
 
 # What CI adds to `make test`: a fifth of what only `make test-all` has, chosen by the commit's hash.
 COMMIT ?= $(shell git rev-parse HEAD)
-test-fifth: $(VENV)/.all
+test-fifth: $(VENV)/.all $(VENV)/.browser
 	$(PYTEST) --fifth $(COMMIT)
 	TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
+
+# The page of `covey ui` in a real browser: a line for each check.
+page-checks: $(VENV)/.all $(VENV)/.browser
+	$(BIN)/python -m tools.page_checks
+
+# Pictures of real runs for README and docs.
+shots: $(VENV)/.all $(VENV)/.browser
+	$(BIN)/python -m tools.shots docs
 
 # The inner loop: what needs no second process and no network.
 check: $(VENV)/.built
@@ -107,6 +115,11 @@ $(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml tools/
 $(VENV)/.all: requirements-all.lock $(VENV)/.built
 	$(BIN)/python tools/install.py requirements-all.lock
 	$(BIN)/python -m pip check
+	@touch $@
+
+# Without a browser the checks of the page fail, and say what to install.
+$(VENV)/.browser: tools/browser.py | $(VENV)/.built
+	-$(BIN)/python -m tools.browser
 	@touch $@
 
 # Builds the compiled executor, too; without a working compiler the rest is installed all the same.

@@ -11,6 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tools.house
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
@@ -64,9 +66,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "metrics": set(),
         "links": set(),
-        "state": {"views", "members", "links", "metrics"},
-        "peers": {"members", "state", "links", "metrics"},
-        "views": {"members", "peers", "state", "links", "metrics"},
+        "state": {"links"},
+        "peers": {"state", "links", "metrics"},
+        "views": {"peers", "state", "links", "metrics"},
         "lanes": {"members", "views", "peers", "links"},
         "members": {"lanes", "views", "peers", "state", "links", "metrics"},
         "messages": {"members", "lanes", "views", "peers", "links"},
@@ -439,3 +441,97 @@ def test_what_is_tried_again_is_paced_in_one_way() -> None:
     )
     others = (path for path in SRC.rglob("*.py") if path.name != "backoff.py")
     assert not [str(path) for path in others if growing.search(path.read_text())]
+
+
+JOINTED = ("links", "state", "peers", "views", "members", "joining")
+"""The rooms of `runtime` whose joints the tests below hold."""
+STILL_KNOTTED = {"runtime/collectives", "runtime/group", "runtime/lanes"}
+STILL_HANDED_A_NODE = ("runtime/lanes/", "runtime/collectives/")
+"""Rooms that do not keep a rule yet: no other may be added."""
+
+
+@functools.cache
+def house() -> list[tools.house.Module]:
+    return tools.house.read()
+
+
+def rooms_of_joints() -> Iterator[tuple[str, Path]]:
+    for room in JOINTED:
+        for path in sorted((SRC / "runtime" / room).rglob("*.py")):
+            yield room, path
+
+
+def test_no_class_is_handed_the_node_that_wires_the_parts() -> None:
+    """`runtime.members.node.Node` is a record of the parts of a run: each takes the parts that it uses."""
+    takers = tools.house.takers(house(), "Node")
+    assert [taker for taker in takers if not taker.startswith(STILL_HANDED_A_NODE)] == []
+
+
+def test_no_more_than_three_modules_of_a_room_need_each_other() -> None:
+    knots = {room: found for room, found in tools.house.knots(house()).items() if room.startswith("runtime/")}
+    assert {room: found for room, found in knots.items() if room not in STILL_KNOTTED} == {}
+
+
+def settable_callables(tree: ast.Module) -> list[str]:
+    """Return what others may set to be called: public attributes whose type is a callable, and `other.on_x = ...`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+            is_callable = any(
+                isinstance(each, ast.Name) and each.id == "Callable" for each in ast.walk(node.annotation)
+            )
+            if is_callable and not node.target.attr.startswith("_"):
+                found.append(f"{node.lineno}: {ast.unparse(node.target)}")
+        elif isinstance(node, ast.Assign):
+            targets = [each for target in node.targets for each in getattr(target, "elts", [target])]
+            for target in targets:
+                is_other = isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self"
+                if is_other and target.attr.startswith("on_"):
+                    found.append(f"{node.lineno}: {ast.unparse(target)}")
+    return sorted(found)
+
+
+def test_what_is_called_back_is_an_argument_and_not_an_attribute_to_set() -> None:
+    wrong = {str(path): found for _, path in rooms_of_joints() if (found := settable_callables(tree_of(path)))}
+    assert wrong == {}
+
+
+def test_an_attribute_to_set_is_seen() -> None:
+    source = """
+class A:
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self.on_end: Callable[[], None] | None = None
+        self.spawn = self._tasks.spawn
+def wire(one, two):
+    one.on_link, two.seat = two.accept, 1
+"""
+    assert settable_callables(ast.parse(source)) == ["5: self.on_end", "8: one.on_link"]
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names that the classes of a module define."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for each in getattr(target, "elts", [target]):
+                    if isinstance(each, ast.Attribute):
+                        yield each.attr
+                    elif isinstance(each, ast.Name):
+                        yield each.id
+
+
+def test_no_room_touches_private_parts_of_another() -> None:
+    own: dict[str, set[str]] = {room: set() for room in JOINTED}
+    for room, path in rooms_of_joints():
+        own[room] |= {name for name in private_names(tree_of(path)) if name.startswith("_")}
+    wrong = []
+    for room, path in rooms_of_joints():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if not is_own and node.attr not in own[room]:
+                    wrong.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
+    assert wrong == []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.lab.network_simulation import simulated
 from covey.plan import cost, fit
-from covey.plan.choose import DEFAULT_SIZES
+from covey.plan.choose import DEFAULT_PLAN_SIZES
 from covey.plan.network import Network, of_hosts
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def cases(size: int) -> Iterator[Case]:
 def row(case: Case) -> list[str]:
     """Return the cells of one line of the table."""
     network = case.network
-    found = fit.fit(network, NBYTES // 4, 4, DEFAULT_SIZES)
+    found = fit.fit(network, NBYTES // 4, 4, DEFAULT_PLAN_SIZES)
     plain = next(each.fitted for each in found if each.why == fit.PLAIN)
     bound = cost.bound(network, NBYTES)
     times, errors = [], []
     for fitted in (plain, found[0].fitted):
-        estimated = fit.estimated(fitted, network, NBYTES, DEFAULT_SIZES)
+        estimated = fit.estimated(fitted, network, NBYTES, DEFAULT_PLAN_SIZES)
         if len(network.hosts) > MOST_SIMULATED:
             times.append(estimated)
             continue
@@ -83,7 +83,7 @@ def main() -> None:
 
 def _simulated(fitted: fit.Fitted, network: Network) -> float:
     size = len(network.hosts)
-    plans = [fit.plan_of(fitted, rank, size, NBYTES // 4, 4, DEFAULT_SIZES) for rank in range(size)]
+    plans = [fit.plan_of(fitted, rank, size, NBYTES // 4, 4, DEFAULT_PLAN_SIZES) for rank in range(size)]
     return simulated(plans, network, 4)
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.base.settings import ANY_FILE, FILE, SETTINGS, USER_FILE
+from covey.base.settings import ANY_FILE, SETTINGS, SETTINGS_FILE, USER_FILE
 
 if TYPE_CHECKING:
     from covey.base.settings import Setting
@@ -66,7 +66,7 @@ def page() -> str:
         head = [
             f"## {section}",
             "",
-            f"| name | type | default | argument | {FILE} | what it does |",
+            f"| name | type | default | argument | {SETTINGS_FILE} | what it does |",
             "|---|---|---|---|---|---|",
         ]
         parts.append("\n".join([*head, *map(_row, settings)]) + "\n")

@@ -45,7 +45,7 @@ def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes:
 @at_all_sizes
 def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for algorithm in choose.ALL_REDUCE:
+        for algorithm in choose.ALL_REDUCE_PLANS:
             for count in (0, 1, size - 1, size, 5 * size + 1, 100_003):
                 for op in ("sum", "mean", "max"):
                     x = values(group.rank, count, np.float64, seed=count)
@@ -88,7 +88,7 @@ def test_broadcast_copies_the_root_to_every_rank(size: int, lanes: str) -> None:
 @pytest.mark.parametrize(("size", "lanes"), pairs([3, 5, 1], LANES))
 def test_rooted_algorithms_agree_for_every_root(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for algorithm in choose.ROOTED:
+        for algorithm in choose.ROOTED_PLANS:
             for root in range(size):
                 for count in (0, 1, 7, 300_001):
                     x = values(group.rank, count, np.float32, seed=root)

@@ -39,7 +39,7 @@ LENGTHS = [4097, PIECE, PIECE + 1, 3 * PIECE, 7 * PIECE - 5, 16 << 10, 100_000]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(message_stream, "PAYLOAD_PIECE_BYTES", PIECE)
 
 
 def passed(group: covey.Group) -> int:

@@ -29,7 +29,7 @@ from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
 from covey.net.lanes.striped import StripedLane
 from covey.wire.header import HEADER_BYTES, flagged
-from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, REKEY_SECONDS, Sealer, lane_keys
+from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_LIMIT, RECORD_OVERHEAD_BYTES, REKEY_SECONDS, Sealer, lane_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -423,7 +423,7 @@ def test_a_peer_that_cuts_its_payload_otherwise_is_refused(ends: contextlib.Exit
     plain = message.header + message.payload.tobytes() + bytes(5000)
     sealer = Sealer(lane_keys(sealed.SECRET, sealed.LANE, 0)[DIALLER], sealed.LANE, 0, DIALLER)
     for length in lengths:
-        record = memoryview(bytearray(length + OVERHEAD_BYTES))
+        record = memoryview(bytearray(length + RECORD_OVERHEAD_BYTES))
         sealer.seal(plain[:length], record)
         plain = plain[length:]
         raw.sendall(record)

@@ -161,7 +161,7 @@ def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: s
         for dtype in (*FLOATS, *COMPLEX)
         for op in ("sum", "mean", "prod", "min", "max")
         if op in allowed(dtype)
-        for algorithm in choose.ALL_REDUCE[size > 2 :]
+        for algorithm in choose.ALL_REDUCE_PLANS[size > 2 :]
         for count in (1, 1009, 20_011)
     ]
 
@@ -190,7 +190,7 @@ def test_all_ranks_keep_the_same_nan_where_every_rank_has_its_own(size: int, lan
         results = []
         for dtype, bits in (("f2", "u2"), ("f4", "u4"), ("f8", "u8")):
             for op in ("sum", "prod", "min", "max"):
-                for algorithm in choose.ALL_REDUCE[size > 2 :]:
+                for algorithm in choose.ALL_REDUCE_PLANS[size > 2 :]:
                     for count in (1, 2, 3, 17):
                         x = np.full(count, np.nan, dtype)
                         x.view(bits)[...] += group.rank + 1

@@ -185,4 +185,4 @@ def test_members_from_the_beginning_are_told_no_past_and_nonsense_from_a_member_
 
 
 async def _tell(node: Node, seat: Seat, body: bytes) -> None:
-    node.heard(seat, messages.Past(body))
+    node.inbox.heard(seat, messages.Past(body))

@@ -54,9 +54,9 @@ def program(rng: random.Random, size: int, length: int) -> list[Step]:
             ops.append("mean")
         algorithms: tuple[str | None, ...] = (None,)
         if operation == "all_reduce":
-            algorithms = (None, *choose.ALL_REDUCE[size > 2 :])
+            algorithms = (None, *choose.ALL_REDUCE_PLANS[size > 2 :])
         elif operation in ("reduce", "broadcast"):
-            algorithms = (None, *choose.ROOTED)
+            algorithms = (None, *choose.ROOTED_PLANS)
         elif operation == "all_gather":
             algorithms = (None, "direct", "ring")
         large = rng.random() < 0.15

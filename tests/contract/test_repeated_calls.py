@@ -320,13 +320,13 @@ def test_a_change_that_a_rank_learns_of_in_a_repetition_is_known_to_all_after_th
 
         for _ in range(5):
             group.all_reduce(np.zeros(1))
-        node.is_elastic = True  # too late for its group, whose operations take the shortcut
+        node.views.wishes.is_elastic = True  # too late for its group, whose operations take the shortcut
         for _ in range(3):
-            node.is_draining = False
+            node.views.wishes.is_draining = False
             group.barrier()
             atomic._commit.pending = False
             group.barrier()
-            node.is_draining = group.rank == 0
+            node.views.wishes.is_draining = group.rank == 0
             if group.rank:
                 atomic.attempt.close_shortcut()
                 with mock.patch.multiple(atomic.attempt, commit=commit_late, stalled=stall):

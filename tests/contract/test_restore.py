@@ -21,7 +21,7 @@ from tests.support.waiting import DEADLINE
 import covey
 from covey import ConfigError, DeadlineError, MismatchError, PeerLostError
 from covey.testing.threads import run_threads
-from covey.wire.manifest import CHUNK_BYTES
+from covey.wire.manifest import STATE_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +47,8 @@ def state(seed: int) -> dict[str, Any]:
     strided = np.zeros((2 * 700, 3 * 500), np.float32)[::2, ::3]
     strided[...] = bits(seed, strided.size).reshape(strided.shape)
     return {
-        "chunks": bits(seed, CHUNK_BYTES + 8).view(np.float64),
-        "exactly one": bits(seed + 1, CHUNK_BYTES),
+        "chunks": bits(seed, STATE_CHUNK_BYTES + 8).view(np.float64),
+        "exactly one": bits(seed + 1, STATE_CHUNK_BYTES),
         "small": np.arange(7) + seed,
         "brain": (np.arange(100) + seed).astype(ml_dtypes.bfloat16),
         "empty": np.empty((0, 3), np.float32),
@@ -93,7 +93,7 @@ def test_a_newcomer_is_filled_in_place_with_everything_a_state_may_hold(lanes: s
         return report
 
     giver, taker = run_threads(2, body, lanes=lanes)
-    assert giver.bytes_sent == taker.bytes_received > 2 * CHUNK_BYTES
+    assert giver.bytes_sent == taker.bytes_received > 2 * STATE_CHUNK_BYTES
     assert giver.bytes_received == taker.bytes_sent == 0
     assert 0 < taker.seconds < 30
 
@@ -101,34 +101,34 @@ def test_a_newcomer_is_filled_in_place_with_everything_a_state_may_hold(lanes: s
 def test_two_newcomers_get_the_state_from_three_donors_that_share_the_work() -> None:
     def body(group: Group) -> RestoreReport:
         newcomers = (1, 4)
-        mine = {"w": bits(group.rank if group.rank in newcomers else 9, 3 * CHUNK_BYTES + 5)}
+        mine = {"w": bits(group.rank if group.rank in newcomers else 9, 3 * STATE_CHUNK_BYTES + 5)}
         report = restore(group, mine, fresh=group.rank in newcomers)
-        check(mine, {"w": bits(9, 3 * CHUNK_BYTES + 5)})
+        check(mine, {"w": bits(9, 3 * STATE_CHUNK_BYTES + 5)})
         return report
 
     reports = run_threads(5, body)
     assert {(each.donors, each.receivers) for each in reports} == {((0, 2, 3), (1, 4))}
-    assert [each.bytes_received for each in reports] == [0, 3 * CHUNK_BYTES + 5, 0, 0, 3 * CHUNK_BYTES + 5]
+    assert [each.bytes_received for each in reports] == [0, 3 * STATE_CHUNK_BYTES + 5, 0, 0, 3 * STATE_CHUNK_BYTES + 5]
     sent = [each.bytes_sent for each in reports]
-    assert sum(sent) == 2 * (3 * CHUNK_BYTES + 5)
-    assert all(sent[rank] >= 2 * CHUNK_BYTES for rank in (0, 2, 3))
+    assert sum(sent) == 2 * (3 * STATE_CHUNK_BYTES + 5)
+    assert all(sent[rank] >= 2 * STATE_CHUNK_BYTES for rank in (0, 2, 3))
 
 
 def test_only_what_a_newcomer_lacks_is_sent() -> None:
-    size = 2 * CHUNK_BYTES + 100
+    size = 2 * STATE_CHUNK_BYTES + 100
 
     def body(group: Group) -> list[int]:
         whole = bits(1, size)
         mine: dict[str, Any] = {"w": whole.copy(), "read-only": np.broadcast_to(2.0, (3, 4)), "step": 4}
         received = []
-        for damaged in (slice(CHUNK_BYTES + 1, CHUNK_BYTES + 2), slice(size - 1, size), slice(0, 0)):
+        for damaged in (slice(STATE_CHUNK_BYTES + 1, STATE_CHUNK_BYTES + 2), slice(size - 1, size), slice(0, 0)):
             if group.rank == 1:
                 mine["w"][damaged] += 1
             received.append(restore(group, mine, fresh=group.rank == 1).bytes_received)
             check(mine, {"w": whole, "read-only": np.full((3, 4), 2.0), "step": 4})
         return received
 
-    assert run_threads(2, body) == [[0, 0, 0], [CHUNK_BYTES, 100, 0]]
+    assert run_threads(2, body) == [[0, 0, 0], [STATE_CHUNK_BYTES, 100, 0]]
 
 
 def test_names_that_a_newcomer_lacks_are_added_and_those_that_only_it_has_are_dropped(
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_arrays_that_share_memory_are_fine_if_they_do_everywhere_and_told_if_not() -> None:
     def body(group: Group) -> None:
-        mine = np.full(CHUNK_BYTES, group.rank, np.uint8)
+        mine = np.full(STATE_CHUNK_BYTES, group.rank, np.uint8)
         restore(group, {"embed": mine, "head": mine}, fresh=group.rank == 1)
         assert (mine == 0).all()
         apart = {"embed": np.zeros(9), "head": np.ones(9)}
@@ -276,7 +276,7 @@ class Watched(dict[str, Any]):
 
 
 def test_a_chunk_that_is_not_what_its_donor_announced_comes_from_another(caplog: pytest.LogCaptureFixture) -> None:
-    right = bits(3, 2 * CHUNK_BYTES)
+    right = bits(3, 2 * STATE_CHUNK_BYTES)
     states = [{"w": right.copy()}, {"w": right.copy()}]
 
     def corrupt() -> None:
@@ -291,8 +291,8 @@ def test_a_chunk_that_is_not_what_its_donor_announced_comes_from_another(caplog:
 
     with caplog.at_level(logging.WARNING, "covey"):
         reports = run_threads(3, body)
-    assert [each.bytes_received for each in reports] == [0, 0, 3 * CHUNK_BYTES]
-    span = f"bytes 0 to {CHUNK_BYTES} of 'w'"
+    assert [each.bytes_received for each in reports] == [0, 0, 3 * STATE_CHUNK_BYTES]
+    span = f"bytes 0 to {STATE_CHUNK_BYTES} of 'w'"
     text = f"rank 0 sent {span} that differ from those it announced; they are fetched from another rank"
     assert [each.getMessage() for each in caplog.records] == [f"restore: {text}"]
 
@@ -322,7 +322,7 @@ def lose_a_rank(group: Group, mine: dict[str, Any], *, fresh: bool, lost: int) -
 
 def test_what_a_donor_that_leaves_has_not_given_comes_from_the_others() -> None:
     """The group is one that fails when a rank is missing, so it ends in an error; but the state is whole by then."""
-    right = bits(4, 6 * CHUNK_BYTES)
+    right = bits(4, 6 * STATE_CHUNK_BYTES)
 
     def body(group: Group) -> None:
         mine = {"w": right.copy()} if group.rank < 2 else {}
@@ -336,7 +336,7 @@ def test_what_a_donor_that_leaves_has_not_given_comes_from_the_others() -> None:
 
 
 def test_if_the_only_donor_leaves_the_receiver_says_so_and_keeps_what_it_has() -> None:
-    right = bits(4, 3 * CHUNK_BYTES)
+    right = bits(4, 3 * STATE_CHUNK_BYTES)
 
     def body(group: Group) -> None:
         if group.rank == 0:
@@ -344,14 +344,14 @@ def test_if_the_only_donor_leaves_the_receiver_says_so_and_keeps_what_it_has() -
             return
         mine: dict[str, Any] = {}
         lose_a_rank(group, mine, fresh=True, lost=0)
-        assert (mine["w"][:CHUNK_BYTES] == right[:CHUNK_BYTES]).all()
-        assert not mine["w"][CHUNK_BYTES:].any()
+        assert (mine["w"][:STATE_CHUNK_BYTES] == right[:STATE_CHUNK_BYTES]).all()
+        assert not mine["w"][STATE_CHUNK_BYTES:].any()
 
     run_threads(2, body)
 
 
 def test_a_receiver_that_leaves_does_not_keep_the_donors_from_the_others() -> None:
-    right = bits(4, 3 * CHUNK_BYTES)
+    right = bits(4, 3 * STATE_CHUNK_BYTES)
 
     def body(group: Group) -> None:
         mine = {"w": right.copy()} if group.rank == 0 else {}
@@ -409,7 +409,7 @@ def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
 def test_a_donor_that_is_killed_ends_the_restore_or_is_done_without(on_loss: str) -> None:
-    nbytes = 4 * CHUNK_BYTES + 3
+    nbytes = 4 * STATE_CHUNK_BYTES + 3
     path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     with Ranks(3, restore_then_lose_a_donor, nbytes, on_loss, lanes="unix", env={"PYTHONPATH": path}) as ranks:
         restored = ranks.hear("restored")

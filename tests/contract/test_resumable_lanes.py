@@ -1,4 +1,4 @@
-"""What resumable lanes promise beyond sealed ones: bytes arrive once and in order, whatever connections carry them."""
+"""What resumable lanes promise beyond others: bytes arrive once and in order, whatever connections carry them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.seeds import batches
 from tests.support.waiting import DEADLINE
 
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.lanes.resumable import ResumableLane
+from covey.net.lanes.resumable import ResumableSealedLane, ResumableStreamLane, ResumableStripedLane
+from covey.net.lanes.stream import is_striped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,11 +39,25 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def resumable(socks: list[socket.socket], *, is_native: bool, dialler: bool, is_direct: bool) -> Any:
-    maker: Any = ResumableLane
+every_shape = pytest.mark.parametrize("shape", ["plain", "sealed", "striped"])
+
+
+def resumable(
+    socks: list[socket.socket], *, is_native: bool, dialler: bool, is_direct: bool, shape: str = "sealed"
+) -> Any:
+    makers: dict[str, Any] = {
+        "plain": ResumableStreamLane,
+        "sealed": ResumableSealedLane,
+        "striped": ResumableStripedLane,
+    }
     if is_native:
-        from covey.net.lanes.native import NativeResumableLane as maker  # noqa: N813
-    return maker(socks, SECRET, LANE, dialler=dialler, directs=[is_direct] * len(socks))
+        from covey.net.lanes.native import NativeSealedLane, NativeStreamLane, NativeStripedLane
+
+        makers = {"plain": NativeStreamLane, "sealed": NativeSealedLane, "striped": NativeStripedLane}
+    directs = [is_direct] * len(socks)
+    if shape == "plain":
+        return makers[shape](socks[0], "tcp", directs=directs)
+    return makers[shape](socks, SECRET, LANE, dialler=dialler, directs=directs)
 
 
 class Relay:
@@ -76,14 +91,20 @@ class Network:
     """Two ends of a lane, and the connections of its streams, which end and are replaced."""
 
     def __init__(
-        self, stack: contextlib.ExitStack, rng: random.Random, is_native: tuple[bool, bool], *, is_relayed: bool
+        self,
+        stack: contextlib.ExitStack,
+        rng: random.Random,
+        is_native: tuple[bool, bool],
+        shape: str,
+        *,
+        is_relayed: bool,
     ) -> None:
         self._rng, self._is_relayed, self._stack = rng, is_relayed, stack
         self._relays: list[Relay] = []
-        self.streams = rng.choice([1, 1, 2, 3])
+        self.streams = 1 if shape == "plain" else rng.choice([1, 1, 2, 3])
         pairs = [self.connect() for _ in range(self.streams)]
         self.lanes = [
-            resumable(list(socks), is_native=native, dialler=index == 0, is_direct=not is_relayed)
+            resumable(list(socks), is_native=native, dialler=index == 0, is_direct=not is_relayed, shape=shape)
             for index, (socks, native) in enumerate(zip(zip(*pairs, strict=True), is_native, strict=True))
         ]
         for lane in self.lanes:
@@ -138,15 +159,18 @@ class Network:
         self.push()
 
     def push(self) -> None:
+        """Do what the control loop does for lanes whose operation may be over."""
         for lane in self.lanes:
             lane.push()
+            if is_striped(lane):
+                lane.tend()
 
 
-def survive(is_native: tuple[bool, bool], seed: int, *, is_relayed: bool) -> int:
+def survive(is_native: tuple[bool, bool], seed: int, shape: str, *, is_relayed: bool) -> int:
     """Move transfers both ways while connections end at any moment; return how often one was replaced."""
     rng = random.Random(seed)
     with contextlib.ExitStack() as stack:
-        network = Network(stack, rng, is_native, is_relayed=is_relayed)
+        network = Network(stack, rng, is_native, shape, is_relayed=is_relayed)
         near, far = network.lanes
         dtype = rng.choice([None, np.dtype(np.uint32)])
         sizes = [rng.choice([0, 4, 2048, 2052, 70_000, rng.randrange(MIB) & ~3]) for _ in range(rng.randrange(4, 16))]
@@ -180,18 +204,19 @@ def survive(is_native: tuple[bool, bool], seed: int, *, is_relayed: bool) -> int
         return replaced
 
 
+@every_shape
 @every_pair
 @pytest.mark.parametrize("is_relayed", [False, True], ids=["direct", "relayed"])
 @pytest.mark.parametrize("batch", batches(5))
 def test_connections_that_end_at_any_moment_cost_no_byte(
-    is_native: tuple[bool, bool], is_relayed: bool, batch: int
+    shape: str, is_native: tuple[bool, bool], is_relayed: bool, batch: int
 ) -> None:
     replaced = 0
 
     @in_turn(seed=range(SEEDS_OF_A_BATCH * batch, SEEDS_OF_A_BATCH * (batch + 1)))
     def check(seed: int) -> None:
         nonlocal replaced
-        while not (count := survive(is_native, seed, is_relayed=is_relayed)):
+        while not (count := survive(is_native, seed, shape, is_relayed=is_relayed)):
             pass  # all bytes had arrived before a connection was ended
         replaced += count
 
@@ -199,10 +224,12 @@ def test_connections_that_end_at_any_moment_cost_no_byte(
     assert replaced >= SEEDS_OF_A_BATCH
 
 
-def lanes_over(stack: contextlib.ExitStack, is_native: tuple[bool, bool], *, is_direct: bool = True) -> tuple[Any, Any]:
+def lanes_over(
+    stack: contextlib.ExitStack, is_native: tuple[bool, bool], shape: str, *, is_direct: bool = True
+) -> tuple[Any, Any]:
     pair = _connected()
     made = [
-        resumable([sock], is_native=native, dialler=index == 0, is_direct=is_direct)
+        resumable([sock], is_native=native, dialler=index == 0, is_direct=is_direct, shape=shape)
         for index, (sock, native) in enumerate(zip(pair, is_native, strict=True))
     ]
     for lane in made:
@@ -210,11 +237,12 @@ def lanes_over(stack: contextlib.ExitStack, is_native: tuple[bool, bool], *, is_
     return made[0], made[1]
 
 
+@every_shape
 @every_pair
 def test_what_was_sent_arrives_though_its_sender_is_in_no_operation_when_the_path_dies(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
+    ends: contextlib.ExitStack, shape: str, is_native: tuple[bool, bool]
 ) -> None:
-    near, far = lanes_over(ends, is_native, is_direct=False)
+    near, far = lanes_over(ends, is_native, shape, is_direct=False)
     sent = transfers([4, 1000, 70_000])
     moved(ends, near, sent, [])()
     for lane in (near, far):  # the path swallows all of it
@@ -232,11 +260,12 @@ def test_what_was_sent_arrives_though_its_sender_is_in_no_operation_when_the_pat
     moved(ends, far, [], sent)()
 
 
+@every_shape
 @every_pair
 def test_a_lane_that_gets_no_connection_waits_until_it_is_told_to_end(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
+    ends: contextlib.ExitStack, shape: str, is_native: tuple[bool, bool]
 ) -> None:
-    near, far = lanes_over(ends, is_native, is_direct=False)
+    near, far = lanes_over(ends, is_native, shape, is_direct=False)
     near.sockets()[0].shutdown(socket.SHUT_RDWR)
     sent = transfers([2 * MIB])
     errors: list[str] = []
@@ -264,11 +293,12 @@ def test_a_lane_that_gets_no_connection_waits_until_it_is_told_to_end(
     assert errors == ["there is no path"] * 2
 
 
+@every_shape
 @every_pair
 def test_a_direct_connection_that_the_other_end_closes_ends_the_lane(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
+    ends: contextlib.ExitStack, shape: str, is_native: tuple[bool, bool]
 ) -> None:
-    near, far = lanes_over(ends, is_native)
+    near, far = lanes_over(ends, is_native, shape)
     near.close()
     with pytest.raises(LaneClosedError, match="end of stream"):
         moved(ends, far, [], transfers([4]))()
@@ -279,11 +309,12 @@ def test_a_direct_connection_that_the_other_end_closes_ends_the_lane(
     two.close()
 
 
+@every_shape
 @every_pair
 def test_an_end_that_expects_what_is_not_kept_gets_nothing(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
+    ends: contextlib.ExitStack, shape: str, is_native: tuple[bool, bool]
 ) -> None:
-    near, far = lanes_over(ends, is_native, is_direct=False)
+    near, far = lanes_over(ends, is_native, shape, is_direct=False)
     first = transfers([5 * MIB])
     in_parallel(moved(ends, near, first, []), moved(ends, far, [], first))
     position = far.received(0)

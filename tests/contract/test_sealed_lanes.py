@@ -29,8 +29,8 @@ from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     DIALLER,
     NEXT_KEY,
-    OVERHEAD_BYTES,
     RECORD_LIMIT,
+    RECORD_OVERHEAD_BYTES,
     REKEY_SECONDS,
     SPREAD_RECORD_LIMIT,
     Sealer,
@@ -128,7 +128,7 @@ def capture(lane: SealedLane, socks: Sockets, transfers: list[Transfer]) -> Reco
 def split(data: bytearray) -> list[bytes]:
     records = []
     while data:
-        end = record_length(data) + OVERHEAD_BYTES
+        end = record_length(data) + RECORD_OVERHEAD_BYTES
         assert end <= len(data), "a part of a record"
         records.append(bytes(data[:end]))
         del data[:end]
@@ -251,7 +251,7 @@ def test_a_small_transfer_leaves_in_one_record_and_one_call(ends: contextlib.Exi
     assert out.sent == nbytes
     record = far[0].recv(MIB)
     assert record_length(record) == HEADER_BYTES + nbytes
-    assert len(record) == HEADER_BYTES + nbytes + OVERHEAD_BYTES
+    assert len(record) == HEADER_BYTES + nbytes + RECORD_OVERHEAD_BYTES
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
@@ -281,7 +281,7 @@ def test_a_full_stream_leaves_the_others_their_turn(ends: contextlib.ExitStack) 
         pass
     drain(far, wire)
     # The record that is stuck in the second stream is not whole; the one after it is, on the third.
-    assert len(wire[1]) < SPREAD_RECORD_LIMIT + OVERHEAD_BYTES
+    assert len(wire[1]) < SPREAD_RECORD_LIMIT + RECORD_OVERHEAD_BYTES
     assert len(split(wire[2])) == 1
     assert len(split(wire[0])) == 2
 
@@ -432,7 +432,7 @@ def test_a_peer_that_cuts_its_payload_otherwise_is_refused(ends: contextlib.Exit
     plain = message.header + message.payload.tobytes() + bytes(5000)
     sealer = Sealer(lane_keys(SECRET, LANE, 0)[DIALLER], LANE, 0, DIALLER)
     for length in lengths:
-        record = memoryview(bytearray(length + OVERHEAD_BYTES))
+        record = memoryview(bytearray(length + RECORD_OVERHEAD_BYTES))
         sealer.seal(plain[:length], record)
         plain = plain[length:]
         raw.sendall(record)

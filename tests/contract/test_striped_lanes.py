@@ -22,8 +22,8 @@ from tests.support.waiting import DEADLINE
 from covey.base.native import native
 from covey.net.host.machine import native_crypto
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.lanes.striped import NUMBER, STRIPE_BYTES, WINDOW, StripedLane
-from covey.wire.seal import DIALLER, LENGTH, OVERHEAD_BYTES, Opener, Sealer, lane_keys, record_length
+from covey.net.lanes.striped import STRIPE_BYTES, STRIPE_NUMBER, WINDOW, StripedLane
+from covey.wire.seal import DIALLER, RECORD_LENGTH, RECORD_OVERHEAD_BYTES, Opener, Sealer, lane_keys, record_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,12 +164,12 @@ def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_
         while True:
             seen.extend(far[1].recv(MIB))
     found, at = [], 0
-    while at + LENGTH.size <= len(seen) and at + record_length(seen, at) + OVERHEAD_BYTES <= len(seen):
+    while at + RECORD_LENGTH.size <= len(seen) and at + record_length(seen, at) + RECORD_OVERHEAD_BYTES <= len(seen):
         length = record_length(seen, at)
         plain = bytearray(length)
-        numbers[1].open(memoryview(seen)[at : at + length + OVERHEAD_BYTES], plain)
-        found.append(NUMBER.unpack_from(plain)[0])
-        at += length + OVERHEAD_BYTES
+        numbers[1].open(memoryview(seen)[at : at + length + RECORD_OVERHEAD_BYTES], plain)
+        found.append(STRIPE_NUMBER.unpack_from(plain)[0])
+        at += length + RECORD_OVERHEAD_BYTES
     assert found
     assert min(found) > 0
     assert max(found) < WINDOW
@@ -194,8 +194,8 @@ def sealers() -> list[Sealer]:
 
 
 def record(sealer: Sealer, number: int, payload: bytes) -> bytes:
-    into = bytearray(NUMBER.size + len(payload) + OVERHEAD_BYTES)
-    sealer.seal(NUMBER.pack(number) + payload, memoryview(into))
+    into = bytearray(STRIPE_NUMBER.size + len(payload) + RECORD_OVERHEAD_BYTES)
+    sealer.seal(STRIPE_NUMBER.pack(number) + payload, memoryview(into))
     return bytes(into)
 
 
@@ -256,8 +256,8 @@ def test_a_peer_that_breaks_the_rules_ends_the_lane_and_costs_no_memory(
         sealed[20] ^= 1
         near[0].sendall(sealed)
     else:
-        into = bytearray(NUMBER.size + OVERHEAD_BYTES)
-        seal.seal(bytes(NUMBER.size), memoryview(into))
+        into = bytearray(STRIPE_NUMBER.size + RECORD_OVERHEAD_BYTES)
+        seal.seal(bytes(STRIPE_NUMBER.size), memoryview(into))
         near[0].sendall(into)
     with pytest.raises(LaneClosedError):
         moved(ends, lane, [], [expected])()

@@ -24,7 +24,7 @@ from tests.support.waiting import DEADLINE, wait_until
 import covey
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
-from covey.net.discovery.host_rendezvous import TOKEN_BYTES
+from covey.net.discovery.host_rendezvous import RUN_TOKEN_BYTES
 from covey.runtime import loop as control
 from covey.runtime.collectives import closure
 from covey.runtime.environment import LaunchedRank
@@ -48,7 +48,7 @@ NEVER = 2 * DEADLINE
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., LaunchedRank]]:
-    token = secrets.token_bytes(TOKEN_BYTES)
+    token = secrets.token_bytes(RUN_TOKEN_BYTES)
     with tempfile.TemporaryDirectory(prefix="covey-") as folder:
 
         def launch(rank: int, size: int, **more: Any) -> LaunchedRank:

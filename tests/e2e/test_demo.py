@@ -17,7 +17,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import RankFailedError
 from covey.lab.demo import processes
 from covey.lab.demo.reports import JoinedReport, KilledReport, RoundReport, StartedReport
-from covey.lab.demo.worker import BATCH
+from covey.lab.demo.worker import DEMO_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +64,8 @@ def test_a_node_is_killed_the_others_go_on_and_it_comes_back_and_nothing_is_left
     team, alone = outcome["team"], outcome["undisturbed"]
     assert team["steps"] == alone["steps"] == 80
     away = back["step"] - loss["step"] + (loss["during"] == "step")
-    assert alone["samples"] == 80 * 3 * BATCH
-    assert alone["samples"] - team["samples"] == away * BATCH
+    assert alone["samples"] == 80 * 3 * DEMO_BATCH
+    assert alone["samples"] - team["samples"] == away * DEMO_BATCH
     assert team["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=outcome["tolerance"])
     assert team["held_out_loss"] < outcome["first_loss"] - 1.5
     assert outcome["identical"] is True
@@ -80,7 +80,7 @@ def test_undisturbed_nodes_end_where_one_does_and_the_same_seed_gives_the_same_m
     one, again = (json.loads(covey_demo(*arguments).stdout) for _ in range(2))
     assert one["losses"] == one["returns"] == []
     assert one["difference"] < one["tolerance"] == 0.001
-    assert one["team"]["samples"] == one["undisturbed"]["samples"] == 20 * 3 * BATCH
+    assert one["team"]["samples"] == one["undisturbed"]["samples"] == 20 * 3 * DEMO_BATCH
     assert len({rank["batch_loss"] for rank in one["per_rank"]}) == 3, "nodes must draw different batches"
     assert one["digest"] == again["digest"] != ""
     assert one["writing"] == again["writing"]

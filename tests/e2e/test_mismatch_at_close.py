@@ -103,7 +103,7 @@ def test_ranks_that_only_sent_learn_at_close_that_the_others_called_something_el
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_inquiries, "PATIENCE", 0.1)
+    monkeypatch.setattr(call_inquiries, "PARTING_PATIENCE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -122,7 +122,8 @@ def test_diallers_with_the_key_are_led_to_the_node_that_they_dialled() -> None:
             with sock:
                 await asyncio.get_running_loop().sock_sendall(sock, b"a lane")
 
-        acceptor.on_link, acceptor.on_lane = on_link, on_lane
+        acceptor.give_links(on_link)
+        acceptor.give_lanes(on_lane)
         sock, said = await connect(where, CREDENTIALS, door.Purpose.LINK)
         with sock:
             assert await receive_exactly(sock, 6) == b"a link"
@@ -200,7 +201,7 @@ async def assert_greeted(acceptor: Acceptor, visitor: Visitor, challenge: bytes)
         sock.close()
         greeted.set_result(said)
 
-    acceptor.on_link = on_link
+    acceptor.give_links(on_link)
     answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
     await asyncio.get_running_loop().sock_sendall(visitor.sock, answer)
     assert await greeted == challenge + answer
@@ -305,7 +306,7 @@ def test_a_dialler_that_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: p
                 sent += 1
             await asyncio.wait([gone], timeout=0.02)
         assert await gone == b""
-        assert sent < door.ANSWER_BYTES
+        assert sent < door.DOOR_ANSWER_BYTES
         await until(lambda: acceptor.turned_away == 1)
 
     run(work)
@@ -341,7 +342,7 @@ def test_a_failed_greeting_is_told_and_the_next_one_is_served(caplog: pytest.Log
             with sock:
                 raise problems.pop(0)
 
-        acceptor.on_link = on_link
+        acceptor.give_links(on_link)
         while problems:
             visitor = await Visitor.come(stack, where)
             await visitor.answer(door.Purpose.LINK)
@@ -373,7 +374,7 @@ def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_me
                 await enough.wait()
                 await asyncio.get_running_loop().sock_sendall(sock, b"welcome")
 
-        acceptor.on_link = on_link
+        acceptor.give_links(on_link)
         guests = []
         for ip in ("127.0.0.2", "127.0.0.1", "127.0.0.1", "127.0.0.1"):
             guests.append(await Visitor.come(stack, where, ip))
@@ -428,7 +429,7 @@ def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> 
                 began.set()
                 await forever.wait()
 
-        acceptor.on_link = on_link
+        acceptor.give_links(on_link)
         crowd = [await Visitor.come(stack, where) for _ in range(10)]
         for visitor in crowd:
             if moment == "at the door":
@@ -481,7 +482,7 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
                 await asyncio.sleep(0.005)
             reader, writer = await asyncio.open_connection(*address)
             await reader.readexactly(door.CHALLENGE_BYTES)
-            writer.write(bytes(door.ANSWER_BYTES))
+            writer.write(bytes(door.DOOR_ANSWER_BYTES))
             with contextlib.suppress(ConnectionError):
                 await reader.read()
             writer.close()

@@ -168,7 +168,7 @@ def test_tampering_is_found(folder: Path, how: str, goes_on: bool) -> None:
     if goes_on:
         write("f", "g")
     assert problems()
-    assert len(problems()) <= audit_reader.PROBLEMS_LIMIT + 1
+    assert len(problems()) <= audit_reader.AUDIT_PROBLEMS_LIMIT + 1
 
 
 @pytest.mark.parametrize("what", ["head", "log.1.jsonl", "log.2.jsonl", "log.jsonl"])
@@ -176,7 +176,7 @@ def test_tampering_is_found(folder: Path, how: str, goes_on: bool) -> None:
 def test_a_file_that_was_removed_is_missed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, goes_on: bool
 ) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 2000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 2000)
     for number in range(18):
         write(f"n{number}")
     assert (folder / "log.2.jsonl").exists()
@@ -191,7 +191,7 @@ def test_a_file_that_was_removed_is_missed(
 def test_the_log_is_turned_over_and_bounded_and_its_chain_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 3000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 3000)
     for number in range(100):
         write(f"n{number}")
         assert problems() == (), number
@@ -204,7 +204,7 @@ def test_the_log_is_turned_over_and_bounded_and_its_chain_goes_on(
 
 
 def test_a_crash_in_the_middle_of_turning_over_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 3000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 3000)
     write(*(f"n{number}" for number in range(7)))
     os.replace(folder / "log.jsonl", folder / "log.1.jsonl")  # and killed here
     assert problems() == ()
@@ -213,11 +213,11 @@ def test_a_crash_in_the_middle_of_turning_over_loses_nothing(folder: Path, monke
     assert problems() == ()
 
 
-@pytest.mark.parametrize("steps", range(1, audit_log.KEPT))
+@pytest.mark.parametrize("steps", range(1, audit_log.OLD_FILES))
 def test_a_crash_while_the_oldest_file_goes_is_no_tampering(
     folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 3000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 3000)
     while not (folder / "log.4.jsonl").exists():
         write("early")
     replace = os.replace
@@ -246,12 +246,12 @@ def test_what_others_wrote_cannot_move_a_cursor_or_forge_a_line(folder: Path) ->
     append([Note(nasty, "refused", nasty, name=nasty, address=nasty, reason=nasty)])
     data = (folder / "log.jsonl").read_bytes()
     assert data.count(b"\n") == 1
-    assert len(data) < audit_log.LINE_LIMIT
+    assert len(data) < audit_log.AUDIT_LINE_LIMIT
     (entry,) = audit_reader.entries()
     for text in (entry.cluster, entry.run, entry.name, entry.address, entry.reason):
         assert text.isprintable()
         assert text.startswith("x\\x1b[2J\\r\\n")
-        assert len(text) <= audit_log.TEXT_LIMIT
+        assert len(text) <= audit_log.AUDIT_TEXT_LIMIT
 
 
 def test_what_several_processes_note_is_written_once(folder: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_line(folder: Path) -> None:
 def test_a_follower_sees_every_entry_once_also_when_the_log_is_turned_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 3000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 3000)
     write("before")
     follower = audit_reader.Follower()
     try:
@@ -320,7 +320,7 @@ def test_a_follower_sees_every_entry_once_also_when_the_log_is_turned_over(
 def test_a_follower_misses_nothing_that_comes_just_before_the_log_is_turned_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 3000)
+    monkeypatch.setattr(audit_log, "AUDIT_FILE_BYTES", 3000)
     write("before")
     follower = audit_reader.Follower()
     looked = follower._was_turned_over

@@ -9,7 +9,7 @@ import pytest
 
 from covey.base.errors import RankFailedError
 from covey.lab.bench.processes import RankProcesses
-from covey.lab.bench.sweep import OPERATIONS, Case, Contender
+from covey.lab.bench.sweep import MEASURED_OPERATIONS, Case, Contender
 
 RANK = """
 import os, signal, socket, sys, time
@@ -52,6 +52,6 @@ def test_a_rank_that_was_killed_after_its_answer_is_blamed_and_not_the_rank_that
     with ScriptedRanks(Contender("covey shm", "covey", "shm"), 2, busy=False) as ranks:
         ranks.await_hello()
         with pytest.raises(RankFailedError, match=r"^covey shm rank 1 was killed by SIGKILL in all_reduce") as failure:
-            ranks.prepare(Case(OPERATIONS["all_reduce"], 16, 2, "float32"))
+            ranks.prepare(Case(MEASURED_OPERATIONS["all_reduce"], 16, 2, "float32"))
     assert failure.value.rank == 1
     assert not Path(ranks._folder).exists()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @pytest.fixture(name="router", params=["192.0.2.7"])
 def _router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayThread]:
     monkeypatch.setattr(port_mapping, "default_gateway", lambda: "127.0.0.1")
-    monkeypatch.setattr(port_mapping, "TRIES", (0.05, 0.05, 0.05))
-    monkeypatch.setattr(doctor_router, "ENOUGH_SECONDS", DEADLINE)
+    monkeypatch.setattr(port_mapping, "ANSWER_WAITS", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(doctor_router, "ROUTER_SECONDS", DEADLINE)
     with GatewayThread(speaks="upnp", claims=request.param) as router:
         monkeypatch.setattr(port_mapping, "GATEWAY_PORT", router.port)
         monkeypatch.setattr(upnp, "SEARCH_PORT", router.gateway.upnp.search_port)
@@ -45,7 +45,7 @@ def test_an_address_that_is_private_is_named() -> None:
 
 def test_a_router_that_takes_too_long_is_left(router: GatewayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upnp, "SEARCHES", (3600.0,))
-    monkeypatch.setattr(doctor_router, "ENOUGH_SECONDS", 0.5)
+    monkeypatch.setattr(doctor_router, "ROUTER_SECONDS", 0.5)
     router.gateway.upnp.location = "http://127.0.0.9/"
     with RouterQuestion() as question:
         assert question.answer() == RouterFacts(problem="the router has not answered in time")

@@ -110,7 +110,7 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("COVEY_INTERFACES", "lo")
     monkeypatch.setattr(callers, "NAMED_SECONDS", 0.0)  # tests wait for the agents instead
-    monkeypatch.setattr(callers, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(callers, "AGENT_SEARCH_SECONDS", 0.0)
     with contextlib.ExitStack() as ending:
         yield Place(tmp_path, monkeypatch, ending)
 

@@ -12,7 +12,7 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
-from covey.net.host import folders, saved_figures
+from covey.net.host import folders, saved_figures, saved_runs
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
@@ -62,6 +62,11 @@ def figures() -> None:
     saved_figures.keep_figures(b"m" * 32, [])
 
 
+def save_run() -> None:
+    record = saved_runs.RunSummary(name="train", began=1.0, pid=1)
+    saved_runs.SavedRun(record, output_bytes=0, total_bytes=1 << 20).end(0, "")
+
+
 FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callable[[], Any]]] = {
     "cluster": (
         lambda: clusters.save(CLUSTER),
@@ -100,6 +105,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         as_array(at=3),
         lambda: records().remember(Remembered(ended=(Ending(b"m" * 16, True),))),
     ),
+    "run": (save_run, "history/*/about", as_json(format=2), saved_runs.past_runs),
     "audit": (write_log, "audit/head", as_json(format=2), write_log),
 }
 """By name: what writes the file, where it is, what a later release makes of it, and what would change it."""
@@ -123,7 +129,7 @@ def test_a_file_of_a_later_release_is_refused_and_not_changed(name: str, tmp_pat
 
 def test_figures_of_a_later_release_are_not_used_nor_replaced(caplog: pytest.LogCaptureFixture) -> None:
     figures()
-    path = folders.existing() / saved_figures.FILE
+    path = folders.existing() / saved_figures.FIGURES_FILE
     path.write_bytes(newer := as_array(at=2)(path.read_bytes()))
     assert saved_figures.read_figures(b"m" * 32) == ()
     figures()

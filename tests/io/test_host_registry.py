@@ -18,7 +18,7 @@ from tests.support import forked
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
-from covey.net.discovery.host_registry import AGE_SECONDS, NODES_LIMIT, HostRegistry, RegisteredNode
+from covey.net.discovery.host_registry import NODES_LIMIT, YOUNG_SOCKET_SECONDS, HostRegistry, RegisteredNode
 from covey.net.discovery.host_rendezvous import rendezvous_folder
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def listening(tag: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def make_old(path: Path) -> None:
-    os.utime(path, (time.time() - AGE_SECONDS - 5,) * 2)
+    os.utime(path, (time.time() - YOUNG_SOCKET_SECONDS - 5,) * 2)
 
 
 def test_the_socket_of_a_killed_node_goes_with_the_next_one_and_that_of_a_living_one_stays() -> None:

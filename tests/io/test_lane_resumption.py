@@ -18,6 +18,7 @@ from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of, node_of
 from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
+from covey.runtime.lanes.table import TOLD_KINDS
 from covey.testing.threads import run_threads
 from covey.wire import messages, proofs
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 OPTIONS: dict[str, Any] = {"lanes": "secure", "on_loss": "raise", "timeout": DEADLINE}
+every_kind = pytest.mark.parametrize("kind", TOLD_KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def _as_if_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let lanes of one host be resumable."""
 
     def is_wanted(_self: LaneResumption, _peer: Seat, kind: str) -> bool:
-        return kind == "secure"
+        return kind in TOLD_KINDS
 
     monkeypatch.setattr(LaneResumption, "is_wanted", is_wanted)
 
@@ -53,9 +55,16 @@ def resumption_of(group: Group) -> tuple[LaneResumption, Any]:
     return resumption, lane
 
 
-def test_operations_are_right_while_connections_are_replaced_again_and_again() -> None:
+@every_kind
+def test_operations_are_right_while_connections_are_replaced_again_and_again(kind: str) -> None:
+    ports = [0, 0]
+
     def body(group: Group) -> int:
         other, rng = 1 - group.rank, random.Random(group.rank)
+        node = node_of(group)
+        assert node is not None
+        if kind == "quic":
+            ports[group.rank] = node.lanes.quic.port()
         group.barrier()
         resumption, lane = resumption_of(group)
         is_over, replaced = threading.Event(), 0
@@ -64,7 +73,7 @@ def test_operations_are_right_while_connections_are_replaced_again_and_again() -
             nonlocal replaced
             while not is_over.is_set() and replaced < 30:
                 before = lane.lane.sockets()[0]
-                resumption.heard(lane.peer, messages.StreamNews(lane.id, 0, "dial", 0))
+                resumption.heard(lane.peer, messages.StreamNews(lane.id, 0, "dial", ports[other]))
                 until = time.monotonic() + DEADLINE
                 while (  # noqa: ASYNC110  (lanes tell no loop of their connections)
                     lane.lane.sockets()[0] is before and time.monotonic() < until and not is_over.is_set()
@@ -88,7 +97,7 @@ def test_operations_are_right_while_connections_are_replaced_again_and_again() -
         assert other in group.lanes()
         return replaced
 
-    assert run_threads(2, body, **OPTIONS)[0] == 30
+    assert run_threads(2, body, **OPTIONS | {"lanes": kind})[0] == 30
 
 
 def test_a_connection_without_the_key_or_with_an_old_number_changes_nothing() -> None:

@@ -18,39 +18,40 @@ from covey.base.version import __version__
 from covey.proto.health import Cause, ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
-from covey.runtime.members.node import Node
-from covey.runtime.peers.launcher_mesh import LauncherMesh
+from covey.runtime.joining.launcher_mesh import LauncherMesh
+from covey.runtime.peers.peer_table import PeerTable
 from covey.testing.threads import run_threads
 from covey.wire import messages
 from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
+    from covey.runtime.members.node import Node
     from covey.runtime.peers.remote_process import RemoteProcess
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     said: Counter[tuple[int, int]] = Counter()
-    send = Node.send
+    send = PeerTable.send
 
-    def count(node: Node, peer: Seat, message: Any) -> None:
-        said[node.seat, peer] += isinstance(message, messages.Ready)
-        send(node, peer, message)
+    def count(peers: PeerTable, peer: Seat, message: Any, **wakes: bool) -> None:
+        said[peers.seat, peer] += isinstance(message, messages.Ready)
+        send(peers, peer, message, **wakes)
 
-    monkeypatch.setattr(Node, "send", count)
+    monkeypatch.setattr(PeerTable, "send", count)
     run_threads(5, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert said == {(rank, peer): 1 for rank in range(5) for peer in range(5) if rank != peer}
 
 
 def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.MonkeyPatch) -> None:
     said: Counter[str] = Counter()
-    send = Node.send
+    send = PeerTable.send
 
-    def count(node: Node, peer: Seat, message: Any) -> None:
+    def count(peers: PeerTable, peer: Seat, message: Any, **wakes: bool) -> None:
         said[type(message).__name__] += 1
-        send(node, peer, message)
+        send(peers, peer, message, **wakes)
 
-    monkeypatch.setattr(Node, "send", count)
+    monkeypatch.setattr(PeerTable, "send", count)
     run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert said["Roster"] == 0
 
@@ -66,7 +67,7 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
         presence, other = generation.view_driver._core._presence, 1 - group.rank
 
         async def hear(value: ProcessState) -> float:
-            node.losses.vouched(node.peers[Seat(other)].card.keeper, [(node.peers[Seat(other)].life, int(value))])
+            node.views.losses.vouched(node.peers[Seat(other)].card.keeper, [(node.peers[Seat(other)].life, int(value))])
             return presence.vouched_until(other)
 
         assert control.start(hear(ProcessState.STOPPED)).result(DEADLINE) < 0
@@ -81,28 +82,29 @@ def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
     monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Rank 1 comes once rank 2 is linked with rank 0, which then tells it why the run cannot form."""
-    hello, dial, linked, other = LauncherMesh.hello, LauncherMesh.dial, Node.linked, messages.VERSION + step
+    hello, dial, linked = LauncherMesh._hello, LauncherMesh._dial, LauncherMesh._linked
+    other = messages.VERSION + step
     is_linked = asyncio.Event()
 
-    def note(node: Node, peer: RemoteProcess, link: Any, card: messages.Card) -> None:
-        linked(node, peer, link, card)
-        if (node.seat, peer.seat) == (0, 2):
+    def note(mesh: LauncherMesh, peer: RemoteProcess, link: Any, card: messages.Card) -> None:
+        linked(mesh, peer, link, card)
+        if (mesh._peers.seat, peer.seat) == (0, 2):
             is_linked.set()
 
     async def dial_late(mesh: LauncherMesh, peer: RemoteProcess) -> None:
-        if mesh.hello().rank == 1:
+        if mesh._hello().rank == 1:
             await is_linked.wait()
         await dial(mesh, peer)
 
-    monkeypatch.setattr(Node, "linked", note)
-    monkeypatch.setattr(LauncherMesh, "dial", dial_late)
+    monkeypatch.setattr(LauncherMesh, "_linked", note)
+    monkeypatch.setattr(LauncherMesh, "_dial", dial_late)
 
     def of_another_release(mesh: LauncherMesh) -> messages.Hello:
         said = hello(mesh)
         card = msgspec.structs.replace(said.card, version="9.9", host_name="south")
         return msgspec.structs.replace(said, versions=only(other), card=card) if said.rank == 1 else said
 
-    monkeypatch.setattr(LauncherMesh, "hello", of_another_release)
+    monkeypatch.setattr(LauncherMesh, "_hello", of_another_release)
     with pytest.raises(ExceptionGroup) as raised:
         run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert len(raised.value.exceptions) == 3
@@ -135,9 +137,9 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
             nodes[1].send(Seat(0), messages.Goodbye())  # it is in the socket now, and this rank has not looked there
             assert not node.peers[Seat(1)].has_left
             if news == "a view without it":
-                node.losses.exclude(Seat(1))
+                node.views.losses.exclude(Seat(1))
             else:
-                node.losses.silent(Seat(1), news, Cause.EXITED)
+                node.views.losses.silent(Seat(1), news, Cause.EXITED)
             return node.peers[Seat(1)].has_left
 
         try:

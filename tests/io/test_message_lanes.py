@@ -14,6 +14,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.lanes.epochs import Epochs
 from covey.runtime.lanes.table import LaneKey
 from covey.runtime.members.node import Node
@@ -57,10 +58,8 @@ def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Detour]:
 
 def links_with(node: Node, seat: Seat) -> list[Link]:
     """Return all links of a node with another one."""
-    part_with = node.losses.on_silent
-    assert part_with is not None
-    mesh = part_with.__self__._mesh  # type: ignore[attr-defined]
-    return list(mesh.met[node.peers[seat].id].links)
+    assert isinstance(node.links, ClusterLinks)
+    return list(node.links._mesh.met[node.peers[seat].id].links)
 
 
 @pytest.mark.usefixtures("links_are_awaited")

@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 @pytest.fixture(autouse=True)
 def _gateway_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_mapping, "default_gateway", lambda: "127.0.0.1")
-    monkeypatch.setattr(port_mapping, "TRIES", (0.5, 1.0, 2.0))
+    monkeypatch.setattr(port_mapping, "ANSWER_WAITS", (0.5, 1.0, 2.0))
     monkeypatch.setattr(upnp, "SEARCHES", (0.05,))
 
 

@@ -83,7 +83,7 @@ async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
 
 
 def test_two_nodes_meet_through_a_relay_and_each_knows_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -145,7 +145,7 @@ def test_a_relay_does_not_replace_a_direct_link() -> None:
 def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_module, "NEAR_SECONDS", 0.0)
     monkeypatch.setattr(relays_module, "FAR_SECONDS", 0.05)
-    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -205,7 +205,7 @@ def relay_of(node: Mesh, other: Mesh) -> str:
 
 
 def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
     monkeypatch.setattr(better_ways, "RELAY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
@@ -405,7 +405,7 @@ def test_a_side_that_ends_ends_the_other() -> None:
 
 
 def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_table, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(relay_table, "WAITING_CALL_SECONDS", 0.1)
 
     async def work(_meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -416,7 +416,7 @@ def test_a_caller_that_waits_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPa
                     sock, answer = await ask(port, lambda challenge, token=token: key.call(challenge, token))  # type: ignore[misc]
                     sock.close()
                     answers.append(answer)
-                assert answers == [RelayRefusal(relay_table.UNKNOWN), RelayRefusal(relay_table.UNANSWERED)]
+                assert answers == [RelayRefusal(relay_table.UNKNOWN_TOKEN), RelayRefusal(relay_table.UNANSWERED)]
 
     run(work)
 

@@ -148,7 +148,7 @@ def test_what_is_sent_over_resting_links_arrives_once_and_in_order(
 
     def listen() -> None:
         for rank, numbers in heard.items():
-            monkeypatch.setattr(node_of(scene.groups[rank]).losses, "answered", functools.partial(note, numbers))
+            monkeypatch.setattr(node_of(scene.groups[rank]).views.losses, "answered", functools.partial(note, numbers))
 
     def note(numbers: list[int], _seat: Seat, number: int, _clock: float) -> None:
         if number in said:  # pings have numbers of 32 random bits
@@ -243,7 +243,8 @@ def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatc
         """Reach nothing, as if the network were cut."""
 
     with monkeypatch.context() as cut:
-        cut.setattr(mesh, "dial", dial_nothing)
+        for dialling in (mesh, mesh._dialer):
+            cut.setattr(dialling, "dial", dial_nothing)
         call_on_loop(link.send, messages.encode(messages.Ping(1)))
         until(lambda: link.ended.is_set() and node_of(scene.groups[second]).card.id not in mesh.met)
     until(lambda: node_of(scene.groups[second]).card.id in mesh.met)  # it is dialled again
@@ -269,7 +270,8 @@ def test_a_later_life_of_a_node_gets_a_link_though_that_with_the_earlier_life_re
 
     assert link is not None
     with monkeypatch.context() as cut:
-        cut.setattr(mesh, "dial", dial_nothing)
+        for dialling in (mesh, mesh._dialer):
+            cut.setattr(dialling, "dial", dial_nothing)
         refusal = call_on_loop(answer)
         assert isinstance(refusal, messages.Refusal)
         assert "is in use" in refusal.reason
@@ -285,7 +287,7 @@ def test_a_link_that_only_one_end_can_open_does_not_rest(
     tried = set[tuple[bytes, bytes]]()
 
     async def reach_nothing(self: resting_links.RestingLinks, remote: RemoteProcess) -> None:
-        tried.add((self._mesh.card.id, remote.card.id))
+        tried.add((self._id, remote.card.id))
         remote.is_reachable = False
 
     monkeypatch.setattr(resting_links.RestingLinks, "_try_to_reach", reach_nothing)

@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.net.host.runs import AGE_SECONDS, LOCK, PREFIX, TOKEN, RunFolder, sweep
+from covey.net.host.runs import LOCK, RUN_FOLDER_PREFIX, TOKEN, YOUNG_FOLDER_SECONDS, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def keeper(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.stdout.close()
 
 
-def make_old(folder: Path, seconds: float = AGE_SECONDS + 5) -> None:
+def make_old(folder: Path, seconds: float = YOUNG_FOLDER_SECONDS + 5) -> None:
     os.utime(folder, (time.time() - seconds,) * 2)
 
 
@@ -110,7 +110,7 @@ def test_the_folder_of_a_living_keeper_stays_however_old_it_is(base: Path) -> No
 
 def test_a_folder_that_is_seconds_old_stays(base: Path) -> None:
     left = left_by_a_killed_keeper(base)
-    for age in (-100.0, 0.0, AGE_SECONDS - 10):  # a clock may have been put back meanwhile
+    for age in (-100.0, 0.0, YOUNG_FOLDER_SECONDS - 10):  # a clock may have been put back meanwhile
         (left / TOKEN).touch()
         make_old(left, age)
         sweep(str(base))
@@ -162,7 +162,7 @@ def test_what_is_not_certainly_an_abandoned_run_stays(base: Path, what: str) -> 
         kept = left.rename(base / "elsewhere")
         left.symlink_to(kept)
     elif what == "a file":
-        kept = base / f"{PREFIX}file"
+        kept = base / f"{RUN_FOLDER_PREFIX}file"
         kept.write_text("another user's")
     else:
         kept = left.rename(base / "covey-mine")
@@ -183,7 +183,7 @@ def test_a_folder_of_another_user_stays(base: Path) -> None:
 
 
 def test_an_empty_folder_of_a_keeper_that_was_killed_at_once_goes(base: Path) -> None:
-    empty = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    empty = Path(tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX, dir=base))
     make_old(empty)
     sweep(str(base))
     assert not empty.exists()

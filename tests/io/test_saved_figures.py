@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from covey.net.host import saved_figures
-from covey.net.host.saved_figures import FILE, OLDEST_SECONDS, is_recent, keep_figures, read_figures
+from covey.net.host.saved_figures import FIGURES_FILE, OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.wire.saved_figures import MAX_FIGURES, SavedFigure, SavedFigures, encode_saved_figures
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def test_figures_are_added_and_later_ones_replace_those_of_the_same_link(folder:
     keep_figures(HERE, [figure(1, 3e6, at=2000.0), figure(0, 9e6, at=500.0), figure(0, 4e6, cluster=b"d")])
     known = {(each.cluster, each.sender): each.bytes_per_second for each in read_figures(HERE)}
     assert known == {(b"c", 0): 1e6, (b"c", 1): 3e6, (b"d", 0): 4e6}
-    assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / FIGURES_FILE).stat().st_mode) == 0o600
 
 
 def test_the_file_keeps_the_latest_figures_only(folder: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_file_keeps_the_latest_figures_only(folder: Path) -> None:
     assert len(known) == MAX_FIGURES
     assert known[-1].bytes_per_second == 7e6
     assert min(each.at for each in known) == 1
-    assert (folder / FILE).stat().st_size < 1 << 18
+    assert (folder / FIGURES_FILE).stat().st_size < 1 << 18
 
 
 def hostile(good: bytes) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def test_a_file_that_is_damaged_or_of_another_machine_is_ignored_with_one_line_a
     what: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep_figures(HERE, [figure()])
-    (folder / FILE).write_bytes(hostile((folder / FILE).read_bytes())[what])
+    (folder / FIGURES_FILE).write_bytes(hostile((folder / FIGURES_FILE).read_bytes())[what])
     with caplog.at_level(logging.WARNING, "covey"):
         assert read_figures(HERE) == ()
         assert read_figures(HERE) == ()
@@ -79,11 +79,11 @@ def test_a_file_that_is_damaged_or_of_another_machine_is_ignored_with_one_line_a
 
 def test_a_file_that_others_can_read_or_that_is_a_link_is_ignored(folder: Path, tmp_path: Path) -> None:
     keep_figures(HERE, [figure()])
-    (folder / FILE).chmod(0o644)
+    (folder / FIGURES_FILE).chmod(0o644)
     assert read_figures(HERE) == ()
-    (folder / FILE).rename(tmp_path / "elsewhere")
+    (folder / FIGURES_FILE).rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").chmod(0o600)
-    (folder / FILE).symlink_to(tmp_path / "elsewhere")
+    (folder / FIGURES_FILE).symlink_to(tmp_path / "elsewhere")
     assert read_figures(HERE) == ()
 
 
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_used_is_no_error(folder: Path, caplog: pytest.L
 
 def test_nothing_is_left_beside_the_file(folder: Path) -> None:
     keep_figures(HERE, [figure()])
-    assert sorted(os.listdir(folder)) == [f".{FILE}.lock", FILE]
+    assert sorted(os.listdir(folder)) == [f".{FIGURES_FILE}.lock", FIGURES_FILE]
 
 
 def test_old_figures_and_those_of_a_clock_that_was_set_back_are_not_recent() -> None:

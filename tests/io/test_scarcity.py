@@ -68,7 +68,7 @@ def test_addresses_are_kept_true_after_a_shortage(monkeypatch: pytest.MonkeyPatc
 def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mdns, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(mdns, "INTERFACES_CHECK_EVERY", 0.05)
     shortage = Shortage(interfaces.all_interfaces)
     monkeypatch.setattr(interfaces, "all_interfaces", shortage)
 

@@ -28,7 +28,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.cli.doctor.finding import Obstacle, obstacle
 from covey.net.keys import tls
-from covey.net.keys.tls import PROTOCOL, Channel, Credentials, peer_id
+from covey.net.keys.tls import LINK_PROTOCOL, Channel, Credentials, peer_id
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import Greeter, LinkCredentials, RefusedError, admit, dial
 from covey.wire import messages
@@ -187,7 +187,7 @@ def self_signed(private: Any) -> x509.Certificate:
     return builder.sign(private, None if isinstance(private, Ed25519PrivateKey) else hashes.SHA256())
 
 
-def strange_context(side: ssl._SSLMethod, private: Any = None, *, alpn: str = PROTOCOL) -> ssl.SSLContext:
+def strange_context(side: ssl._SSLMethod, private: Any = None, *, alpn: str = LINK_PROTOCOL) -> ssl.SSLContext:
     """Return a context that believes every peer, and shows a certificate that it signed itself, or none."""
     context = ssl.SSLContext(side)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -364,7 +364,7 @@ async def host(
             if greeted is not None:
                 greeted.append(admitted[1].card.id)
 
-    acceptor.on_link = on_link
+    acceptor.give_links(on_link)
     acceptor.open()
     try:
         yield listener.getsockname()

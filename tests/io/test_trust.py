@@ -32,7 +32,7 @@ def a_cluster(name: str = "lab") -> Cluster:
 
 
 def path() -> Path:
-    return private.home() / trust.FILE_NAME
+    return private.home() / trust.TRUST_FILE
 
 
 def others(cluster: Cluster) -> dict[bytes, TrustedMachine]:

@@ -19,21 +19,27 @@ if TYPE_CHECKING:
 PREFIX = "covey-resume"
 NOTICE_SECONDS = 2.0
 """How soon the end of a process is known on a machine that does nothing else."""
-PROGRAM = STEADY.replace('on_loss="continue", ', 'on_loss="raise", ').replace(
+PROGRAM = STEADY.replace('run, on_loss="continue", ', 'run or None, on_loss="raise", ').replace(
     "[[e.kind, e.generation, list(e.ranks)]",
     '[[e.kind, e.generation, list(e.ranks), e.text if e.kind == "moved" else ""]',
 )
 
 
-def start_run(lan: Lan, *native: str, **options: Any) -> list[Member]:
+def start_run(lan: Lan, *native: str, lanes: str = "secure", **options: Any) -> list[Member]:
     """Start a rank on each host, which adds large arrays up without a pause; `native` is the setting of each."""
     cluster = Cluster()
     given = {"patience": DEADLINE, "count": 300_000, "pause": 0.0, "talks": False, "size": len(lan.hosts)} | options
-    settings = [{"COVEY_STRIPE": "off", "COVEY_NATIVE": each} for each in native or ("auto",) * len(lan.hosts)]
-    started = [
-        cluster.start(host, env=env, code=PROGRAM, **given) for host, env in zip(lan.hosts, settings, strict=True)
-    ]
-    return by_rank([Member(node.host, node.process) for node in started])
+    if lanes == "tcp":  # without encryption, which only a launcher's run can have
+        given |= {"address": f"{lan.hosts[0].ip4}:47900", "insecure": True}
+    else:
+        given |= {"lanes": lanes}
+    members = []
+    for rank, host in enumerate(lan.hosts):
+        env = {"COVEY_STRIPE": "off", "COVEY_NATIVE": native[rank] if native else "auto"}
+        own = {"rank": rank} if lanes == "tcp" else {}
+        node = cluster.start(host, "" if lanes == "tcp" else "my-run", env=env, code=PROGRAM, **given, **own)
+        members.append(Member(node.host, node.process))
+    return by_rank(members)
 
 
 def await_progress(members: list[Member], number: int) -> None:
@@ -57,20 +63,25 @@ def end_well(members: list[Member]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "native",
+    ("lanes", "native"),
     [
-        ("auto", "auto"),
+        ("secure", ("auto", "auto")),
         *(
-            pytest.param(each, marks=pytest.mark.thorough)
-            for each in (("0", "auto"), ("0", "0"), ("auto", "0", "auto"))
+            pytest.param(lanes, each, marks=pytest.mark.thorough)
+            for lanes, each in (
+                ("secure", ("0", "auto")),
+                ("secure", ("0", "0")),
+                ("secure", ("auto", "0", "auto")),
+                ("quic", ("auto", "auto")),
+            )
         ),
     ],
-    ids=["compiled", "mixed", "python", "three"],
+    ids=["compiled", "mixed", "python", "three", "quic"],
 )
-def test_the_network_in_use_dies_and_every_sum_is_right(native: tuple[str, ...]) -> None:
+def test_the_network_in_use_dies_and_every_sum_is_right(lanes: str, native: tuple[str, ...]) -> None:
     """Each network dies once, and comes back: one of them carries the lanes."""
     with Lan(hosts=len(native), two_networks=True, prefix=PREFIX) as lan:
-        members = start_run(lan, *native)
+        members = start_run(lan, *native, lanes=lanes)
         number = 0
         for device in ("eth0", "eth1"):
             await_progress(members, number)
@@ -96,6 +107,24 @@ def test_one_of_two_address_families_dies_and_every_sum_is_right() -> None:
             host.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/eth0/disable_ipv6"])
         await_progress(members, 3)
         assert end_well(members), "no lane went on over the other family"
+
+
+@pytest.mark.parametrize(
+    "native",
+    [("auto", "auto"), *(pytest.param(each, marks=pytest.mark.thorough) for each in (("0", "auto"), ("auto", "0")))],
+    ids=["compiled", "python-beside", "beside-python"],
+)
+def test_an_unencrypted_lane_goes_on_when_the_address_of_a_machine_changes(native: tuple[str, ...]) -> None:
+    """Ranks of such a run listen at one address only; the rank that dials may come from any."""
+    with Lan(hosts=2, ula=False, prefix=PREFIX) as lan:
+        members = start_run(lan, *native, lanes="tcp")
+        for number in range(3):
+            await_progress(members, 2 * number)
+            lan.hosts[1].run(
+                ["sh", "-c", f"ip address flush dev eth0 && ip address add 10.213.0.{77 + number}/24 dev eth0"]
+            )
+            await_progress(members, 2 * number + 1)
+        assert end_well(members), "no lane went on over another connection"
 
 
 def test_a_rank_that_is_killed_is_lost_at_once(promised: Callable[[float], float]) -> None:

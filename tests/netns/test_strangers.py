@@ -13,7 +13,7 @@ from tests.support import pipes
 from tests.support.nodes import SOURCE, Cluster, wait_until_listening
 from tests.support.waiting import DEADLINE
 
-from covey.net.discovery.sieve import TOTAL_BURST, TOTAL_RATE
+from covey.net.discovery.sieve import ALL_PACKETS_BURST, ALL_PACKETS_RATE
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.testing.netns import Lan
 from covey.wire.secret import ClusterSecret
@@ -193,7 +193,7 @@ def test_a_flood_of_inventions_leaves_memory_as_it_was() -> None:
                 before = resident_bytes(listener.pid)
         grown = resident_bytes(listener.pid) - before
         assert grown < GROWTH, f"{grown >> 10} KiB after {heard} packets"
-        assert heard - dropped <= TOTAL_BURST + TOTAL_RATE * (time.monotonic() - began)
+        assert heard - dropped <= ALL_PACKETS_BURST + ALL_PACKETS_RATE * (time.monotonic() - began)
 
 
 class BlackHole:

@@ -32,9 +32,9 @@ with covey.join("stripes", **options) as group:
     while not is_over:
         paths = group.lanes().paths[1 - group.rank]
         is_striped = len(paths) > 1
-        has_lost |= any(not path.is_used for path in paths)
+        has_lost |= dies != "all" and any(not path.is_used for path in paths)
         if dies and is_striped and not told:
-            print("striped", flush=True)
+            print(json.dumps(["striped", *(path.remote for path in paths)]), flush=True)
             told, before = True, len(group.events())
         x = places * 4**group.rank + step
         group.barrier()
@@ -44,6 +44,7 @@ with covey.join("stripes", **options) as group:
             times.append(time.perf_counter() - began)
         assert np.array_equal(x, places * 5 + 2 * step), "the sum is wrong"
         step += 1
+        has_lost |= dies == "all" and any("goes on over" in event.text for event in group.events())
         is_done = has_lost if dies else len(times) >= least
         is_over = group.all_reduce(float(is_done or time.monotonic() > end), "min") > 0
     paths = group.lanes().paths[1 - group.rank]
@@ -54,8 +55,23 @@ print(json.dumps({"times": times, "events": events, "contributors": len(group.co
 """
 
 
+OWN_ADDRESSES = "ip -o address | sed 's/.*inet6* //; s/[/].*//'"
+
+
 def shape(host: Host, device: str, rate: str) -> None:
     host.run(f"tc qdisc add dev {device} root tbf rate {rate} burst 256kb latency 20ms".split())
+
+
+def is_first(lan: Lan, remote: list[str]) -> bool:
+    """Tell whether these are not addresses of the first host."""
+    return not set(remote) & set(lan.hosts[0].run(["sh", "-c", OWN_ADDRESSES]).stdout.split())
+
+
+def swallow(host: Host, addresses: list[str]) -> None:
+    """Let what a host sends to these addresses reach no machine."""
+    for address in addresses:
+        for device in ("eth0", "eth1"):
+            host.run(f"ip neigh replace {address} lladdr 02:00:00:00:00:99 dev {device} nud permanent".split())
 
 
 def run(
@@ -66,17 +82,24 @@ def run(
         for number, rate in enumerate(rates):
             shape(host, f"eth{number}", rate)
     given = {"secret": "0" * 64, "size": 2, "timeout": 30, "seeds": [f"{lan.hosts[0].ip4}:47700"], "most": 40}
-    given |= {"count": 1 << 20, "least": 0, "dies": bool(dies), **options}
+    given |= {"count": 1 << 20, "least": 0, "dies": dies, **options}
     processes = [
         host.popen([sys.executable, "-c", PROGRAM, json.dumps(given)], env={"COVEY_NATIVE": native[index]})
         for index, host in enumerate(lan.hosts)
     ]
     if dies:
+        used = []
         for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline() == "striped\n", process.communicate()[1]
+            line = process.stdout.readline()
+            assert line.startswith('["striped"'), process.communicate()[1]
+            used.append(json.loads(line)[1:])
         time.sleep(0.1)
-        lan.hosts[1].run(["ip", "link", "set", dies, "down"])
+        if dies == "all":
+            for host, addresses in zip(lan.hosts, used if is_first(lan, used[0]) else used[::-1], strict=True):
+                swallow(host, addresses)
+        else:
+            lan.hosts[1].run(["ip", "link", "set", dies, "down"])
     return pipes.reports(processes, DEADLINE)
 
 
@@ -94,6 +117,17 @@ def test_an_operation_survives_the_loss_of_one_of_its_networks(
         kinds = [kind for kind, _ in each["events"]]
         assert kinds.count("striped") == 1, each["events"]
         assert not {"lost", "view"} & set(kinds[each["before"] :]), each["events"]
+        assert each["contributors"] == 2
+
+
+@pytest.mark.parametrize("native", [("1", "1"), ("0", "1")], ids=["compiled", "mixed"])
+def test_an_operation_survives_the_loss_of_all_its_networks_if_there_is_another_path(native: tuple[str, str]) -> None:
+    """The addresses that the lane uses can be reached no more, and others of the same machines can."""
+    with Lan(hosts=2, two_networks=True, prefix=PREFIX) as lan:
+        said = run(lan, ("80mbit", "60mbit"), native=native, on_loss="raise", dies="all")
+    for each in said:
+        kinds = [kind for kind, _ in each["events"]]
+        assert not {"lost", "view"} & set(kinds), each["events"]
         assert each["contributors"] == 2
 
 

@@ -101,9 +101,9 @@ def test_the_bounds_of_agents_are_those_of_the_code() -> None:
     assert jobs.STARTS_RATE == 0.5
     for sentence in (
         f"runs {jobs.RUNNING_LIMIT} programs at a time, and after a burst of {jobs.STARTS_BURST:.0f} starts",
-        f"at most {snapshot.FILES_LIMIT} files and {snapshot.FOLDER_BYTES >> 30} GiB",
+        f"at most {snapshot.SNAPSHOT_FILES_LIMIT} files and {snapshot.FOLDER_BYTES >> 30} GiB",
         f"{service.DELIVERIES_LIMIT} transfers are open at a time",
-        f"Of the output of a program {outputs.SEGMENTS * outputs.SEGMENT_BYTES >> 20} MiB are kept",
+        f"Of the output of a program {outputs.LOG_BYTES >> 20} MiB are kept",
     ):
         assert sentence in page
 

@@ -58,7 +58,7 @@ def invade(prey: Victim, source: str) -> None:
     sock = socket.create_connection(prey.address, timeout=DEADLINE, source_address=(source, 0))
     with sock, contextlib.suppress(*BROKEN):
         read(sock, door.CHALLENGE_BYTES)
-        sock.sendall(bytes(door.ANSWER_BYTES))
+        sock.sendall(bytes(door.DOOR_ANSWER_BYTES))
         sock.recv(1)
 
 

@@ -253,7 +253,7 @@ def test_only_what_was_exported_to_a_member_can_be_called_by_it() -> None:
     assert answers is not None
     for answer in answers:
         assert isinstance(answer, wire.CallFailure)
-        assert answer.kind == wire.UNKNOWN
+        assert answer.kind == wire.UNKNOWN_FUNCTION
         assert "not exported to this node" in answer.text
 
 

@@ -192,11 +192,11 @@ def test_denying_a_machine_denies_its_other_nodes(owned: Owned) -> None:
 
 def test_nodes_that_wait_are_bounded_however_many_come(owned: Owned) -> None:
     owned.spread(owned.charter(9, allowed=(owned.prey.node.card.id,)))
-    for _ in range(messages.WAITING_LIMIT + 10):
+    for _ in range(messages.WAITING_NODES_LIMIT + 10):
         with Insider(owned.prey, NodeIdentity.ephemeral()) as refused:
             assert isinstance(refused.greeting, messages.Refusal)
-    assert call_on_loop(lambda: len(owned.prey.node.rules.waiting())) == messages.WAITING_LIMIT
-    assert len(clusters.waiting("prey")) <= messages.WAITING_LIMIT
+    assert call_on_loop(lambda: len(owned.prey.node.rules.waiting())) == messages.WAITING_NODES_LIMIT
+    assert len(clusters.waiting("prey")) <= messages.WAITING_NODES_LIMIT
 
 
 def test_a_running_node_obeys_what_commands_write_to_the_file_within_two_seconds(owned: Owned) -> None:

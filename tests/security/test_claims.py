@@ -157,14 +157,14 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
-        f"{sieve.SOURCE_RATE:.0f} from one address, {sieve.TOTAL_RATE:.0f} in all",
+        f"{sieve.PACKET_RATE:.0f} from one address, {sieve.ALL_PACKETS_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
-        f"{messages.CHARTER_LIMIT}; {messages.WAITING_LIMIT}",
+        f"{messages.CHARTER_LIMIT}; {messages.WAITING_NODES_LIMIT}",
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
-        f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.MESSAGE_BYTES >> 30} GiB",
-        f"{refusal.MESSAGE_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
+        f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB",
+        f"{refusal.REQUEST_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
         f"{refusal.MAX_CONNECTIONS}",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
@@ -175,7 +175,9 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert hints.NAPS * hints.NAP_SECONDS == 3600
     assert f"{allowance.SOCKETS} sockets" in words
     assert f"{allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}" in words
-    assert f"more than {sieve.SOURCE_RATE:.0f} a second from one address or {sieve.TOTAL_RATE:.0f} in all" in words
+    assert (
+        f"more than {sieve.PACKET_RATE:.0f} a second from one address or {sieve.ALL_PACKETS_RATE:.0f} in all" in words
+    )
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
@@ -183,13 +185,13 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert clusters.GRACE == 10 * 60
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)
     log = plain(section(AUDIT))
-    assert f"at most {audit_log.TEXT_LIMIT} characters" in log
-    assert f"rotated at {audit_log.MOST_BYTES >> 20} MiB, and {audit_log.KEPT} old ones are kept" in log
+    assert f"at most {audit_log.AUDIT_TEXT_LIMIT} characters" in log
+    assert f"rotated at {audit_log.AUDIT_FILE_BYTES >> 20} MiB, and {audit_log.OLD_FILES} old ones are kept" in log
     assert f"a source gets {audit.SOURCE_BURST:.0f} entries, then one in five minutes" in log
     assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
-    store = f"more than {store_rules.ENTRIES_LIMIT} entries of {store_rules.BYTES_LIMIT >> 20} MiB in all"
-    assert f"{store}, nor wait on more than {store_rules.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)
+    store = f"more than {store_rules.STORE_ENTRIES_LIMIT} entries of {store_rules.STORE_BYTES_LIMIT >> 20} MiB in all"
+    assert f"{store}, nor wait on more than {store_rules.WAITING_BYTES_LIMIT >> 20} MiB of keys" in plain(SECURITY)
 
 
 def test_the_numbers_about_relays_are_those_of_the_code() -> None:
@@ -203,7 +205,8 @@ def test_the_numbers_about_relays_are_those_of_the_code() -> None:
     strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
     assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
     calls = (
-        f"calls that wait for up to {relay_table.CALL_SECONDS:.0f} s, {relay_table.CALLS_AT_ONCE} of them for one node"
+        f"calls that wait for up to {relay_table.WAITING_CALL_SECONDS:.0f} s, "
+        f"{relay_table.WAITING_CALLS_LIMIT} of them for one node"
     )
     assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words
     assert f"uses at most {relays.OFFERS_LIMIT} such relays" in words

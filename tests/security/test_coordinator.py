@@ -316,8 +316,8 @@ def test_the_oldest_connection_without_an_identity_makes_room_for_another(
 ) -> None:
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tls_front, "MAX_HANDSHAKES", 2)
-    assert (refusal.MAX_HANDSHAKES, refusal.MAX_CONNECTIONS, tls_front.HANDSHAKE_SECONDS) == (512, 4096, 5.0)
-    monkeypatch.setattr(tls_front, "HANDSHAKE_SECONDS", DEADLINE)  # none of them ends by itself
+    assert (refusal.MAX_HANDSHAKES, refusal.MAX_CONNECTIONS, tls_front.TLS_FRONT_SECONDS) == (512, 4096, 5.0)
+    monkeypatch.setattr(tls_front, "TLS_FRONT_SECONDS", DEADLINE)  # none of them ends by itself
     secured = security.LoopbackSecurity()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

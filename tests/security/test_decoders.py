@@ -26,8 +26,7 @@ from covey.lab.fuzz import contract, values
 from covey.lab.fuzz.contract import BrokenContractError, inputs
 from covey.lab.fuzz.reached import Missed, ReachedCode
 from covey.lab.fuzz.targets import Target, all_targets, message_decoders, modules
-from covey.net.discovery import host_registry as host_registry
-from covey.net.discovery import sieve
+from covey.net.discovery import host_registry, sieve
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
 from covey.net.keys import clusters, secret_sources
@@ -228,7 +227,7 @@ def test_the_door_does_not_open_to_a_guess(given_answer: bytes, challenge: bytes
 
 
 @fuzzed
-@given(st.binary(min_size=16, max_size=16), st.integers(0, 255), st.integers(0, 8 * door.ANSWER_BYTES - 1))
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 255), st.integers(0, 8 * door.DOOR_ANSWER_BYTES - 1))
 def test_the_door_notices_every_flipped_bit(challenge: bytes, purpose: int, bit: int) -> None:
     good = door.answer(KEY, challenge, purpose, bytes(15))  # type: ignore[arg-type]
     flipped = bytearray(good)

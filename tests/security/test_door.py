@@ -54,8 +54,8 @@ def client_hello() -> bytes:
 
 
 GARBAGE = {
-    "zeros": lambda: bytes(door.ANSWER_BYTES),
-    "random": lambda: secrets.token_bytes(door.ANSWER_BYTES),
+    "zeros": lambda: bytes(door.DOOR_ANSWER_BYTES),
+    "random": lambda: secrets.token_bytes(door.DOOR_ANSWER_BYTES),
     "much": lambda: os.urandom(100_000),
     "a TLS ClientHello": client_hello,
     "HTTP": lambda: b"GET / HTTP/1.1\r\nHost: prey\r\nUser-Agent: scanner\r\n\r\n",
@@ -123,7 +123,7 @@ def test_a_recorded_exchange_replayed_gets_no_answer(prey: Victim) -> None:
 def test_a_dialler_that_does_not_finish_its_answer_is_sent_away_in_time(
     prey: Victim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, began = (0, 1, door.ANSWER_BYTES - 1), time.monotonic()
+    counts, began = (0, 1, door.DOOR_ANSWER_BYTES - 1), time.monotonic()
     monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(visit(prey)) for _ in counts]
@@ -171,7 +171,7 @@ def test_strangers_leave_one_line_in_the_log_however_many_they_are(
     before = prey.acceptor.turned_away
     for _ in range(200):
         with visit(prey) as sock:
-            sock.sendall(secrets.token_bytes(door.ANSWER_BYTES))
+            sock.sendall(secrets.token_bytes(door.DOOR_ANSWER_BYTES))
             assert is_hung_up(sock)
     until(lambda: prey.acceptor.turned_away >= before + 200)
     lines = [record for record in caplog.records if record.name == "covey" and "has refused" in record.message]

@@ -63,7 +63,7 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
             together()
             together()
             total = group.all_reduce(np.arange(3) + group.rank).tolist()
-            joiner = node_of(group).acceptor.on_link.__self__.listener  # type: ignore[union-attr]
+            joiner = node_of(group).acceptor._link_taker.__self__.listener  # type: ignore[union-attr]
             return total, joiner.records.lineages().ended
 
         nodes = [thread_run.start(work, first), thread_run.start(work, second)]
@@ -104,7 +104,7 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
                 return None
             finally:
                 together()
-            joiner = node_of(group).acceptor.on_link.__self__.listener  # type: ignore[union-attr]
+            joiner = node_of(group).acceptor._link_taker.__self__.listener  # type: ignore[union-attr]
             assert joiner.records.lineages().ended == ()
             return total, group.contributors
 

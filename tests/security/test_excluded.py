@@ -66,7 +66,7 @@ class Words:
     def __init__(self, node: Node) -> None:
         self.invitations: list[messages.Control] = []
         self.refusals: list[str] = []
-        heard = node.heard
+        heard = node.inbox.heard
 
         def listen(rank: int, message: messages.Control) -> None:
             if isinstance(message, messages.Expect | messages.Offer):
@@ -75,7 +75,7 @@ class Words:
                 self.refusals.append(message.reason)
             heard(Seat(rank), message)
 
-        call_on_loop(setattr, node, "heard", listen)
+        call_on_loop(setattr, node.inbox, "heard", listen)
 
 
 @pytest.mark.parametrize("has_lanes", [True, False], ids=["with lanes", "without lanes"])

@@ -138,7 +138,7 @@ class Flood:
         return sock
 
     def _run(self) -> None:
-        garbage = secrets.token_bytes(door.ANSWER_BYTES)
+        garbage = secrets.token_bytes(door.DOOR_ANSWER_BYTES)
         began = time.monotonic()
         while not self._ended.is_set():
             if self.bad < (time.monotonic() - began) * BAD_PER_SECOND:

@@ -74,7 +74,7 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
         say_here()
         until(lambda: newcomer.seats and all(has_seat(node, newcomer.seats[0]) for node in nodes))
         for node in nodes:
-            call_on_loop(lambda node=node: node.losses.silent(newcomer.seats[0], "it is not heard", Cause.SILENT))
+            call_on_loop(lambda node=node: node.views.losses.silent(newcomer.seats[0], "it is not heard", Cause.SILENT))
         until(lambda: all(node.peers[newcomer.seats[0]].is_excluded for node in nodes))
         deadline = time.monotonic() + DEADLINE
         while len(newcomer.seats) < 2:
@@ -91,5 +91,5 @@ def has_seat(node: Any, seat: int) -> bool:
 
 
 def until_formed(member: Participant) -> Any:
-    until(lambda: member.joiner.member is not None and member.joiner.member.node.generation is not None)
+    until(lambda: member.joiner.member is not None and member.joiner.member.views.generation is not None)
     return member.node

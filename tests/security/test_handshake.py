@@ -44,13 +44,14 @@ from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
 from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
+from covey.runtime.environment import LaunchedRank
+from covey.runtime.joining.launcher_mesh import LauncherMesh, launched_node
 from covey.runtime.links import acceptor, handshake
 from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members.node import Node
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.remote_process import ranks_of
+from covey.runtime.peers.peer_table import ranks_of
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, frame, messages
 from covey.wire.versions import only
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.peers.launcher_mesh import LauncherMesh
+    from covey.runtime.members.node import Node
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
@@ -76,7 +77,7 @@ def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
 def no_certificate(_prey: Victim) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols([tls.PROTOCOL])
+    context.set_alpn_protocols([tls.LINK_PROTOCOL])
     return context
 
 
@@ -256,22 +257,20 @@ def launched(
 ) -> tuple[Node, tuple[str, int]]:
     """A rank that a launcher started on several hosts, with the cluster's secret."""
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
-    node = Node(
-        seat=Seat(rank), size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
-        acceptor=endpoint.acceptor, peers=ranks_of(size, rank, contacts or {}), objection=endpoint.objection,
-        on_close=endpoint.on_close, audit=endpoint.audit,
-    )  # fmt: skip
+    node, _ = launched_node(
+        LaunchedRank(rank=rank, size=size), LOOPBACK, endpoint, ranks_of(size, rank, contacts or {})
+    )
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
 def launcher_mesh(node: Node) -> LauncherMesh:
-    assert node.launcher_mesh is not None
-    return node.launcher_mesh
+    assert isinstance(node.links, LauncherMesh)
+    return node.links
 
 
 @contextlib.contextmanager
 def launching(node: Node) -> Iterator[None]:
-    future = control.start(launcher_mesh(node)._form(within=DEADLINE))
+    future = control.start(launcher_mesh(node).form(within=DEADLINE))
     try:
         yield
     finally:
@@ -413,7 +412,7 @@ def impostor(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]
             with sock, contextlib.suppress(*BROKEN):
                 sock.settimeout(DEADLINE)
                 sock.sendall(bytes(door.CHALLENGE_BYTES))
-                read(sock, door.ANSWER_BYTES)
+                read(sock, door.DOOR_ANSWER_BYTES)
                 serve(sock)
 
     thread = threading.Thread(target=main, daemon=True)
@@ -527,7 +526,7 @@ def anyones_context() -> ssl.SSLContext:
     """What a stranger dials with: it has no certificate, and takes any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols([tls.PROTOCOL])
+    context.set_alpn_protocols([tls.LINK_PROTOCOL])
     return context
 
 
@@ -538,7 +537,7 @@ def test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate(pre
     def relay(caller: socket.socket) -> None:
         with socket.create_connection(prey.address, timeout=DEADLINE) as sock:
             caller.sendall(read(sock, door.CHALLENGE_BYTES))
-            answer = read(caller, door.ANSWER_BYTES)
+            answer = read(caller, door.DOOR_ANSWER_BYTES)
             own = Tls(anyones_context())
             sock.sendall(answer + own.hello)
             with contextlib.suppress(*BROKEN):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ELEMENTS = 50_001
 PATIENCE = 3.0
 """The timeout of operations on lanes that never open."""
-CLAIM = door.ANSWER_BYTES + 16 + 1 + proofs.PROOF_BYTES
+CLAIM = door.DOOR_ANSWER_BYTES + 16 + 1 + proofs.PROOF_BYTES
 """Where the first record of the dialler begins; of the acceptor, it is the challenge and a proof."""
 GREETED = door.CHALLENGE_BYTES + proofs.PROOF_BYTES
 

@@ -20,7 +20,7 @@ from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
 
 from covey.net.lanes.lane import LaneClosedError
-from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, Sealer, lane_keys
+from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_LIMIT, RECORD_OVERHEAD_BYTES, Sealer, lane_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def test_random_records_of_a_peer_that_has_the_key() -> None:
             length = min(len(plain), max(1, rng.choice([*LENGTHS, 64 + len(wanted[0].payload)])))
             if rng.random() < 0.1:
                 sealer.renew()
-            record = memoryview(bytearray(length + OVERHEAD_BYTES))
+            record = memoryview(bytearray(length + RECORD_OVERHEAD_BYTES))
             sealer.seal(plain[:length], record)
             wire, plain = wire + bytes(record), plain[length:]
         with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ from covey.base.errors import ConnectError
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.net.router import port_mapping, upnp
-from covey.net.router.port_mapping import ANSWERS_LIMIT, ask_gateway
+from covey.net.router.port_mapping import DATAGRAMS_LIMIT, ask_gateway
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.testing.gateway import GatewayThread
 from covey.wire.secret import ClusterSecret
@@ -73,8 +73,8 @@ def test_only_the_router_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flood_of_answers_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ANSWERS_LIMIT == 16
-    junk = [(True, secrets.token_bytes(60))] * (3 * ANSWERS_LIMIT)  # for the three requests of one try each
+    assert DATAGRAMS_LIMIT == 16
+    junk = [(True, secrets.token_bytes(60))] * (3 * DATAGRAMS_LIMIT)  # for the three requests of one try each
     with pytest.raises(ConnectError, match="does not offer"):
         ask_one_that(lambda request: [*junk, (True, grant(request))], monkeypatch)
 

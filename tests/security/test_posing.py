@@ -34,7 +34,7 @@ def revoke() -> messages.Revoke:
 
 def links_by_rank(group: Group) -> dict[int, bytes]:
     node = node_of(group)
-    mesh = node.acceptor.on_link.__self__  # type: ignore[union-attr]
+    mesh = node.acceptor._link_taker.__self__  # type: ignore[union-attr]
     return {remote.seat: remote.card.id for remote in mesh.met.values() if remote.seat >= 0}
 
 
@@ -158,7 +158,7 @@ def origin_of(generation: Any) -> bytes:
 
 def node_of_participant(participant: Participant) -> Any:
     member = participant.joiner.member
-    return member.node if member is not None else None
+    return participant.node if member is not None else None
 
 
 def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() -> None:

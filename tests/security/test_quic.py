@@ -59,7 +59,7 @@ def stranger(prey: QuicPump) -> Iterator[socket.socket]:
 
 def first_datagram(key: bytes, nonce: bytes = b"") -> bytes:
     """Return what a dialler with this key sends first."""
-    cid = quic.proving_cid(key, nonce or secrets.token_bytes(quic.NONCE_BYTES))
+    cid = quic.proving_cid(key, nonce or secrets.token_bytes(quic.CID_NONCE_BYTES))
     made = dial(QuicCredentials(key).dialling, cid, ("127.0.0.1", 9), time.monotonic())
     return made.datagrams(time.monotonic())[0][0]
 
@@ -122,7 +122,7 @@ def test_a_member_proves_its_address_first_and_until_then_nothing_is_kept(
 
 def asked(first_datagrams: FirstDatagrams, source: tuple[str, int], now: float) -> tuple[Carrier, bytes]:
     """Return a dialler that was asked for its address, and its next datagram."""
-    cid = quic.proving_cid(KEY, secrets.token_bytes(quic.NONCE_BYTES))
+    cid = quic.proving_cid(KEY, secrets.token_bytes(quic.CID_NONCE_BYTES))
     made = dial(QuicCredentials(KEY).dialling, cid, ("127.0.0.1", 9), now)
     retry = first_datagrams.judge(made.datagrams(now)[0][0], source, [KEY], now)
     assert isinstance(retry, bytes)

@@ -28,7 +28,14 @@ from covey.runtime.group.internals import engine_of, issuer_of
 from covey.runtime.group.state_transfer import REQUEST, StateTransfer
 from covey.testing import run_threads
 from covey.wire import objects
-from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Manifest, ManifestEntry
+from covey.wire.manifest import (
+    ENTRY_NAME_LIMIT,
+    MANIFEST_BYTES,
+    MANIFEST_ENTRIES_LIMIT,
+    STATE_CHUNK_BYTES,
+    Manifest,
+    ManifestEntry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,7 +233,7 @@ MANIFESTS: dict[str, Manifest] = {
     "a terabyte each": Manifest(is_fresh=False, entries=tuple(replace(each, shape=(2**37,)) for each in MANY)),
     "twice the same name": Manifest(is_fresh=False, entries=(entry(), entry())),
     "not sorted": Manifest(is_fresh=False, entries=(entry(name="b"), entry(name="a"))),
-    "a long name": Manifest(is_fresh=False, entries=(entry(name="n" * (NAME_LIMIT + 1)),)),
+    "a long name": Manifest(is_fresh=False, entries=(entry(name="n" * (ENTRY_NAME_LIMIT + 1)),)),
     "a name for a terminal": Manifest(is_fresh=False, entries=(entry(name="w\x1b[2J\n"),)),
     "a value with a dtype": Manifest(is_fresh=False, entries=(entry(is_array=False),)),
     "a value with a shape": Manifest(is_fresh=False, entries=(entry(is_array=False, dtype_code=BYTE, shape=(2, 2)),)),
@@ -234,7 +241,7 @@ MANIFESTS: dict[str, Manifest] = {
         is_fresh=False,
         entries=tuple(
             ManifestEntry(name=f"{n:x}".rjust(6, "0"), is_array=True, dtype_code=0, shape=(0,), tags=b"")
-            for n in range(ENTRIES_LIMIT + 1)
+            for n in range(MANIFEST_ENTRIES_LIMIT + 1)
         ),
     ),
     "a failure with entries": Manifest(is_fresh=False, entries=(entry(),), failure="x"),
@@ -290,7 +297,7 @@ def test_terms_of_a_restore_that_are_none_are_refused(terms: Any, monkeypatch: p
 def test_a_state_for_which_there_is_no_memory_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hostile rank is the only one with a state, so it is the donor of the others, which come anew."""
     shape = (movements.PHYSICAL_BYTES // 8 + 1,)
-    count = -(-8 * shape[0] // CHUNK_BYTES)
+    count = -(-8 * shape[0] // STATE_CHUNK_BYTES)
     huge = Manifest(is_fresh=False, entries=(entry(name="v", shape=shape, tags=secrets.token_bytes(16 * count)),))
     monkeypatch.setattr(restore._Restore, "_gather", lying_manifest(huge))
 
@@ -336,7 +343,7 @@ def test_a_donor_that_sends_chunks_of_another_size_is_not_asked_again(monkeypatc
         return serve(self)
 
     monkeypatch.setattr(StateTransfer, "serve", shorter)
-    right = np.random.default_rng(1).normal(size=3 * CHUNK_BYTES // 8)
+    right = np.random.default_rng(1).normal(size=3 * STATE_CHUNK_BYTES // 8)
 
     def body(group: Group) -> Any:
         state = {"w": right.copy() if group.rank < 2 else np.zeros_like(right)}

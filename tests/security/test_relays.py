@@ -61,7 +61,7 @@ async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _only_relays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways, "seek_direct", no_direct_way)
+    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
 
 
 @contextlib.contextmanager
@@ -173,14 +173,14 @@ def test_two_ends_of_the_same_role_do_not_become_a_link(role: int) -> None:
     run(work)
 
 
-def test_what_was_recorded_opens_no_door_when_it_is_replayed() -> None:
+def test_what_was_recorded_opens_no_door_when_it_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(meshes: Meshes) -> None:
         async with relayed(meshes) as (server, cluster, (one, other)):
             assert await meet(one, other) is DialOutcome.LINKED
             await until(lambda: only_links(one, other))
             recorded = b"".join(data for direction, data in server.seen if direction == 0)
             refused: list[BaseException] = []
-            other.endpoint.acceptor.on_refused = lambda _ip, error: refused.append(error)
+            monkeypatch.setattr(other.endpoint.acceptor, "_refused", lambda _ip, error: refused.append(error))
             with call_as_relay(server, cluster, other) as evil:
                 assert await receive_message(evil) == CallJoined()
                 await read_exactly(evil, door.CHALLENGE_BYTES)

@@ -104,22 +104,20 @@ def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
             client.ask(store.Add("count", 1), DEADLINE)
             group.barrier()
             answers: list[Any] = []
-            heard = node.stores.heard
 
-            def listen(seat: int, posting: messages.Posting) -> None:
+            def listen(_seat: Seat, posting: messages.Posting) -> None:
                 answers.append(store.decode_body(posting.body))
-                heard(Seat(seat), posting)
 
-            call_on_loop(setattr, node.stores, "heard", listen)
+            call_on_loop(node.inbox.give, messages.Posting, listen)
             pongs: list[int] = []
-            take = node.heard
+            take = node.inbox.heard
 
             def note(rank: int, message: messages.Control) -> None:
                 if isinstance(message, messages.Pong):
                     pongs.append(message.number)
                 take(Seat(rank), message)
 
-            call_on_loop(setattr, node, "heard", note)
+            call_on_loop(setattr, node.inbox, "heard", note)
             together()
             if group.rank == 2:
                 call_on_loop(generation.withdraw)

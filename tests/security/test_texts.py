@@ -230,19 +230,19 @@ def stranger(serve: Any) -> Iterator[tuple[str, int]]:
 
 def talk(sock: socket.socket) -> None:
     sock.sendall(EVIL.encode()[: door.CHALLENGE_BYTES].ljust(door.CHALLENGE_BYTES, b"\x1b"))
-    read(sock, door.ANSWER_BYTES)
+    read(sock, door.DOOR_ANSWER_BYTES)
     sock.sendall(EVIL.encode() * 1000)
 
 
 def alert(sock: socket.socket) -> None:
     sock.sendall(bytes(door.CHALLENGE_BYTES))
-    read(sock, door.ANSWER_BYTES)
+    read(sock, door.DOOR_ANSWER_BYTES)
     sock.sendall(b"\x15\x03\x03\x00\x02\x02\x28")
 
 
 def other_protocol(sock: socket.socket) -> None:
     sock.sendall(bytes(door.CHALLENGE_BYTES))
-    read(sock, door.ANSWER_BYTES)
+    read(sock, door.DOOR_ANSWER_BYTES)
     own = Ed25519PrivateKey.generate()
     context = Credentials(own.private_bytes_raw(), own).accepting
     context.verify_mode = ssl.CERT_NONE

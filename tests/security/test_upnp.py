@@ -15,7 +15,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.router import port_mapping, upnp
 from covey.net.router.port_mapping import ask_gateway
-from covey.net.router.upnp import FOUND_LIMIT, UpnpPort, read_http
+from covey.net.router.upnp import SEARCH_ANSWERS_LIMIT, UpnpPort, read_http
 from covey.testing.gateway import GatewayThread
 from covey.wire.upnp import MOST_DOCUMENT_BYTES
 
@@ -120,7 +120,7 @@ def test_only_answers_from_the_address_of_the_router_count(monkeypatch: pytest.M
 
 
 def test_a_flood_of_answers_to_a_search_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FOUND_LIMIT == 16
+    assert SEARCH_ANSWERS_LIMIT == 16
     monkeypatch.setattr(upnp, "SEARCHES", (5.0,))
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as router,
@@ -133,7 +133,7 @@ def test_a_flood_of_answers_to_a_search_is_read_up_to_a_bound(monkeypatch: pytes
 
         def answer() -> None:
             _, client = router.recvfrom(2000)
-            for data in [*[b"?"] * FOUND_LIMIT, found(f"http://127.0.0.1:{pages.getsockname()[1]}/")]:
+            for data in [*[b"?"] * SEARCH_ANSWERS_LIMIT, found(f"http://127.0.0.1:{pages.getsockname()[1]}/")]:
                 router.sendto(data, client)
 
         thread = threading.Thread(target=answer)

@@ -76,7 +76,7 @@ class Host:
             assert admitted is not None
             self.links.append(admitted[0])
 
-        acceptor.on_link = on_link
+        acceptor.give_links(on_link)
         acceptor.open()
         try:
             yield listener.getsockname()

@@ -18,7 +18,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.proto.health import Cause
-from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
+from covey.proto.membership import MOST_BALLOTS_AHEAD, MOST_SKIPPED
 from covey.proto.views import MOST_OPERATIONS
 from covey.runtime.group.internals import engine_of
 from covey.wire import membership, messages
@@ -143,7 +143,7 @@ class Scene:
 
     def tell_each(self, words: Mapping[int, Sequence[membership.Membership]]) -> None:
         """Let the liar say these by rank, at once: none of them hears from another how that one took it."""
-        send_vote = self._send_vote or self.node(LIAR).send_vote
+        send_vote = self._send_vote or self.node(LIAR).peers.send_vote
         bodies = [
             (Seat(rank), messages.Agreeing(0, membership.encode_membership(vote)))
             for rank, votes in words.items()
@@ -154,13 +154,13 @@ class Scene:
     def give_up_the_liar(self) -> None:
         """Let the honest ranks take the liar for lost; they would wait for it to come back for half their patience."""
         for rank in HONEST:
-            call_on_loop(self.node(rank).losses.silent, LIAR, "it is cut off", Cause.SILENT)
+            call_on_loop(self.node(rank).views.losses.silent, LIAR, "it is cut off", Cause.SILENT)
 
     def mute(self) -> None:
         """Let the liar say no more about views than it is told to: it could win a ballot without one of the others."""
         node = self.node(LIAR)
-        self._send_vote = node.send_vote
-        call_on_loop(setattr, node, "send_vote", lambda _seat, _message, **_: None)
+        self._send_vote = node.peers.send_vote
+        call_on_loop(setattr, node.peers, "send_vote", lambda _seat, _message, **_: None)
 
     def ask(self, ballot: int = BALLOT) -> Prepare:
         """Return what has a member without an operation freeze, and promise, before it reads on."""
@@ -273,7 +273,7 @@ def test_a_view_for_which_a_member_never_answered_is_not_installed(scene: Scene)
 def far(scene: Scene) -> int:
     """Return a ballot of the liar's that leaves the others few higher ones."""
     size = len(scene.generation(0).seats)
-    return MOST_AHEAD * 4 // (size + 1) * (size + 1) * 4 + LIAR
+    return MOST_BALLOTS_AHEAD * 4 // (size + 1) * (size + 1) * 4 + LIAR
 
 
 BALLOTS: dict[str, Callable[[Scene], membership.Membership]] = {
@@ -289,7 +289,10 @@ def test_a_member_with_a_ballot_far_above_all_others_is_cut_off(
 ) -> None:
     assert_cut_off(scene, lambda: scene.tell_all(lie(scene)))
     assert_right(scene.outcome())
-    assert max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST])) < MOST_AHEAD
+    assert (
+        max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST]))
+        < MOST_BALLOTS_AHEAD
+    )
 
 
 def test_a_member_that_proposes_in_a_ballot_of_another_is_cut_off(scene: Scene) -> None:
@@ -317,7 +320,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
     lie: Callable[[Scene, Promise], dict[str, Any]], scene: Scene
 ) -> None:
     node = scene.node(LIAR)
-    send_vote = node.send_vote
+    send_vote = node.peers.send_vote
     lies: list[Promise] = []
 
     def send_lies(seat: int, message: Any, **_: Any) -> None:
@@ -328,7 +331,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
             send_vote(Seat(seat), messages.Agreeing(message.generation, membership.encode_membership(vote)))
 
     links = scene.links(0, LIAR)
-    call_on_loop(setattr, node, "send_vote", send_lies)
+    call_on_loop(setattr, node.peers, "send_vote", send_lies)
     call_on_loop(lambda: scene.generation(0).disturbed(scene.base.number))
     until(lambda: any(isinstance(link.error, RemoteProtocolError) for link in links))
     assert lies

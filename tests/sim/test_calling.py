@@ -245,7 +245,7 @@ def play(seed: int) -> None:
             assert isinstance(outcome, wire.CallFailure)
             assert (outcome.kind, ran) == (wire.TOO_LARGE, 0)
         elif isinstance(outcome, wire.CallFailure):
-            assert outcome.kind in (wire.RAISED, wire.LATE, wire.NO_RESULT)
+            assert outcome.kind in (wire.RAISED, wire.DEADLINE_PASSED, wire.NO_RESULT)
             assert outcome.kind != wire.RAISED or (name == "raise" and outcome.text == f"{caller}/{number}")
             assert outcome.kind != wire.NO_RESULT or world.hangs, "it was refused, and no function hangs"
         else:

@@ -153,7 +153,7 @@ class World:
         self.perform(seat)
 
     def tick(self) -> None:
-        self.now += checkpointing.RETRY_SECONDS
+        self.now += checkpointing.LOST_MESSAGE_SECONDS
         for seat, member in self.members.items():
             if member.core.next_deadline() <= self.now:
                 member.core.tick(self.now)
@@ -233,7 +233,7 @@ class ForgetfulMember(Checkpointing):
 
     def configure(self, epoch: int, members: tuple[int, ...], now: float) -> None:
         if self._held is not None and not self._held.has_begun:
-            self._hold(wire.Held(self._held.id, self._held.path, checkpointing.NEVER, False))
+            self._hold(wire.Held(self._held.id, self._held.path, checkpointing.NO_SEQUENCE, False))
         super().configure(epoch, members, now)
 
 

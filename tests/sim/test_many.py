@@ -91,7 +91,7 @@ def test_formations_in_which_one_member_tells_all_keep_the_invariants(
 ) -> None:
     """The rules for hundreds of members, played with a few and all faults: that member is lost, cut off, or late."""
     monkeypatch.setattr(proposals, "TELL_ALL", 2)
-    monkeypatch.setattr(joiners, "CROWD", 2)
+    monkeypatch.setattr(joiners, "CROWD_OF_JOINERS", 2)
     plays = [perform(seed, hard=seed % 2 == 1) for seed in range(40 * batch, 40 * batch + 40)]
     assert sum(len(play.returned) for play in plays) > 80
     assert any(play.dead for play in plays)
@@ -102,7 +102,7 @@ def test_views_in_which_changes_are_told_together_keep_the_invariants(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for hundreds of members, played with a few, all faults, and operations in several groups."""
-    monkeypatch.setattr(ballots, "CROWD", 1)
+    monkeypatch.setattr(ballots, "CROWD_OF_MEMBERS", 1)
     totals = sum((perform_views(seed).count() for seed in range(60 * batch, 60 * batch + 60)), Counter[str]())
     assert totals["views"] > 20, totals
     assert totals["operations that returned"] > 300, totals

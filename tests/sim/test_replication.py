@@ -313,7 +313,7 @@ def play(seed: int, replica: type[Replica] = Replica, *, steps: int = 80, in_two
 
 @pytest.fixture(autouse=True)
 def _few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_copy, "ANSWERS_LIMIT", ANSWERS_LIMIT)
+    monkeypatch.setattr(store_copy, "UNACKNOWLEDGED_LIMIT", ANSWERS_LIMIT)
 
 
 @pytest.mark.parametrize("batch", batches(10))
@@ -361,7 +361,7 @@ class Deaf(Replica):
     """Begins to order without the changes that only others have."""
 
     def _catch_up(self) -> None:
-        self._recovering = dict.fromkeys(self._recovering, replication.TRIES)
+        self._recovering = dict.fromkeys(self._recovering, replication.CHANGES_ASKED)
         super()._catch_up()
 
 

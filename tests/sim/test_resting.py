@@ -37,7 +37,7 @@ def test_fifty_runs_whose_links_rest_keep_the_invariants(batch: int) -> None:
 @pytest.mark.parametrize("batch", seeds(1))
 def test_so_do_those_in_which_changes_are_told_together(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules for hundreds of members, in which links rest, played with a few and all faults."""
-    monkeypatch.setattr(ballots, "CROWD", 1)
+    monkeypatch.setattr(ballots, "CROWD_OF_MEMBERS", 1)
     for seed in range(30 * batch, 30 * batch + 30):
         perform(100_000 + seed)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.plays import performed
 from tests.support.seeds import seeds
 
-from covey.lab.churn import PATIENCE, RELINK, Play
+from covey.lab.churn import CHURN_PATIENCE, CHURN_RELINK, Play
 from covey.lab.invariants import BrokenError
 from covey.lab.workers import Worker
 from covey.proto.changes import Excluded
@@ -29,7 +29,7 @@ class LoadedHost(Play):
     faults = ("crash", "flap", "flap")
     sizes = (3, 8)
     giving_up = 0.0
-    slowest = PATIENCE / 2 - 3.0
+    slowest = CHURN_PATIENCE / 2 - 3.0
     """Seconds that a link may take to come back. Links break for less than 3 s after the first trouble, and a member is
     waited for until patience is half over."""
     flaps_of_the_keeper = 2
@@ -51,7 +51,7 @@ class LoadedHost(Play):
             flap(one, other)
             world._dial_soon = dial  # type: ignore[method-assign]
             if self.slowest < math.inf:
-                world.at(world.now + chance.uniform(RELINK / 2, self.slowest), world._dial, one, other)
+                world.at(world.now + chance.uniform(CHURN_RELINK / 2, self.slowest), world._dial, one, other)
 
         world.crash, world.flap = note_crash, flap_for_long  # type: ignore[method-assign]
         for _ in range(self.flaps_of_the_keeper):

@@ -232,7 +232,7 @@ def cut_network() -> Script:
     """The network splits: the side with the quorum continues, the other one gives up after its patience."""
     script = _formed()
     script.at(5.0, script.cut, "ab", "c")
-    script.world.run(5.0 + 2 * lineages.PATIENCE)
+    script.world.run(5.0 + 2 * lineages.STORY_PATIENCE)
     return script
 
 

@@ -43,17 +43,17 @@ _EDITS: Final = {
             '        self.data_received(b"")\n        if self.ended.is_set():\n            on_end()\n',
         ),
     ],
-    "runtime/members/node.py": [
+    "runtime/views/views.py": [
         (
-            "                self.send(seat, messages.Pong(number, time.time()))\n",
-            f"                said = 'sun' if {FEATURE!r} in self.speaks.features else ''\n"
-            "                self.send(seat, messages.Pong(number, time.time(), said))\n",
+            "        self._peers.send(seat, messages.Pong(ping.number, time.time()))\n",
+            f"        said = 'sun' if {FEATURE!r} in self.speaks.features else ''\n"
+            "        self._peers.send(seat, messages.Pong(ping.number, time.time(), said))\n",
         ),
         (
-            "            case messages.Pong(number, clock):\n",
-            "            case messages.Pong(number, clock, weather):\n"
-            f"                if {FEATURE!r} in self.speaks.features and not weather:\n"
-            "                    raise __import__('covey').RemoteProtocolError('a Pong without its weather')\n",
+            "        self.losses.answered(seat, pong.number, pong.clock)\n",
+            f"        if {FEATURE!r} in self.speaks.features and not pong.weather:\n"
+            "            raise __import__('covey').RemoteProtocolError('a Pong without its weather')\n"
+            "        self.losses.answered(seat, pong.number, pong.clock)\n",
         ),
     ],
 }

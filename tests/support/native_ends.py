@@ -23,7 +23,7 @@ from covey.runtime.collectives.native_executor import (
     WRONG_HEADER,
     native_reduction,
 )
-from covey.wire.header import PREFIX, TransferHeader
+from covey.wire.header import HEADER_PREFIX, TransferHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class NativeEnd:
         if self._is_started:
             reason = runner.resume(stall_ns)
         else:
-            prefix = TransferHeader(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: PREFIX.size]
+            prefix = TransferHeader(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: HEADER_PREFIX.size]
             how = (self._reduction, 1, prefix, SEQUENCE, None, False, 0, 0, stall_ns)
             elements = [buffer.view(f"V{self._itemsize}") for buffer in self._buffers]
             reason = runner.start(self._plan, elements, *how)

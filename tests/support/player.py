@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.ui.source import OutputLine, OutputPage
+from covey.watch.output import OutputLine, OutputPage
 from covey.watch.overview import Moment, Overview
 
 if TYPE_CHECKING:

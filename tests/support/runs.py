@@ -17,6 +17,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.members import node as node_module
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
@@ -51,14 +52,15 @@ class Participant:
 
     @property
     def joiner(self) -> Joiner:
-        found = self.endpoint.acceptor.on_link.__self__.listener  # type: ignore[union-attr]
+        found = self.endpoint.acceptor._link_taker.__self__.listener  # type: ignore[union-attr]
         return found
 
     @property
     def node(self) -> Node:
         """Its node, once it is in a run."""
-        assert self.joiner.member is not None
-        return self.joiner.member.node
+        member = self.joiner.member
+        assert member is not None
+        return next(node for node in list(node_module._nodes) if node.links is member)
 
     @property
     def prey(self) -> Victim:

@@ -94,9 +94,9 @@ def same(actual: Any, expected: Array) -> None:
 def around_thresholds(size: int, itemsize: int, *, parts: int) -> list[int]:
     """Element counts where the choice of a plan, or the number of segments of one of its `parts`, changes."""
     edges = [
-        choose.DEFAULT_SIZES.doubling_bytes // itemsize,
-        choose.DEFAULT_SIZES.tree_bytes // itemsize,
-        choose.DEFAULT_SIZES.exchange_bytes // itemsize,
-        parts * choose.DEFAULT_SIZES.segment_bytes // itemsize,
+        choose.DEFAULT_PLAN_SIZES.doubling_bytes // itemsize,
+        choose.DEFAULT_PLAN_SIZES.tree_bytes // itemsize,
+        choose.DEFAULT_PLAN_SIZES.exchange_bytes // itemsize,
+        parts * choose.DEFAULT_PLAN_SIZES.segment_bytes // itemsize,
     ]
     return sorted({0, 1, max(0, size - 1), size, 2 * size + 1, 1001, *edges, *(edge + 1 for edge in edges)})

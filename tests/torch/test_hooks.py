@@ -194,7 +194,7 @@ def results_on(backend: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["covey", "gloo"])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the ranks found. Not of the module: in a random order pytest would make it anew whenever the backend changes."""
+    """What the ranks found. A fixture of the module would be made anew when the next test has the other backend."""
     return results_on(request.param)
 
 

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.link_transport import LinkTransport
-from covey.agent.requests import CALL_BYTES
+from covey.agent.requests import AGENT_CALL_BYTES
 from covey.agent.service import AgentService
 from covey.base.config import GroupConfig, ports_from
 from covey.net.host.settings_files import effective_environment
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.remote_process import RemoteProcess
 
-CALL_SECONDS: Final = 30.0
+AGENT_CALL_SECONDS: Final = 30.0
 
 
 def call_config(interfaces: str = "") -> GroupConfig:
     """Return the settings of calls between terminals and agents."""
-    return GroupConfig(call_bytes=CALL_BYTES, timeout=CALL_SECONDS, interfaces=interfaces)
+    return GroupConfig(call_bytes=AGENT_CALL_BYTES, timeout=AGENT_CALL_SECONDS, interfaces=interfaces)
 
 
 class ResidentAgent(MeshListener):

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.agent.agent import CALL_SECONDS, call_config
+from covey.agent.agent import AGENT_CALL_SECONDS, call_config
 from covey.agent.link_transport import LinkTransport
 from covey.agent.selection import is_complete, select
 from covey.agent.service import AgentService
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.peers.visit import Visit
 
-SEARCH_SECONDS: Final = 2.0
+AGENT_SEARCH_SECONDS: Final = 2.0
 """How long to look for all agents."""
 NAMED_SECONDS: Final = 10.0
 """How long to look for agents that were named."""
@@ -96,7 +96,7 @@ class Terminal(MeshListener):
             ConfigError: there is no such agent, there are several, or one has another key than the trusted machine of
                 that name.
         """
-        deadline = time.monotonic() + (SEARCH_SECONDS if names is None else NAMED_SECONDS)
+        deadline = time.monotonic() + (AGENT_SEARCH_SECONDS if names is None else NAMED_SECONDS)
         while time.monotonic() < deadline:
             if names is not None and is_complete(names, _claims(self.agents(book)), book):
                 break
@@ -127,7 +127,7 @@ class AgentCaller:
         self._terminal, self.card, self.machine, self.name = terminal, card, machine, name
         self._seat: Seat | None = None
 
-    def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
+    def call(self, function: str, *args: Any, timeout: float = AGENT_CALL_SECONDS) -> Any:
         """Call a function of the agent, and return its result.
 
         Raises:
@@ -139,7 +139,7 @@ class AgentCaller:
         with self._errors():
             return self.begin(function, *args, timeout=timeout).wait_or_cancel()
 
-    def begin(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> CallWork[Any]:
+    def begin(self, function: str, *args: Any, timeout: float = AGENT_CALL_SECONDS) -> CallWork[Any]:
         """Start a call; `errors` around its `wait` gives the errors of `call`."""
         calls = self._terminal.calls
         seat, decoder = self._connected(), _result(function)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, PathSet
-from covey.agent.snapshot import FILES_LIMIT, FOLDER_BYTES, FOLDER_FLAGS, folder_below
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, PathSet
+from covey.agent.snapshot import FOLDER_BYTES, FOLDER_FLAGS, SNAPSHOT_FILES_LIMIT, folder_below
 from covey.base.errors import ConfigError
 from covey.net.host.folders import private_folder, read_private, write_private
 
@@ -60,8 +60,8 @@ class Delivery:
         for entry in page:
             self._entries.append((entry, self._paths.add(entry.path)))
             self._total += entry.size
-        if len(self._entries) > FILES_LIMIT or self._total > FOLDER_BYTES:
-            raise ConfigError(f"a folder may have {FILES_LIMIT} files of {FOLDER_BYTES >> 30} GiB in all")
+        if len(self._entries) > SNAPSHOT_FILES_LIMIT or self._total > FOLDER_BYTES:
+            raise ConfigError(f"a folder may have {SNAPSHOT_FILES_LIMIT} files of {FOLDER_BYTES >> 30} GiB in all")
 
     def missing(self) -> Iterator[list[int]]:
         """Yield the indexes of the files that differ from those here, page by page; remove files of an earlier list."""
@@ -84,16 +84,18 @@ class Delivery:
         yield wanted
 
     def put(self, index: int, offset: int, data: bytes) -> None:
-        """Take some bytes of a missing file: a chunk, which begins at a multiple of CHUNK_BYTES, in any order.
+        """Take some bytes of a missing file: a chunk, which begins at a multiple of OUTPUT_CHUNK_BYTES, in any order.
 
         Raises:
             ConfigError: they are not what was announced, or cannot be written.
         """
         chunks = self._wanted.get(index)
-        self._require(chunks is not None and offset % CHUNK_BYTES == 0, f"file {index} at {offset} was not asked for")
+        self._require(
+            chunks is not None and offset % OUTPUT_CHUNK_BYTES == 0, f"file {index} at {offset} was not asked for"
+        )
         assert chunks is not None
         entry, parts = self._entries[index]
-        expected = min(CHUNK_BYTES, entry.size - offset)
+        expected = min(OUTPUT_CHUNK_BYTES, entry.size - offset)
         self._require(len(data) == expected and offset not in chunks, f"{entry.path} has changed while it was sent")
         part = self._incoming / str(index)
         try:
@@ -102,7 +104,7 @@ class Delivery:
                 file.seek(offset)
                 file.write(data)
             chunks.add(offset)
-            if len(chunks) * CHUNK_BYTES >= entry.size:
+            if len(chunks) * OUTPUT_CHUNK_BYTES >= entry.size:
                 self._install(part, entry, parts)
                 del self._wanted[index]
         except OSError as error:

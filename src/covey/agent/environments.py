@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.jobs import environment
-from covey.agent.requests import CHUNK_BYTES
+from covey.agent.requests import OUTPUT_CHUNK_BYTES
 from covey.base.errors import ConfigError
 from covey.net.host.folders import private_folder
 from covey.runtime.processes import Children, OutputTail
@@ -111,4 +111,4 @@ class Environments:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
+    return (data[at : at + OUTPUT_CHUNK_BYTES] for at in range(0, len(data), OUTPUT_CHUNK_BYTES))

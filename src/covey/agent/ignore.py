@@ -15,11 +15,11 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-FILE_NAME: Final = ".coveyignore"
-LINES_LIMIT: Final = 1000
+IGNORE_FILE: Final = ".coveyignore"
+IGNORE_LINES_LIMIT: Final = 1000
 ALWAYS: Final = (".git/", ".hg/", "__pycache__/", "*.pyc", ".venv/", "venv/", ".mypy_cache/", ".pytest_cache/")
 """Patterns before those of the file, which can undo them with `!`."""
-NAMES: Final = (
+SENSITIVE_NAMES: Final = (
     *(".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker", ".config", ".password-store", ".kaggle"),
     *(".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials", ".vault-token"),
     *(".env", ".env.*", ".*_history"),
@@ -31,7 +31,7 @@ PROFILE_MARKS: Final = ("key3.db", "key4.db", "cookies.sqlite", "places.sqlite",
 """A folder that has a file of one of these names is the profile of a browser."""
 HEAD_BYTES: Final = 4096
 """How much of a file shows whether it is a private key."""
-_NAME: Final = re.compile("|".join(fnmatch.translate(name.casefold()) for name in NAMES))
+_NAME: Final = re.compile("|".join(fnmatch.translate(name.casefold()) for name in SENSITIVE_NAMES))
 _KEY: Final = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*"
     rb"(?:-{4,5} ?BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-|AGE-SECRET-KEY-|openssh-key-v1\0)"
@@ -47,8 +47,8 @@ class IgnoreRules:
     def __init__(self, lines: Iterable[str] = ()) -> None:
         """Read patterns, one a line; ConfigError if there are too many, or one cannot be read."""
         read = list(lines)
-        if len(read) > LINES_LIMIT:
-            raise ConfigError(f"{FILE_NAME} has {len(read)} lines; it may have {LINES_LIMIT}")
+        if len(read) > IGNORE_LINES_LIMIT:
+            raise ConfigError(f"{IGNORE_FILE} has {len(read)} lines; it may have {IGNORE_LINES_LIMIT}")
         self._rules = [rule for line in (*ALWAYS, *read) if (rule := _rule(line)) is not None]
 
     def ignores(self, path: str, *, is_folder: bool) -> bool:
@@ -69,7 +69,7 @@ def _rule(line: str) -> tuple[bool, bool, re.Pattern[str]] | None:
     is_left_out = not text.startswith("!")
     text = text.removeprefix("!")
     folders_only = text.endswith("/")
-    read = read_pattern(text, FILE_NAME)
+    read = read_pattern(text, IGNORE_FILE)
     return None if read is None else (is_left_out, folders_only, read[1])
 
 

@@ -37,9 +37,9 @@ ENDED_LIMIT: Final = 16
 """Programs that have ended and whose output can still be read."""
 STARTS_RATE, STARTS_BURST = 0.5, 16.0
 """Starts a second, and at first."""
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
+ALLOWED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
 """What members may send."""
-TOKENS_LIMIT: Final = 64
+SIGNAL_TOKENS_LIMIT: Final = 64
 """Signals of a program that are recognised if a terminal sends them twice."""
 LEASE_CHECK_EVERY: Final = 0.5
 """How often the terminal of a program is looked for, and whether a program that should end has ended."""
@@ -67,7 +67,7 @@ class StartedJob:
         self._alone_since: float | None = self._began_at
         """Since when no terminal has followed a program that needs one."""
         self._kill_at: float | None = None
-        self._tokens: deque[int] = deque(maxlen=TOKENS_LIMIT)
+        self._tokens: deque[int] = deque(maxlen=SIGNAL_TOKENS_LIMIT)
 
     def start(self, argv: Sequence[str], env: dict[str, str], ended: Callable[[StartedJob], None]) -> None:
         """Start the process; `ended` is called when it has ended, on the job's thread.
@@ -252,7 +252,7 @@ class JobTable:
 def environment() -> dict[str, str]:
     """Return the environment of programs: that of this process, without the variables of a run."""
     own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"}
-    return {name: value for name, value in os.environ.items() if name not in own}
+    return {name: value for name, value in os.environ.items() if name not in own} | {"COVEY_BY_AGENT": "1"}
 
 
 def command(request: StartRequest, cluster: str, python: str) -> list[str]:

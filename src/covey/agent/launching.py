@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from covey.agent.callers import RestartedError
-from covey.agent.requests import CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
 from covey.agent.shares import Printed, Said, ShareEnded
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 LEASE_SECONDS: Final = 20.0
 """How long a program goes on after its terminal was lost, unless it was started with --detach."""
-AGAIN_SECONDS: Final = 15.0
+AGENT_RETRY_SECONDS: Final = 15.0
 """How long a terminal tries to reach an agent again; shorter than the lease."""
-PAUSES: Final = Growing(0.1, 1.0)
+AGENT_PAUSES: Final = Growing(0.1, 1.0)
 """Between two tries."""
 PUTS_AT_ONCE: Final = 12
 """Chunks of files on the way: together they are less than what a link holds for a slow peer."""
-ASK_SECONDS: Final = 1.0
+ASK_JOBS_EVERY: Final = 1.0
 
 
 class Launch(NamedTuple):
@@ -78,7 +78,9 @@ class AgentShare:
                 raise ConnectError("the output ended early")
             except ConnectError as error:
                 if tries.is_over:
-                    report(ShareEnded(1, f"the agent was not reached again within {AGAIN_SECONDS:g} s", is_lost=True))
+                    report(
+                        ShareEnded(1, f"the agent was not reached again within {AGENT_RETRY_SECONDS:g} s", is_lost=True)
+                    )
                     return
                 if not tries.failures:
                     report(Said("the agent is lost; trying to reach it again"))
@@ -107,7 +109,7 @@ class AgentShare:
 
     def _tries(self) -> Backoff:
         """Return tries to reach the agent; `run` tells how they end."""
-        return Backoff(f"the agent on {self.name}", PAUSES, within=AGAIN_SECONDS, level=logging.DEBUG)
+        return Backoff(f"the agent on {self.name}", AGENT_PAUSES, within=AGENT_RETRY_SECONDS, level=logging.DEBUG)
 
 
 def launch(
@@ -156,8 +158,8 @@ def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[st
     sent = 0
     for index in wanted:
         entry = snapshot.entries[index]
-        for offset in range(0, max(1, entry.size), CHUNK_BYTES):
-            data = snapshot.read(index, offset, min(CHUNK_BYTES, entry.size - offset))
+        for offset in range(0, max(1, entry.size), OUTPUT_CHUNK_BYTES):
+            data = snapshot.read(index, offset, min(OUTPUT_CHUNK_BYTES, entry.size - offset))
             while len(on_the_way) >= PUTS_AT_ONCE:
                 with agent.errors():
                     on_the_way.pop(0).wait_or_cancel()
@@ -181,7 +183,7 @@ def goes_on(visit: Visit, run: str, machines: Container[bytes] | None = None) ->
     cards = [member.card for member in visit.members()]
     if machines is not None:
         cards = [card for card in cards if machine_of(card) in machines]
-    answers = visit.ask_all(cards, messages.Ask(), ASK_SECONDS)
+    answers = visit.ask_all(cards, messages.Ask(), ASK_JOBS_EVERY)
     return any(isinstance(each, messages.Tell) and each.run == run and each.state == "running" for each in answers)
 
 

@@ -13,11 +13,11 @@ import sys
 import threading
 from typing import Final
 
-from covey.agent.jobs import SIGNALS, environment
+from covey.agent.jobs import ALLOWED_SIGNALS, environment
 from covey.runtime.processes import Child, Children, exit_status
 
-LINE_LIMIT: Final = 1 << 20
-SECRET_BYTES: Final = 32
+FIRST_LINE_LIMIT: Final = 1 << 20
+CLUSTER_SECRET_BYTES: Final = 32
 USAGE_CODE: Final = 2
 
 
@@ -30,7 +30,7 @@ def main() -> int:
             [str(word) for word in request["words"]],
             bytes.fromhex(request["secret"]),
         )
-        if len(secret) != SECRET_BYTES:
+        if len(secret) != CLUSTER_SECRET_BYTES:
             raise ValueError
     except (ValueError, KeyError, TypeError):
         print("error: covey.agent.remote is started by `covey run --hosts`", file=sys.stderr)
@@ -57,7 +57,7 @@ def main() -> int:
 def _first_line() -> bytes:
     """Read the first line of the input, and nothing after it."""
     line = bytearray()
-    while len(line) < LINE_LIMIT and not line.endswith(b"\n") and (letter := os.read(0, 1)):
+    while len(line) < FIRST_LINE_LIMIT and not line.endswith(b"\n") and (letter := os.read(0, 1)):
         line += letter
     return bytes(line)
 
@@ -67,7 +67,7 @@ def _pass_signals_on(child: Child) -> None:
     while data := os.read(0, 64):  # not by a file object, whose lock this thread would hold when the process ends
         *lines, held = (held + data)[-256:].split(b"\n")
         for line in lines:
-            if line.isdigit() and int(line) in SIGNALS:
+            if line.isdigit() and int(line) in ALLOWED_SIGNALS:
                 child.signal_leader(int(line))
     child.signal_leader(signal.SIGTERM)
 

@@ -15,9 +15,9 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.wire.calls import INLINE_BYTES
 
-CALL_BYTES: Final = INLINE_BYTES
+AGENT_CALL_BYTES: Final = INLINE_BYTES
 """The arguments or the result of one call."""
-CHUNK_BYTES: Final = 32 << 10
+OUTPUT_CHUNK_BYTES: Final = 32 << 10
 """Bytes of a file, or of output, in one call."""
 PAGE_ENTRIES: Final = 256
 """Files in one page of a list."""
@@ -26,13 +26,13 @@ WORDS_LIMIT: Final = 1024
 """Arguments of a program."""
 WORDS_BYTES: Final = 32 << 10
 """Characters of all of them."""
-PROCESSES_LIMIT: Final = 1024
+JOB_PROCESSES_LIMIT: Final = 1024
 LEASE_LIMIT: Final = 3600.0
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Word = Annotated[str, msgspec.Meta(max_length=WORDS_BYTES)]
 Words = Annotated[tuple[Word, ...], msgspec.Meta(max_length=WORDS_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-Chunk = Annotated[bytes, msgspec.Meta(max_length=CHUNK_BYTES)]
+Chunk = Annotated[bytes, msgspec.Meta(max_length=OUTPUT_CHUNK_BYTES)]
 NAME_BYTES: Final = 255
 """Of one part of a path: file systems take no more."""
 DEPTH_LIMIT: Final = 32
@@ -56,7 +56,7 @@ class Interpreter(msgspec.Struct, frozen=True, array_like=True):
     """Which Python runs the script; at most one of the two is given. Neither: that of the agent itself."""
 
     path: Annotated[str, msgspec.Meta(max_length=PATH_BYTES)] = ""
-    requirements: Annotated[str, msgspec.Meta(max_length=CHUNK_BYTES)] = ""
+    requirements: Annotated[str, msgspec.Meta(max_length=OUTPUT_CHUNK_BYTES)] = ""
     """The text of a requirements file: the agent has an environment for each."""
 
 
@@ -64,7 +64,7 @@ class StartRequest(msgspec.Struct, frozen=True, array_like=True):
     """A program to start on one machine, as its share of a run."""
 
     run: RunName
-    processes: Annotated[int, msgspec.Meta(ge=1, le=PROCESSES_LIMIT)]
+    processes: Annotated[int, msgspec.Meta(ge=1, le=JOB_PROCESSES_LIMIT)]
     """On this machine."""
     options: Words
     """Options of `covey run`, the same on all machines."""
@@ -112,6 +112,8 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True):
     """1 (standard output) or 2 (standard error), and what was written."""
     code: int | None = None
     """The exit code, in the last batch."""
+    times: tuple[float, ...] = ()
+    """When each record was written, by the clock of its machine; agents of earlier releases do not tell."""
 
 
 def check_run_name(run: str) -> str:

@@ -12,7 +12,7 @@ import re
 import select
 import sys
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import CoveyError
 from covey.runtime.keeper.output import Cursor, HeldLine
@@ -47,7 +47,7 @@ class Screen:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while the terminal does not take output: a pager may stand still."""
 
-    def show(self, machine: str, stream: int, data: bytes) -> None:
+    def show(self, machine: str, stream: int, data: bytes, at: float = 0.0) -> None:
         """Show output of a machine: 1 is standard output, 2 standard error."""
         lines = self._lines.setdefault((machine, stream), HeldLine())
         self._write(machine, stream, lines, lines.take(data))
@@ -105,7 +105,20 @@ class Screen:
         self._is_closed = {1: True, 2: True}
 
 
-def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: bool) -> None:
+class OutputView(Protocol):
+    """What shows the output of programs."""
+
+    def show(self, machine: str, stream: int, data: bytes, at: float = 0.0) -> None:
+        """Show output of a machine, which was written at a time of its clock; 0 if that is not known."""
+
+    def ended(self, machine: str) -> None:
+        """Show unfinished lines of a machine."""
+
+    def note(self, text: str) -> None:
+        """Show a line about the run."""
+
+
+def read_output(programs: Mapping[AgentCaller, int], screen: OutputView, *, to_end: bool) -> None:
     """Show what programs have written; `to_end`, also what they still write, until all have ended.
 
     Raises:
@@ -126,7 +139,7 @@ def read_output(programs: Mapping[AgentCaller, int], screen: Screen, *, to_end: 
         raise errors[0]
 
 
-def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: list[CoveyError]) -> None:
+def _read_together(programs: Mapping[AgentCaller, int], screen: OutputView, errors: list[CoveyError]) -> None:
     batches: queue.Queue[tuple[AgentCaller, OutputBatch | CoveyError | None]] = queue.Queue(
         BATCHES_LIMIT * len(programs)
     )
@@ -152,8 +165,9 @@ def _read_together(programs: Mapping[AgentCaller, int], screen: Screen, errors: 
             _show(agent.name, batch, screen)
 
 
-def _show(machine: str, batch: OutputBatch, screen: Screen) -> None:
+def _show(machine: str, batch: OutputBatch, screen: OutputView) -> None:
     if batch.missing:
         screen.note(f"{machine}: {batch.missing} bytes of output are no longer there")
-    for stream, data in batch.records:
-        screen.show(machine, stream, data)
+    times = batch.times or (0.0,) * len(batch.records)
+    for (stream, data), at in zip(batch.records, times, strict=False):
+        screen.show(machine, stream, data, at)

@@ -171,9 +171,9 @@ class AgentService:
         """Send a signal to a program, unless it had one with the same token, which is not 0: a caller that lost its
         connection repeats its last call.
         """
-        if signum not in jobs.SIGNALS:
+        if signum not in jobs.ALLOWED_SIGNALS:
             raise ConfigError(
-                f"signal {signum} cannot be sent; use one of {', '.join(each.name for each in jobs.SIGNALS)}"
+                f"signal {signum} cannot be sent; use one of {', '.join(each.name for each in jobs.ALLOWED_SIGNALS)}"
             )
         job = self.jobs.get(number)
         if token and not job.is_new(token):

@@ -29,7 +29,7 @@ KILLS: Final = 2
 """Ctrl-C that are passed on; with the next one the terminal leaves."""
 SIGNALLED: Final = 128
 """Exit codes above this mean a signal."""
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Printed(NamedTuple):
@@ -207,7 +207,7 @@ class SharedRun:
             self._reports.put(None)
 
         with contextlib.ExitStack() as stack:
-            for signum in SIGNALS:
+            for signum in FORWARDED_SIGNALS:
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     stack.callback(signal.signal, signum, signal.signal(signum, note))
             yield

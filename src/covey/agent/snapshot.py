@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, Self
 
-from covey.agent.ignore import FILE_NAME, HEAD_BYTES, PROFILE_MARKS, IgnoreRules, SensitiveRules, is_private_key
+from covey.agent.ignore import HEAD_BYTES, IGNORE_FILE, PROFILE_MARKS, IgnoreRules, SensitiveRules, is_private_key
 from covey.agent.requests import FileEntry, PathSet
 from covey.base.errors import ConfigError
 from covey.net.host.folders import home_path
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-FILES_LIMIT: Final = 20_000
+SNAPSHOT_FILES_LIMIT: Final = 20_000
 FOLDER_BYTES: Final = 2 << 30
-READS: Final = 3
+CHANGED_FILE_READS: Final = 3
 """How often a file is read that changes while it is read."""
 SECRET: Final = "may hold secrets"
 LEADS_OUT: Final = "is a link that leads out of the folder"
-OWN: Final = "is covey's own"
-_ADVICE: Final = f"leave it out with a line in {FILE_NAME}"
+OWN_FILE: Final = "is covey's own"
+_ADVICE: Final = f"leave it out with a line in {IGNORE_FILE}"
 _COPY_BYTES: Final = 1 << 20
 _NODE_KEY: Final = re.compile(r"\d+\.key")
 FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,7 +46,7 @@ class LeftOut(NamedTuple):
 
     path: str
     why: str
-    """SECRET, LEADS_OUT or OWN."""
+    """SECRET, LEADS_OUT or OWN_FILE."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _Reader:
         if folder == self._apart:
             return
         if self._own.has(folder):
-            self._left_out.append(LeftOut(f"{path}/", OWN))
+            self._left_out.append(LeftOut(f"{path}/", OWN_FILE))
             return
         is_sensitive = bool(self._named(path)) or _is_profile(folder)
         at = (*sensitive, path.count("/")) if is_sensitive else sensitive
@@ -234,7 +234,7 @@ class _Reader:
             self._left_out.append(LeftOut(path, LEADS_OUT))
             return
         if any(self._own.has(each) for each in (target, *target.parents) if each.is_relative_to(self._folder)):
-            self._left_out.append(LeftOut(path, OWN))
+            self._left_out.append(LeftOut(path, OWN_FILE))
             return
         if target.is_dir():
             raise ConfigError(f"{path} is a link to a folder, which is not sent; {_ADVICE}")
@@ -273,8 +273,10 @@ class _Reader:
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path} is neither a file nor a folder; {_ADVICE}")
             self._paths.add(path)
-            if len(self._taken) >= FILES_LIMIT:
-                raise ConfigError(f"{self._folder} has more than {FILES_LIMIT} files; leave some out with {FILE_NAME}")
+            if len(self._taken) >= SNAPSHOT_FILES_LIMIT:
+                raise ConfigError(
+                    f"{self._folder} has more than {SNAPSHOT_FILES_LIMIT} files; leave some out with {IGNORE_FILE}"
+                )
             size, digest = self._copy(file, path)
         head = os.pread(self._content.fileno(), min(size, HEAD_BYTES), self._end)
         if is_private_key(head) and not self._sensitive.covers(path, (*at, path.count("/"))):
@@ -289,14 +291,15 @@ class _Reader:
         Raises:
             ConfigError: it changes again and again, or there is no room for it.
         """
-        for _ in range(READS):
+        for _ in range(CHANGED_FILE_READS):
             before, size, digest = _stamp(file), 0, hashlib.sha256()
             file.seek(0)
             while size <= before[1] and (data := _read(file, path)):  # one that grows may have no end
                 if self._end + size + len(data) > FOLDER_BYTES:
                     raise ConfigError(
                         f"{self._folder} has more than {FOLDER_BYTES >> 30} GiB ({path} has {before[1] >> 20} MiB); "
-                        f"leave files out with {FILE_NAME}, and read large data from a path that exists on all machines"
+                        f"leave files out with {IGNORE_FILE}, "
+                        "and read large data from a path that exists on all machines"
                     )
                 self._write(data, self._end + size)
                 digest.update(data)
@@ -328,14 +331,14 @@ def _read(file: IO[bytes], path: str) -> bytes:
 
 def _ignore_rules(folder: Path) -> IgnoreRules:
     try:
-        with open(folder / FILE_NAME, "rb", opener=_open_plainly) as file:
+        with open(folder / IGNORE_FILE, "rb", opener=_open_plainly) as file:
             return IgnoreRules(file.read(1 << 20).decode().splitlines())
     except FileNotFoundError:
         return IgnoreRules()
     except UnicodeDecodeError:
-        raise ConfigError(f"{folder / FILE_NAME} is no UTF-8 text; write one pattern a line") from None
+        raise ConfigError(f"{folder / IGNORE_FILE} is no UTF-8 text; write one pattern a line") from None
     except OSError as error:
-        raise ConfigError(f"{folder / FILE_NAME} cannot be read: {error.strerror}; make it a file") from error
+        raise ConfigError(f"{folder / IGNORE_FILE} cannot be read: {error.strerror}; make it a file") from error
 
 
 def _open_plainly(path: str, flags: int) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SSH_FAILED: Final = 255
 """The exit code of ssh itself."""
 NOT_FOUND: Final = 127
-OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SSH_OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 class SshHost(NamedTuple):
@@ -78,7 +78,7 @@ class SshShare:
     def __init__(self, host: SshHost, ssh: Sequence[str], python: str, words: Sequence[str], secret: bytes) -> None:
         """`words` follow `covey` on that machine; `secret` is the cluster's."""
         self.name = host.name
-        self._argv = [*ssh, *OPTIONS, host.name, f"{shlex.quote(python)} -m covey.agent.remote"]
+        self._argv = [*ssh, *SSH_OPTIONS, host.name, f"{shlex.quote(python)} -m covey.agent.remote"]
         request = json.dumps({"folder": os.getcwd(), "words": list(words), "secret": secret.hex()})
         self._python = python
         self._lock = threading.Lock()

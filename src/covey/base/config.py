@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
 from covey.base.setting_kinds import check_timeout as check_timeout
-from covey.base.settings import FILE, SETTINGS, USER_FILE, suggestion
 from covey.base.settings import PORTS as PORTS
+from covey.base.settings import SETTINGS, SETTINGS_FILE, USER_FILE, suggestion
 from covey.base.settings import GroupConfig as GroupConfig
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ RUN_VARIABLES: Final = (
     "COVEY_RUN_MIN_HOSTS",
     "COVEY_RUN_NEW",
     "COVEY_RELAY_PORT",
+    "COVEY_BY_AGENT",
 )
 """The variables with which `covey run` tells the programs it starts which run of the cluster to join."""
 CLUSTER_VARIABLES: Final = (
@@ -150,7 +151,7 @@ def from_file(content: Mapping[str, Any], path: str, *, is_users: bool) -> dict[
         if setting.files == USER_FILE and not is_users:
             raise ConfigError(
                 f"{path}: {name} cannot be set by the folder of a program, because it affects security; set it in "
-                f"{FILE} of your configuration folder, or set {setting.variable}"
+                f"{SETTINGS_FILE} of your configuration folder, or set {setting.variable}"
             )
         found[setting.variable] = setting.show(setting.kind.read(f"{path}: {name}", value))
     return found

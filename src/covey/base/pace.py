@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-KEYS_LIMIT: Final = 256
+PACED_KEYS_LIMIT: Final = 256
 MOST_DOUBLINGS: Final = 60
 """So often a pause grows at most: enough for any pause, and its power fits a float."""
 
@@ -39,7 +39,7 @@ class Bucket:
 
 
 class Buckets:
-    """A bucket per key, for the `KEYS_LIMIT` keys used last."""
+    """A bucket per key, for the `PACED_KEYS_LIMIT` keys used last."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
@@ -49,7 +49,7 @@ class Buckets:
         """Return the bucket of a key, which becomes the key used last."""
         bucket = self._buckets.pop(key, None) or Bucket(self._rate, self._burst)
         self._buckets[key] = bucket
-        if len(self._buckets) > KEYS_LIMIT:
+        if len(self._buckets) > PACED_KEYS_LIMIT:
             del self._buckets[next(iter(self._buckets))]
         return bucket
 

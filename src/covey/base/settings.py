@@ -46,7 +46,7 @@ PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
 RELAY_PORT: Final = 47690
 """The port of a relay, unless its address says another."""
-FILE: Final = "covey.toml"
+SETTINGS_FILE: Final = "covey.toml"
 ANY_FILE: Final = "any"
 """A setting that both files may have."""
 USER_FILE: Final = "user"
@@ -421,6 +421,19 @@ _OTHERS: Final = (
     ),
     _other(
         _MACHINE, "events", FilePath(), None, "A file to which losses and recoveries are appended, as JSON."
+    ),
+    _other(
+        _MACHINE, "keep_output", Flag(), True,
+        "Whether `covey run` keeps the output of each rank in the configuration folder, for `covey logs`.",
+        files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_bytes", ByteCount(64 << 10, 1 << 30), 4 << 20,
+        "How much is kept of the output of each rank, the latest.", files=ANY_FILE,
+    ),
+    _other(
+        _MACHINE, "keep_output_total", ByteCount(1 << 20, 1 << 40), 512 << 20,
+        "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
     ),
     _other(
         _MACHINE, "reports", FilePath(), None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from covey.base.errors import ConfigError
-from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, named, spread, tell_result
+from covey.cli.charter import SPREAD_ANSWER_SECONDS, among, as_rows, label, machine_of, named, spread, tell_result
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import confirm, say
 from covey.net.audit import audit_log
@@ -169,7 +169,7 @@ def _waiting(found: Cluster, *, quiet: bool) -> list[messages.Waiting]:
     waiting = {id: messages.Waiting(id, name, "", "") for id, name in clusters.waiting(found.name).items()}
     with among(found, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]
-        for answer in visit.ask_all(cards, messages.Ask(), ASK_SECONDS):
+        for answer in visit.ask_all(cards, messages.Ask(), SPREAD_ANSWER_SECONDS):
             if isinstance(answer, messages.Tell):
                 waiting |= {each.id: each for each in answer.waiting}
         waiting |= {each.id: each for each in visit.mesh.rules.waiting()}

@@ -18,7 +18,7 @@ from covey.base.text import printable
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say
 from covey.net.audit import audit_reader
-from covey.net.audit.audit_log import EVENTS, TEXT_LIMIT
+from covey.net.audit.audit_log import AUDIT_TEXT_LIMIT, AUDITED_EVENTS
 from covey.net.keys.identity import short_id
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def audit(
         if follow or since is not None or cluster is not None or event:
             raise ConfigError("--verify checks the whole log; only --json goes with it")
         return _verify(as_json=as_json)
-    if unknown := set(event or ()) - EVENTS.keys():
-        raise ConfigError(f"there is no event {min(unknown)!r}; there are: {', '.join(EVENTS)}")
+    if unknown := set(event or ()) - AUDITED_EVENTS.keys():
+        raise ConfigError(f"there is no event {min(unknown)!r}; there are: {', '.join(AUDITED_EVENTS)}")
     choice = _Choice(cluster, _moment(since), frozenset(event or ()))
     new = audit_reader.Follower() if follow else None  # opened before the old entries are read, so that none is missed
     try:
@@ -134,7 +134,7 @@ def _cells(entry: AuditEntry) -> tuple[str, ...]:
     reason = f"{entry.reason} ({entry.count} times)" if entry.count > 1 else entry.reason
     moment = entry.time.partition(".")[0] + "Z"
     cells = (moment, entry.cluster, entry.event, entry.run, entry.name, node, entry.address, reason)
-    return tuple(printable(cell, TEXT_LIMIT + 40) for cell in cells)
+    return tuple(printable(cell, AUDIT_TEXT_LIMIT + 40) for cell in cells)
 
 
 def _or_dash(cell: str) -> str:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 OBEY_SECONDS: Final = 5.0
 """How long running nodes may take to confirm a new charter."""
-ASK_SECONDS: Final = 2.0
-PAUSES: Final = Growing(0.1, 0.5)
+SPREAD_ANSWER_SECONDS: Final = 2.0
+SPREAD_PAUSES: Final = Growing(0.1, 0.5)
 
 
 @contextmanager
@@ -62,11 +62,11 @@ def _spread(cluster: Cluster, serial: int, *, quiet: bool) -> tuple[list[message
     with among(cluster, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]
         obeying: dict[bytes, messages.Card] = {}
-        tries = Backoff("nodes that confirm the charter", PAUSES, within=OBEY_SECONDS, level=logging.DEBUG)
+        tries = Backoff("nodes that confirm the charter", SPREAD_PAUSES, within=OBEY_SECONDS, level=logging.DEBUG)
         tries.begin()
         while len(obeying) < len(cards) and not tries.is_over:
             asked = [card for card in cards if card.id not in obeying]
-            for card, answer in zip(asked, visit.ask_all(asked, messages.Ask(), ASK_SECONDS), strict=True):
+            for card, answer in zip(asked, visit.ask_all(asked, messages.Ask(), SPREAD_ANSWER_SECONDS), strict=True):
                 if isinstance(answer, messages.Tell) and answer.charter >= serial:
                     obeying[card.id] = card
             if len(obeying) < len(cards):

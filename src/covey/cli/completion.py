@@ -1,4 +1,4 @@
-"""Shell completion for the names of clusters, nodes and commands.
+"""Shell completion for the names of clusters, nodes, runs and commands.
 
 Completion runs while the user types: it reads only files of this machine, and ignores problems with them.
 """
@@ -28,6 +28,13 @@ def node_names(words: dict[str, Any]) -> list[str]:
     return sorted(set(clusters.known(clusters.find_saved(words.get("cluster")).name).values()))
 
 
+def run_names(_words: dict[str, Any]) -> list[str]:
+    """Return the runs that this machine remembers, the latest first."""
+    from covey.net.host.saved_runs import past_runs
+
+    return list(dict.fromkeys(run.record.name for run in reversed(past_runs())))
+
+
 def completing(offer: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[[Any, Any, str], list[str]]:
     """Return a callback for Typer: the names from `offer` that begin with what was typed."""
 
@@ -45,6 +52,8 @@ def prepare(parameter: Any) -> None:
         parameter._custom_shell_complete = completing(cluster_names)
     elif parameter.metavar in ("NODE", "NODE|all"):
         parameter._custom_shell_complete = completing(node_names)
+    elif parameter.metavar == "RUN":
+        parameter._custom_shell_complete = completing(run_names)
 
 
 _OF_CLUSTERS = frozenset({"cluster", "default", "forget"})

@@ -11,7 +11,7 @@ import typer
 
 from covey.base.config import EffectiveSetting, effective_settings, refuse_unknown
 from covey.base.errors import ConfigError
-from covey.base.settings import FILE, SETTINGS, suggestion
+from covey.base.settings import SETTINGS, SETTINGS_FILE, suggestion
 from covey.cli.layout import Column, room, table, wrap
 from covey.net.host.settings_files import settings_of_files
 
@@ -71,7 +71,7 @@ def _explained(each: EffectiveSetting, width: int | None) -> str:
     elif setting.argument:
         ways.append(f"{setting.argument}= of covey.join")
     if setting.files:
-        ways.append(f"{each.name} in {FILE}")
+        ways.append(f"{each.name} in {SETTINGS_FILE}")
     lines = [
         f"{each.name} = {each.value or '-'}  ({each.source})",
         f"  {setting.meaning}",

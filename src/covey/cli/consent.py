@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from covey.agent.snapshot import LEADS_OUT, OWN, SECRET
+from covey.agent.snapshot import LEADS_OUT, OWN_FILE, SECRET
 from covey.base.text import printable
 from covey.cli.terminal import confirm, plural, say
 from covey.net.audit import audit_log
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.trust import TrustedMachine
 
-SHOWN: Final = 5
+LARGEST_SHOWN: Final = 5
 """The largest entries of a folder that are shown."""
 NAMED: Final = 12
 """Left out files that are named in one line."""
@@ -33,7 +33,7 @@ def tell_left_out(snapshot: Snapshot, machines: Sequence[AgentCaller]) -> None:
     for why, sentence in (
         (SECRET, "may hold secrets and is not sent; --include sends it"),
         (LEADS_OUT, "leads out of the folder and is not followed"),
-        (OWN, "is covey's own and is never sent"),
+        (OWN_FILE, "is covey's own and is never sent"),
     ):
         paths = [printable(each.path, 200) for each in snapshot.left_out if each.why == why]
         for path in paths[:NAMED]:
@@ -97,7 +97,7 @@ def largest(snapshot: Snapshot) -> list[tuple[str, int]]:
     for entry in snapshot.entries:
         head, slash, _ = entry.path.partition("/")
         sizes[head + slash] += entry.size
-    return sorted(sizes.items(), key=lambda each: (-each[1], each[0]))[:SHOWN]
+    return sorted(sizes.items(), key=lambda each: (-each[1], each[0]))[:LARGEST_SHOWN]
 
 
 def size_text(size: int) -> str:

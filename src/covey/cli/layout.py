@@ -16,7 +16,7 @@ from rich.cells import cell_len
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-GAP: Final = 2
+COLUMN_GAP: Final = 2
 """Blanks between columns."""
 NARROWEST: Final = 16
 """Least width of a column that wraps, in characters."""
@@ -75,7 +75,7 @@ def lay_out(columns: Sequence[Column], width: int | None, title_style: str = "")
 
 def fits(columns: Sequence[Column], width: int | None) -> bool:
     """Tell whether all of these columns have room beside each other."""
-    return width is None or sum(each.least() + GAP for each in columns) - GAP <= width
+    return width is None or sum(each.least() + COLUMN_GAP for each in columns) - COLUMN_GAP <= width
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -106,7 +106,7 @@ def _widths(shown: Sequence[Column], width: int | None) -> list[int]:
     if width is None:
         return [each.width() for each in shown]
     widths = [each.least() for each in shown]
-    spare = width - sum(widths) - GAP * (len(widths) - 1)
+    spare = width - sum(widths) - COLUMN_GAP * (len(widths) - 1)
     for at in sorted(range(len(shown)), key=lambda at: shown[at].width()):
         more = min(spare, shown[at].width() - widths[at])
         widths[at] += more
@@ -128,13 +128,13 @@ def _row(row: Sequence[Piece], shown: Sequence[Column], widths: Sequence[int]) -
                 blanks = 0 if column.is_right else padding
             else:
                 blanks += width
-            blanks += GAP
+            blanks += COLUMN_GAP
         yield line
 
 
 def _records(shown: Sequence[Column], width: int, title_style: str) -> Iterator[Line]:
     """Yield each row as several lines, one for each cell that is not empty."""
-    indent = min(max(cell_len(each.title) for each in shown) + GAP, width // 2)
+    indent = min(max(cell_len(each.title) for each in shown) + COLUMN_GAP, width // 2)
     for at in range(len(shown[0].cells)):
         if at:
             yield []

@@ -80,9 +80,9 @@ def reports(
     terminal: Terminal, book: Mapping[bytes, TrustedMachine], *, quiet: bool = False
 ) -> list[tuple[AgentCaller, list[JobReport]]]:
     """Return all agents that this machine may use, and their programs, the oldest first."""
-    from covey.agent.callers import SEARCH_SECONDS
+    from covey.agent.callers import AGENT_SEARCH_SECONDS
 
-    terminal.visit.look(SEARCH_SECONDS)
+    terminal.visit.look(AGENT_SEARCH_SECONDS)
     found = []
     for agent in terminal.agents(book):
         try:

@@ -22,7 +22,7 @@ from covey.net.host.descriptors import explain
 if TYPE_CHECKING:
     from covey.runtime.relaying.server import RelayCounts, RelayLimits
 
-BACKLOG: Final = 1024
+RELAY_BACKLOG: Final = 1024
 _RATE: Final = Rate(8000, 10**12)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -95,7 +95,7 @@ def listen_at(text: str) -> socket.socket:
         both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
         if family == socket.AF_INET6 and address[0] == "::" and not both:
             family, address = socket.AF_INET, ("0.0.0.0", number)
-        listener = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        listener = socket.create_server(address, family=family, backlog=RELAY_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"--listen {text}: {explain(error) or error}") from error
     listener.setblocking(False)

@@ -11,7 +11,9 @@ import functools
 import os
 import shlex
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Mapping  # noqa: TC003 - typer reads the types of the fields
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 import typer.core
 
+from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import RUN, SETTINGS
+from covey.base.text import printable
 from covey.cli.options import RelayLimit, command_of, variables_of
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
@@ -29,10 +33,11 @@ from covey.runtime.keeper.supervisor import keep
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
+    from covey.net.host.saved_runs import SavedRun
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
-SIZES: Final = ("run_size", "run_min_size", "run_max_size")
+SIZE_SETTINGS: Final = ("run_size", "run_min_size", "run_max_size")
 _MACHINES: Final = "Several machines"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -247,6 +252,7 @@ def _here(request: RunRequest, processes: int) -> int:
         http=page,
         log_dir=request.log_dir,
         is_solo=request.solo or request.torch_env,
+        kept=_saved(request, request.short_name, processes),
     )
 
 
@@ -260,8 +266,8 @@ def _in_cluster(request: RunRequest) -> int:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if "run_size" in given and given.keys() & {"run_min_size", "run_max_size"}:
         raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
-    if given.keys() & {*SIZES}:
-        for name in SIZES:
+    if given.keys() & {*SIZE_SETTINGS}:
+        for name in SIZE_SETTINGS:
             os.environ.pop(SETTINGS[name].variable, None)  # the command line overrides all three
     variables = {
         **variables_of(given),
@@ -274,8 +280,41 @@ def _in_cluster(request: RunRequest) -> int:
         variables["COVEY_RUN_MIN_HOSTS"] = str(MIN_HOSTS)
     processes = 1 if request.processes is None else request.processes
     rate = parse_relay_limit(request.relay_limit)
+    cluster = _cluster_name(variables)
     share = share_of_run(processes, variables, is_new=request.new, relay_rate=rate)
-    return keep(share, command, restarts=request.restarts, http=page, log_dir=request.log_dir)
+    kept = _saved(request, request.run_name, processes, cluster)
+    return keep(share, command, restarts=request.restarts, http=page, log_dir=request.log_dir, kept=kept)
+
+
+def _cluster_name(variables: Mapping[str, str]) -> str:
+    """Return the name of the cluster; "" if there is none, which `share_of_run` explains."""
+    from covey.net.host.settings_files import effective_environment
+
+    with contextlib.suppress(ConfigError):
+        return ClusterOptions().find({**effective_environment(), **variables}).name
+    return ""
+
+
+def _saved(
+    request: RunRequest, name: str, processes: int, cluster: str = "", machines: tuple[str, ...] = ()
+) -> SavedRun | None:
+    """Return what keeps the output and the end of the run on this machine; None if covey's folder cannot be used."""
+    from covey.net.host.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
+    from covey.net.host.settings_files import effective_environment
+
+    terms = OutputTerms.read({**effective_environment(), **variables_of(request.settings)})
+    machine = printable(socket.gethostname().partition(".")[0], 40)
+    record = RunSummary(
+        name=name, cluster=cluster, machine=machine, machines=machines or (machine,),
+        program=printable(shlex.join([request.script, *(request.arguments or ())]), WORDS_LIMIT),
+        processes=processes, pid=os.getpid(), began=time.time(), by_agent="COVEY_BY_AGENT" in os.environ,
+    )  # fmt: skip
+    try:
+        output_bytes = terms.output_bytes if terms.is_kept else 0
+        return SavedRun(record, output_bytes=output_bytes, total_bytes=terms.total_bytes)
+    except ConfigError as error:  # the run goes on all the same
+        typer.echo(f"covey: nothing is kept of this run: {error}", err=True)
+        return None
 
 
 def _on_several(request: RunRequest) -> int:
@@ -311,7 +350,12 @@ def _on_several(request: RunRequest) -> int:
         tuple(request.include or ()),
         request.yes,
     )
-    return several_machines.start(program, terms, on=request.on, hosts=request.hosts)
+    machines = split_list(request.on or request.hosts or "")
+    kept = None if request.detach else _saved(request, request.run_name, 0, _cluster_name({}), machines)
+    code = several_machines.start(program, terms, on=request.on, hosts=request.hosts)
+    if kept is not None:
+        kept.end(code, "")
+    return code
 
 
 def _is_of_machine(name: str) -> bool:

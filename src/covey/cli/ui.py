@@ -15,8 +15,6 @@ from covey.cli.terminal import say
 if TYPE_CHECKING:
     from types import FrameType
 
-    from covey.ui.source import OutputPage, Outputs
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -59,6 +57,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
     from covey.ui.server import PageServer
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
+    from covey.watch.output import outputs_of
 
     is_over = threading.Event()
 
@@ -70,7 +69,8 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
         collector = stack.enter_context(open_collector(run, cluster))
-        page = stack.enter_context(PageServer(collector, Actions(collector, "from the page"), _outputs(), port))
+        actions, outputs = Actions(collector, "from the page"), outputs_of(collector)
+        page = stack.enter_context(PageServer(collector, actions, outputs=outputs, port=port))
         file = stack.enter_context(LinkFile(page.port, page.admission.link_key))
         link = page.new_link()
         _print(link, as_json=as_json)
@@ -79,19 +79,6 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
         if not as_json:
             say("It can be used once, within five minutes; `covey ui --link` prints another. Ctrl-C ends the page.")
         is_over.wait()
-
-
-class _NoOutputs:
-    """Output is not kept yet."""
-
-    def lines(self, run_id: str, since: str = "") -> OutputPage:
-        from covey.ui.source import OutputPage
-
-        return OutputPage((), since)
-
-
-def _outputs() -> Outputs:
-    return _NoOutputs()
 
 
 def _print(link: str, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from covey.compress.quantisers import FP8, Int4, Int8, OneBit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ERRORS: Final[Mapping[Codec, float]] = {
+CODEC_ERRORS: Final[Mapping[Codec, float]] = {
     FP16(): 0.0003,
     BF16(): 0.002,
     Int8(): 0.0075,
@@ -25,7 +25,7 @@ ERRORS: Final[Mapping[Codec, float]] = {
 }
 """The codecs to choose from, and the error of one encoding: root mean square, relative to that of normal numbers."""
 SHARED: Final = "none: the ranks share memory"
-LEAST_GAIN: Final = 0.05
+LEAST_SAVED_SHARE: Final = 0.05
 """A codec must save this part of the time. The speeds are measured, and a few percent are within their noise."""
 
 
@@ -110,14 +110,14 @@ def choose(
     plain = plain_seconds(nbytes // 4 * itemsize, ranks, bytes_per_second, latency)
     times = {
         codec: codec_seconds(codec, nbytes, ranks, bytes_per_second, latency, speeds[codec])
-        for codec, error in ERRORS.items()
+        for codec, error in CODEC_ERRORS.items()
         if codec in speeds and error <= max_error
     }
     link = f"{bytes_per_second / 1e6:.4g} MB/s"
     if not times:
         return None, f"none: no measured codec has an error of at most {max_error:g}"
-    best = min(times, key=lambda codec: (times[codec], ERRORS[codec]))
+    best = min(times, key=lambda codec: (times[codec], CODEC_ERRORS[codec]))
     compared = f"{1e3 * times[best]:.3g} ms with {best}, {1e3 * plain:.3g} ms without, at {link}"
-    if times[best] > (1 - LEAST_GAIN) * plain:
+    if times[best] > (1 - LEAST_SAVED_SHARE) * plain:
         return None, f"none: {compared}"
     return best, f"{best}: {compared}"

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     Parameters = ParamSpec("Parameters")
     Result = TypeVar("Result")
 
-MOST_ELEMENTS: Final = (1 << 32) - 1
+COMPILED_ELEMENTS_LIMIT: Final = (1 << 32) - 1
 """Elements of the longest array that is given to C, where `top_indices` counts in 32 bits."""
 
 
 def is_usable(*arguments: Any) -> bool:
     """Tell whether the extension is there and can work on these arrays, which must be aligned."""
     return native().module is not None and all(
-        each.flags.aligned and each.size <= MOST_ELEMENTS for each in arguments if isinstance(each, np.ndarray)
+        each.flags.aligned and each.size <= COMPILED_ELEMENTS_LIMIT
+        for each in arguments
+        if isinstance(each, np.ndarray)
     )
 
 

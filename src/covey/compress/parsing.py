@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Compression: TypeAlias = Codec | Sparsifier | LowRank | Auto
 
 NONE: Final = "none"
-LONGEST: Final = 200
+CODEC_TEXT_LIMIT: Final = 200
 """Characters of a name with its parameters."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _BUILT_IN: Final = (FP16, BF16, FP8, Int8, Int4, OneBit, TopK, RandomK, Threshold, PowerSGD, Auto)
@@ -123,9 +123,9 @@ def _made(text: str) -> Compression:
 
 def _call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Return name and arguments of "name" or "name(0.01, seed=3)". A bare word as an argument is a text."""
-    shown = printable(text, LONGEST)
+    shown = printable(text, CODEC_TEXT_LIMIT)
     wrong = ConfigError(f"{shown!r} is no codec; write a name, or a name and parameters like topk(0.01)")
-    if len(text) > LONGEST:
+    if len(text) > CODEC_TEXT_LIMIT:
         raise ConfigError(f"{shown!r} is too long for a codec")
     try:
         tree = ast.parse(text, mode="eval").body

@@ -18,9 +18,9 @@ from covey.compress.parsing import NONE, Compression, parse
 
 Value: TypeAlias = str | Compression | None
 
-SMALLEST: Final = 1 << 16
+SMALLEST_BYTES: Final = 1 << 16
 """Bytes of an array below which compression saves less than a round trip over a network takes."""
-LONGEST: Final = 10_000
+POLICY_TEXT_LIMIT: Final = 10_000
 """Characters of a policy."""
 _EVERYTHING: Final = "*"
 _SMALLEST_WORD: Final = "smallest"
@@ -33,7 +33,7 @@ class Policy:
 
     rules: tuple[tuple[str, Compression | None], ...]
     """Patterns of names, as in a shell, and what is used for them. The first match counts; no match means no codec."""
-    smallest: int = SMALLEST
+    smallest: int = SMALLEST_BYTES
     """Bytes of the smallest array that is compressed."""
     is_explicit: bool = False
     """Whether a call asked for one codec for its array. Then an array that cannot be compressed is an error."""
@@ -43,7 +43,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.smallest, int) or isinstance(self.smallest, bool) or self.smallest < 0:
-            raise ConfigError(f"smallest is {self.smallest!r}; give a number of bytes, like {SMALLEST}")
+            raise ConfigError(f"smallest is {self.smallest!r}; give a number of bytes, like {SMALLEST_BYTES}")
         for pattern, _ in self.rules:
             if not isinstance(pattern, str) or not _PATTERN.fullmatch(pattern) or pattern == _SMALLEST_WORD:
                 raise ConfigError(f"{pattern!r} is no pattern of names; write one like embed.* or *.bias")
@@ -72,7 +72,7 @@ class Policy:
             items = [text(self.rules[0][1])]
         else:
             items = [f"{pattern}={text(codec)}" for pattern, codec in self.rules] or [NONE]
-        return ", ".join([*items, *([f"{_SMALLEST_WORD}={self.smallest}"] if self.smallest != SMALLEST else [])])
+        return ", ".join([*items, *([f"{_SMALLEST_WORD}={self.smallest}"] if self.smallest != SMALLEST_BYTES else [])])
 
 
 CompressValue: TypeAlias = Policy | Value | Mapping[str, Value]
@@ -91,7 +91,7 @@ def make_policy(value: CompressValue, *, smallest: int | None = None, is_explici
     Raises:
         ConfigError: a name, pattern or parameter is not valid.
     """
-    least = SMALLEST if smallest is None else smallest
+    least = SMALLEST_BYTES if smallest is None else smallest
     if isinstance(value, Policy):
         return value
     if isinstance(value, str):
@@ -103,8 +103,8 @@ def make_policy(value: CompressValue, *, smallest: int | None = None, is_explici
 
 @functools.lru_cache(256)
 def _from_text(text: str, smallest: int, is_explicit: bool) -> Policy:
-    if len(text) > LONGEST:
-        raise ConfigError(f"a policy of {len(text)} characters is too long; {LONGEST} are allowed")
+    if len(text) > POLICY_TEXT_LIMIT:
+        raise ConfigError(f"a policy of {len(text)} characters is too long; {POLICY_TEXT_LIMIT} are allowed")
     rules: list[tuple[str, Compression | None]] = []
     has_patterns = False
     for item in split_items(text):
@@ -137,5 +137,5 @@ def _partition(item: str) -> tuple[str, str, str]:
 
 def _bytes(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise ConfigError(f"compress: smallest={printable(text, 100)}; give a number of bytes, like {SMALLEST}")
+        raise ConfigError(f"compress: smallest={printable(text, 100)}; give a number of bytes, like {SMALLEST_BYTES}")
     return int(text)

@@ -19,7 +19,7 @@ from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, 
 from covey.base.text import printable
 from covey.coordinator import tls
 from covey.coordinator.extra import require_grpc
-from covey.coordinator.refusal import ANSWER_BYTES, RefusalError
+from covey.coordinator.refusal import STATUS_BYTES, RefusalError
 from covey.coordinator.security import CHARTER_KEY
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from covey.coordinator.security import Security
 
-CALL_SECONDS: Final = 10.0
+PROMPT_CALL_SECONDS: Final = 10.0
 """How long a call may take that the coordinator answers at once."""
-OPTIONS: Final = (
-    ("grpc.max_receive_message_length", ANSWER_BYTES),
+CLIENT_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", STATUS_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.enable_retries", 0),  # the session of a worker repeats calls, and knows for how long
@@ -40,7 +40,13 @@ OPTIONS: Final = (
 )
 TELLING: Final = ("RegisterWorker", "GetStatus")
 """Calls that tell a coordinator of the owner's list of machines."""
-FINAL: Final = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED")
+FINAL_STATUSES: Final = (
+    "INVALID_ARGUMENT",
+    "FAILED_PRECONDITION",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "UNIMPLEMENTED",
+)
 """Statuses that the same call gets again."""
 
 
@@ -61,11 +67,11 @@ class CoordinatorClient:
             check_coordinator(address, security, role)
         papers, name = security.papers(role), security.server_name
         credentials = self._grpc.ssl_channel_credentials(papers.authorities, papers.key, papers.chain)
-        options = [*OPTIONS, ("grpc.ssl_target_name_override", name)] if name else OPTIONS
+        options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)] if name else CLIENT_OPTIONS
         self._channel = self._grpc.secure_channel(address, credentials, options)
         self._stub: Any = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def call(self, method: str, request: Any, *, timeout: float = CALL_SECONDS) -> Any:
+    def call(self, method: str, request: Any, *, timeout: float = PROMPT_CALL_SECONDS) -> Any:
         """Return the answer to a call; raise what `explained` returns if there is none."""
         try:
             return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata(method))
@@ -100,7 +106,7 @@ class CoordinatorClient:
 
 def is_final(error: Any) -> bool:
     """Tell whether a call that failed so would fail again."""
-    return error.code().name in FINAL
+    return error.code().name in FINAL_STATUSES
 
 
 def explained(error: Any, address: str) -> CoveyError:
@@ -108,7 +114,7 @@ def explained(error: Any, address: str) -> CoveyError:
     code, details = error.code().name, printable(error.details() or "")
     if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
         return AuthError(f"the coordinator at {address} refuses this process: {details}")
-    if code in FINAL:
+    if code in FINAL_STATUSES:
         return ConfigError(f"the coordinator at {address}: {details}")
     if code == "DEADLINE_EXCEEDED":
         return DeadlineError(f"the coordinator at {address} did not answer within the timeout of the call: {details}")
@@ -140,7 +146,7 @@ def _shake(address: str, security: Security, context: ssl.SSLContext) -> bytes:
     """
     parsed = seeds.parse(address)
     with (
-        socket.create_connection((parsed.host, parsed.port), CALL_SECONDS) as sock,
+        socket.create_connection((parsed.host, parsed.port), PROMPT_CALL_SECONDS) as sock,
         context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,
     ):
         connection.recv(1)

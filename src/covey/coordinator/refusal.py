@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-MESSAGE_BYTES: Final = 1 << 16
+REQUEST_BYTES: Final = 1 << 16
 """A message to a coordinator."""
-ANSWER_BYTES: Final = 1 << 22
+STATUS_BYTES: Final = 1 << 22
 """A message from one: the status of all runs."""
 MAX_RUNS: Final = 256
 MAX_WORKERS: Final = 1024

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
-from covey.coordinator.refusal import ANSWER_BYTES, MAX_CALLS, MESSAGE_BYTES
+from covey.coordinator.refusal import MAX_CALLS, REQUEST_BYTES, STATUS_BYTES
 from covey.coordinator.service import CoordinatorService
 from covey.coordinator.tls_front import TlsFront
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from covey.coordinator.security import Security
     from covey.coordinator.state_file import StateFile
 
-SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
-STOP_SECONDS: Final = 2.0
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
+ANSWERS_END_SECONDS: Final = 2.0
 """How long calls that are being answered may take when the coordinator stops."""
-OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", ANSWER_BYTES),
+SERVER_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", REQUEST_BYTES),
+    ("grpc.max_send_message_length", STATUS_BYTES),
     ("grpc.max_metadata_size", 1 << 13),
     ("grpc.max_concurrent_streams", 256),
     # A worker that vanished without closing its connection is noticed after half a minute.
@@ -49,7 +49,7 @@ async def serve(
     """
     front = TlsFront(lambda: security.papers("server"))
     service = CoordinatorService(state, lambda peer: security.identity(front.certificate(peer)), security.hear, sizes)
-    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     checks = await _add_standard_services(server)
     server.add_insecure_port(front.inner)
@@ -71,7 +71,7 @@ async def serve(
         rounds.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rounds
-        await server.stop(STOP_SECONDS)
+        await server.stop(ANSWERS_END_SECONDS)
         await front.close()
     if service.failure.done():
         raise service.failure.result()
@@ -81,8 +81,8 @@ async def _add_standard_services(server: Any) -> Any:
     """Add gRPC's health service, which is returned, and reflection."""
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", SERVICE):
+    for name in ("", SERVICE_NAME):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return checks

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.coordinator.state_file import StateFile
 
 LONGEST_TICK: Final = 60.0
-PROGRESS_SECONDS: Final = 1.0
+TELL_WAITING_EVERY: Final = 1.0
 """How often a worker that waits is told for what, and each one is checked against the list of denied machines.
 
 Telling all of them of each other's arrival would be quadratic."""
@@ -205,7 +205,7 @@ class CoordinatorService(CoordinatorServicer):
         """Wait until a worker may have to be told something; RefusalError if its machine is denied meanwhile."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), PROGRESS_SECONDS)
+                await asyncio.wait_for(wake.wait(), TELL_WAITING_EVERY)
             self._caller(context)
             if is_waiting or wake.is_set():
                 return

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import AuthError, CoveyError, DeadlineError
 from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.coordinator.client import CALL_SECONDS, CoordinatorClient, is_final
+from covey.coordinator.client import PROMPT_CALL_SECONDS, CoordinatorClient, is_final
 from covey.coordinator.extra import require_grpc
 from covey.runtime.backoff import Backoff
 from covey.runtime.log_limiter import LimitedLog
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.security import Security
 
-PAUSES: Final = Growing(0.1, 2.0)
+REGISTRATION_PAUSES: Final = Growing(0.1, 2.0)
 """Seconds between attempts to register, shortened at random; below RECONNECT_SECONDS of the coordinator."""
-STEADY_SECONDS: Final = 20.0
+STEADY_REGISTRATION_SECONDS: Final = 20.0
 """After a registration that held for so long, the next attempt counts as the first."""
 UNREGISTER_SECONDS: Final = 3.0
-THREAD_SECONDS: Final = 5.0
+SESSION_END_SECONDS: Final = 5.0
 """How long the threads may take to end."""
 
 
@@ -145,12 +145,14 @@ class Session:
             client.close()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(THREAD_SECONDS)
+                thread.join(SESSION_END_SECONDS)
 
     # The thread of the registration
 
     def _keep_registered(self) -> None:
-        tries = Backoff(f"the coordinator at {self._address}", PAUSES, jitter=0.5, level=logging.DEBUG)  # `_note` tells
+        tries = Backoff(
+            f"the coordinator at {self._address}", REGISTRATION_PAUSES, jitter=0.5, level=logging.DEBUG
+        )  # `_note` tells
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -173,7 +175,7 @@ class Session:
                 self._note(error)
             finally:
                 self._is_registered = False
-            if time.monotonic() - began > STEADY_SECONDS:
+            if time.monotonic() - began > STEADY_REGISTRATION_SECONDS:
                 tries.worked()
             tries.failed(self._progress)
             tries.rest_on(self._closing)
@@ -243,7 +245,7 @@ class Session:
         terms = self._terms
         worker: dict[str, Any] = {"run": terms.run, "worker_id": terms.worker_id, "life": self.life}
         request = pb.HeartbeatRequest(**worker, view=self._report())
-        answer = client.call("Heartbeat", request, timeout=min(CALL_SECONDS, max(1.0, self._interval)))
+        answer = client.call("Heartbeat", request, timeout=min(PROMPT_CALL_SECONDS, max(1.0, self._interval)))
         self._waiting = answer.waiting
         if answer.HasField("checkpoint"):
             error = self._order(answer.checkpoint)

@@ -18,7 +18,7 @@ from covey.net.host.locks import try_lock
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT: Final = 1
+STATE_FILE_FORMAT: Final = 1
 """The format of the file."""
 
 
@@ -35,12 +35,12 @@ class StateFile:
         self._path = folder / "coordinator.sqlite3"
         try:
             self._connection = sqlite3.connect(self._path, isolation_level=None)
-            check_format(self._connection.execute("PRAGMA user_version").fetchone()[0], FORMAT)
+            check_format(self._connection.execute("PRAGMA user_version").fetchone()[0], STATE_FILE_FORMAT)
             os.chmod(self._path, 0o600)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")  # a rank that was given out is never given to another
             self._connection.execute("CREATE TABLE IF NOT EXISTS runs (name TEXT PRIMARY KEY, record BLOB NOT NULL)")
-            self._connection.execute(f"PRAGMA user_version={FORMAT}")
+            self._connection.execute(f"PRAGMA user_version={STATE_FILE_FORMAT}")
         except NewerFormatError as error:
             self._connection.close()
             os.close(self._lock)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from covey.net.keys.organisation import KeyAndCertificates
 
-PROTOCOL: Final = "h2"
+GRPC_PROTOCOL: Final = "h2"
 """What gRPC speaks inside TLS."""
-PIECE_BYTES: Final = 1 << 16
+TLS_PIECE_BYTES: Final = 1 << 16
 STALLED_SECONDS: Final = 30.0
 """How long the other end may take to read a piece."""
 _ALERT: Final = "_ALERT_"
@@ -86,7 +86,7 @@ class TlsConnection:
         """Return what has arrived; empty at the end of the connection."""
         while True:
             try:
-                return self._connection.read(PIECE_BYTES)
+                return self._connection.read(TLS_PIECE_BYTES)
             except ssl.SSLWantReadError:
                 await self._flush()
                 await self._receive()
@@ -107,7 +107,7 @@ class TlsConnection:
                 self._sock.send(self._leaving.read())
 
     async def _receive(self) -> None:
-        piece = await asyncio.get_running_loop().sock_recv(self._sock, PIECE_BYTES)
+        piece = await asyncio.get_running_loop().sock_recv(self._sock, TLS_PIECE_BYTES)
         if piece:
             self._arrived.write(piece)
         else:
@@ -145,7 +145,7 @@ def _context(side: ssl._SSLMethod, papers: KeyAndCertificates) -> ssl.SSLContext
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
-    context.set_alpn_protocols([PROTOCOL])
+    context.set_alpn_protocols([GRPC_PROTOCOL])
     try:
         roots = x509.load_pem_x509_certificates(papers.authorities)
         context.load_verify_locations(cadata=b"".join(each.public_bytes(serialization.Encoding.DER) for each in roots))

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from covey.net.keys.organisation import KeyAndCertificates
 
-BACKLOG: Final = 1024
+COORDINATOR_BACKLOG: Final = 1024
 """Connections that the kernel keeps until they are accepted: all workers of a run may come at once."""
-ACCEPTS_AT_ONCE: Final = 64
-HANDSHAKE_SECONDS: Final = 5.0
+HANDSHAKES_BEGUN_AT_ONCE: Final = 64
+TLS_FRONT_SECONDS: Final = 5.0
 DESCRIPTORS: Final = 3
 """Of each connection: the caller's, and both ends of the one to gRPC."""
-SPARE_DESCRIPTORS: Final = 64
+COORDINATOR_DESCRIPTORS: Final = 64
 """For the state, the listeners, and gRPC itself."""
 
 
@@ -56,7 +56,7 @@ class TlsFront:
         self._papers, self._read = papers, papers()
         self._context = tls.accepting(self._read)
         self._inner = _InnerSocket()
-        self._most = min(MAX_CONNECTIONS, max(1, (raise_limit() - SPARE_DESCRIPTORS) // DESCRIPTORS))
+        self._most = min(MAX_CONNECTIONS, max(1, (raise_limit() - COORDINATOR_DESCRIPTORS) // DESCRIPTORS))
         self._listeners: list[socket.socket] = []
         self._tasks = Tasks("the coordinator")
         self._connections = 0
@@ -118,7 +118,7 @@ class TlsFront:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self._shortage):
+        for sock in accepted(listener, HANDSHAKES_BEGUN_AT_ONCE, self._listen, self._shortage):
             if self._connections - len(self._unproven) >= self._most:
                 self._log.log(logging.WARNING, "a caller was turned away: there are %d connections", self._most)
                 sock.close()
@@ -150,7 +150,7 @@ class TlsFront:
     async def _shake(self, caller: tls.TlsConnection, where: str) -> bytes:
         """Return the certificate of a caller that has proved itself; OSError if it has not."""
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
+            async with asyncio.timeout(TLS_FRONT_SECONDS):
                 return await caller.shake()
         except ssl.SSLEOFError:  # it only tried whether the port is open
             raise
@@ -198,7 +198,7 @@ async def _take(caller: tls.TlsConnection, inner: socket.socket) -> None:
     """Carry what gRPC sends to a caller."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):
-        while piece := await loop.sock_recv(inner, tls.PIECE_BYTES):
+        while piece := await loop.sock_recv(inner, tls.TLS_PIECE_BYTES):
             await caller.write(piece)
 
 
@@ -210,7 +210,7 @@ def _listener(family: int, address: tuple[object, ...]) -> socket.socket:
             is_every_address = address[0] == "::"
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not is_every_address))
         listener.bind(address)
-        listener.listen(BACKLOG)
+        listener.listen(COORDINATOR_BACKLOG)
         listener.setblocking(False)
     except BaseException:
         listener.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
     from covey.runtime.group.strategy import Strategy
 
-REQUEST_SECONDS: Final = 5.0
+CHECKPOINT_REQUEST_SECONDS: Final = 5.0
 """How long the ranks may take to take a request for a checkpoint; the next heartbeat repeats it."""
 
 
@@ -307,7 +307,7 @@ class WorkerNode:
             return None
         state, error = checkpoint_state(group, checkpoint.id)
         if not state:
-            group.request_checkpoint(checkpoint.path, id=checkpoint.id, timeout=REQUEST_SECONDS)
+            group.request_checkpoint(checkpoint.path, id=checkpoint.id, timeout=CHECKPOINT_REQUEST_SECONDS)
         return printable(error) if state == "over" else None
 
 

@@ -28,8 +28,8 @@ from covey.wire.membership import Accept, Accepted, Decided, MemberKey, Prepare,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE = 12.0
-RELINK = 0.6
+CHURN_PATIENCE = 12.0
+CHURN_RELINK = 0.6
 PROGRESS_WITHIN = 40.0
 """Virtual seconds from when the network is good to when all have finished, or know that they cannot."""
 MOST_WORDS = 20_000
@@ -163,8 +163,8 @@ class Play:
             keeper=self.keeper,
             min_size=self.min_size,
             quorum=self.quorum,
-            patience=PATIENCE,
-            relink=RELINK,
+            patience=CHURN_PATIENCE,
+            relink=CHURN_RELINK,
         )
 
     def _enter(self, name: str, id: bytes, life: bytes, worker: Worker) -> None:
@@ -302,7 +302,7 @@ class Play:
             self.world.tell(f"{worker.name} IS EXCLUDED by {effect.view.number}: {tell_view(effect.view)}")
             return
         self.world.tell(f"{worker.name} LOST THE QUORUM: {tell_ranks(effect.missing)} missing")
-        view, is_good = worker.core.view, self.world.now > self.good_at + PATIENCE * 1.1
+        view, is_good = worker.core.view, self.world.now > self.good_at + CHURN_PATIENCE * 1.1
         alive = [rank for rank in view.ranks if self._is_voting(rank, view)]
         members = [rank for rank in alive if self.workers[self.ids[rank]].core.is_member]
         if (

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from covey.lab.world import Core, SimulatedLink
     from covey.wire.membership import View
 
-PATIENCE: Final = 20.0
-RELINK: Final = 0.5
+HOSTILE_PATIENCE: Final = 20.0
+HOSTILE_RELINK: Final = 0.5
 HOSTILE_SECONDS: Final = 6.0
 """Less than half of patience, so that no member gives up only because its view was late."""
-TOGETHER_WITHIN: Final = 1.5 * PATIENCE
+HONEST_TOGETHER_WITHIN: Final = 1.5 * HOSTILE_PATIENCE
 """Virtual seconds from when the hostile member is cut off until the others are in one view, or know better."""
 MOST_LIES: Final = 300
 """Lies in one quarrel, after which the hostile member is cut off."""
@@ -339,7 +339,13 @@ class Quarrel:
         self._decided: dict[tuple[bytes, int], View] = {}
         for rank, id in enumerate(self.ids):
             core = Membership(
-                self.first, id, self.lives[rank], random.Random(chance.random()), 0.0, patience=PATIENCE, relink=RELINK
+                self.first,
+                id,
+                self.lives[rank],
+                random.Random(chance.random()),
+                0.0,
+                patience=HOSTILE_PATIENCE,
+                relink=HOSTILE_RELINK,
             )
             member = HonestMember("abcdefgh"[rank], core, self, is_honest=rank != self.hostile)
             if rank == self.hostile:
@@ -394,8 +400,8 @@ class Quarrel:
         world.loss = 0.0
         cut_at = world.now
         while problem := self._problem():
-            if world.now > cut_at + TOGETHER_WITHIN:
-                raise BrokenError(f"{TOGETHER_WITHIN:g} s after the hostile member was cut off: {problem}")
+            if world.now > cut_at + HONEST_TOGETHER_WITHIN:
+                raise BrokenError(f"{HONEST_TOGETHER_WITHIN:g} s after the hostile member was cut off: {problem}")
             for id in sorted(self.members):
                 self._disturb_if_stuck(id)
             world.run(world.now + 0.5)

@@ -26,11 +26,11 @@ from covey.wire.formation import FoundingMember, Here, Phase, Terms
 from covey.wire.lineage import Ending, Remembered
 from covey.wire.membership import Bound, MemberKey, Seated, Successor, View
 
-PATIENCE = 4.0
-RELINK = 0.5
+STORY_PATIENCE = 4.0
+STORY_RELINK = 0.5
 TOGETHER_WITHIN = 90.0
 """Virtual seconds from when all is good to when all processes are in one generation."""
-LEAVE_SECONDS = 2.0
+STORY_LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class SimulatedProcess:
             is_returning=is_returning,
             is_elastic=True,
             wall=lambda: 1e9 + story.world.now,
-            view_patience=PATIENCE,
-            relink=RELINK,
+            view_patience=STORY_PATIENCE,
+            relink=STORY_RELINK,
         )
         self.joining.may_go_on = lambda: self.core is not None and self.core.hears_quorum
         self.origin = b""
@@ -196,7 +196,7 @@ class SimulatedProcess:
         self.disk.bound = bound
         self.origin, self.generation, self.seats = origin, generation, bound.record.members
         core = self.cores[generation] = Membership(
-            bound.record, self.id, self.life, self._random, now, patience=PATIENCE, relink=RELINK
+            bound.record, self.id, self.life, self._random, now, patience=STORY_PATIENCE, relink=STORY_RELINK
         )
         for number in [number for number in self.cores if number < generation - 1]:
             del self.cores[number]
@@ -394,7 +394,7 @@ class Story:
         """A process meets an older run of the same name: it leaves its own, and comes back as a newcomer."""
         if self._is_current(process) and process.is_member:
             process.finish(self.world.now, is_finished=False)
-            self.world.at(self.world.now + LEAVE_SECONDS, self.gone, process)
+            self.world.at(self.world.now + STORY_LEAVE_SECONDS, self.gone, process)
 
     def _again(self, index: int) -> None:
         self.begin(index, is_returning=True)

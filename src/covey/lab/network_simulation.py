@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Final
 
-from covey.plan.cost import BUFFER_BYTES, TRANSFER_SECONDS, capacity, shared_links
+from covey.plan.cost import LANE_BUFFER_BYTES, TRANSFER_SECONDS, capacity, shared_links
 from covey.plan.network import Flow
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
     from covey.plan.network import Network
 
-NOTHING: Final = 0.01
+NO_BYTES: Final = 0.01
 """Fewer bytes than this are none: times are not exact."""
 
 
@@ -32,7 +32,9 @@ class UnfinishedError(Exception):
     """No event is left, but not all ranks have finished."""
 
 
-def simulated(plans: Sequence[Plan], network: Network, itemsize: int, *, buffer_bytes: int = BUFFER_BYTES) -> float:
+def simulated(
+    plans: Sequence[Plan], network: Network, itemsize: int, *, buffer_bytes: int = LANE_BUFFER_BYTES
+) -> float:
     """Return the seconds until the last rank has finished its plan.
 
     Raises:
@@ -198,7 +200,7 @@ class _Simulation:
     def _changed(self, transfer: _Transfer) -> None:
         """Give a transfer that starts, stops or goes on its rate, and with it all that share its links."""
         lane = transfer.lane
-        may_flow = transfer in self._flows and (transfer.is_awaited or transfer.left > transfer.stuck() + NOTHING)
+        may_flow = transfer in self._flows and (transfer.is_awaited or transfer.left > transfer.stuck() + NO_BYTES)
         wants = lane.cap if may_flow else 0.0
         has = lane.cap if transfer.rate else 0.0
         tight = any(self._wanted[link] > self._capacities[link] for link in lane.links)
@@ -247,7 +249,7 @@ class _Simulation:
         if not transfer.is_awaited:
             marks.append(transfer.stuck())
         mark = max(min(each, left) for each in marks)
-        if left - mark <= NOTHING:
+        if left - mark <= NO_BYTES:
             self._at(self._now, lambda: self._reached(transfer, version))
         elif transfer.rate:
             self._at(self._now + (left - mark) / transfer.rate, lambda: self._reached(transfer, version))
@@ -258,14 +260,14 @@ class _Simulation:
         transfer.left -= transfer.rate * (self._now - transfer.since)
         transfer.since = self._now
         source = transfer.lane.source
-        is_released = self._sending[source] is transfer and transfer.left <= self._buffer + NOTHING
+        is_released = self._sending[source] is transfer and transfer.left <= self._buffer + NO_BYTES
         if is_released:
             self._sending[source] = None
             self._sent[source] += 1
             self._finished_at = self._now
-        if transfer.left <= NOTHING:
+        if transfer.left <= NO_BYTES:
             self._ended(transfer)
-        elif not transfer.is_awaited and transfer.left <= transfer.stuck() + NOTHING:
+        elif not transfer.is_awaited and transfer.left <= transfer.stuck() + NO_BYTES:
             if transfer.rate:
                 self._changed(transfer)
         else:

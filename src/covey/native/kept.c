@@ -1,4 +1,4 @@
-/* What a stream has sealed and keeps; kept.h has the invariants. */
+/* What a stream sends and keeps; kept.h has the invariants. */
 #include "kept.h"
 
 #include <errno.h>
@@ -53,8 +53,7 @@ void kept_release(struct kept *kept)
     kept->spare = NULL;
 }
 
-/* Learns what the other end's kernel has. A connection that has broken tells nothing that could be relied on. */
-static void look_at_acknowledgements(struct kept *kept, int fd)
+void kept_look(struct kept *kept, int fd)
 {
 #if defined(__linux__)
     int unacked = 0;
@@ -89,7 +88,7 @@ uint8_t *kept_place(struct kept *kept, int fd, int64_t least, int64_t *room)
     if (kept->chunk_bytes - last->filled < least) {
         if (!kept->is_kept)
             return NULL;
-        look_at_acknowledgements(kept, fd);
+        kept_look(kept, fd);
         trim(kept);
         if (kept->count == kept->room || !add_chunk(kept))
             return NULL;
@@ -103,6 +102,16 @@ void kept_add(struct kept *kept, int64_t nbytes)
 {
     kept->chunks[kept->count - 1].filled += nbytes;
     kept->sealed += nbytes;
+}
+
+void kept_sent(struct kept *kept, int64_t nbytes)
+{
+    if (kept->is_kept)
+        kept->chunks[kept->count - 1].filled += nbytes;
+    kept->sealed += nbytes;
+    kept->sent += nbytes;
+    if (kept->sent > kept->sent_most)
+        kept->sent_most = kept->sent;
 }
 
 bool kept_flush(struct kept *kept, int fd, bool *moved)

@@ -8,17 +8,12 @@
  * scratch memory for the tag; bytes that are stored go to their place at once, and a forged record ends the lane and
  * with it the operation.
  *
- * A lane that is resumable does not end when a connection breaks: the stream waits until the control loop attaches another
- * connection, which goes on at the byte that the other end expects next. What is sent is kept until the other end has it
- * (kept.h). The two halves of a lane, sending and receiving, have a lock each, because the helper and the control loop use
- * them as well as the operation's thread. No thread waits for one half while it holds the other, or waits for a half while
- * it holds the interpreter's lock that the holder may need: the control loop gives that up first.
+ * What a stream carries is a row of bytes, its sealed records (lasting.h); what is sealed is written to where it is kept. The
+ * two halves of the lane have a lock each, because a helper thread uses one of them, too.
  */
 #include "keyed.h"
-#include "kept.h"
+#include "lasting.h"
 
-#include <errno.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,31 +28,20 @@ enum {
     READ_BYTES = 1 << 18,
     SPIN_BYTES = 1 << 17,
     HELPED_BYTES = 1 << 20, /* transfers of this size are worth the hand-over to another thread */
-    SPILL_LIMIT = 1 << 26,  /* bytes that a connection may still hold for this end when it is left */
-    SPILL_STEP = 1 << 18,
-    SLEEP_MS = 5,           /* between looks whether a stream goes on, which no descriptor tells */
 };
 
 /* One stream, with the record that is being sealed into it and the one that is being opened. */
 struct pipe {
+    struct lasting *stream;
+
     /* The half that sends. */
-    int out_fd;                  /* of the connection; the same as in_fd, except while another one is attached */
-    _Atomic bool is_out_broken;  /* nothing more is sent on the connection */
     struct keyed sealer;
     int64_t renew_at;
     const uint8_t *plain; /* of the record that is being sealed: what is left of it */
     int64_t plain_left;
-    struct kept kept;     /* what is sealed */
 
     /* The half that receives. */
-    int in_fd;
-    _Atomic bool is_in_broken;
-    bool is_direct;       /* the connection goes through no relay: its end is the doing of the other end */
-    bool is_drained;      /* all that the broken connection had was read */
     struct keyed opener;
-    int64_t received;     /* bytes, on all connections */
-    uint8_t *spill;       /* spill[spill_start:spill_end] was read from a connection that was left */
-    int64_t spill_start, spill_end;
     uint8_t *in; /* in[in_start:in_end] has arrived and is still sealed */
     int64_t in_start, in_end, in_room;
     uint8_t length[LENGTH_BYTES]; /* of the record that is being opened, as it arrived */
@@ -65,14 +49,8 @@ struct pipe {
 };
 
 struct sealed_lane {
-    struct lane base;
-    pthread_mutex_t out_lock, in_lock; /* of the halves */
-    bool has_locks;
-    bool is_resumable;
-    _Atomic bool is_over;        /* no connection will be attached any more; `over` says why */
-    char over[TROUBLE_BYTES];
-    int32_t pipe_count;
-    struct pipe *pipes;
+    struct lasting_lane lasting;
+    struct pipe *pipes;          /* one for each stream */
     int32_t out_turn, in_turn;   /* the pipes of the next record out and in */
     bool has_begun;              /* whether the first record of the current transfer was sealed */
     int64_t assigned;            /* payload bytes of the transfer that are in records */
@@ -87,7 +65,7 @@ struct sealed_lane {
 static enum outcome forged(struct sealed_lane *sealed, struct pipe *pipe)
 {
     crypto.clear_error();
-    snprintf(sealed->base.trouble, TROUBLE_BYTES,
+    snprintf(sealed->lasting.base.trouble, TROUBLE_BYTES,
              "the bytes were altered on the way: record %llu of stream %d is not as it was sent",
              (unsigned long long)(pipe->opener.count - (pipe->record ? 1 : 0)), (int)(pipe - sealed->pipes));
     return ENDED;
@@ -117,14 +95,14 @@ static bool seal_into(struct pipe *pipe, uint8_t *head, int64_t taken, int64_t r
             crypto.ctx_ctrl(pipe->sealer.ctx, GET_TAG, TAG_BYTES, tag) != 1)
             return false;
     }
-    kept_add(&pipe->kept, taken);
+    kept_add(&pipe->stream->kept, taken);
     return true;
 }
 
 static enum sealing seal_more(struct pipe *pipe)
 {
     int64_t room;
-    uint8_t *head = kept_place(&pipe->kept, pipe->out_fd, smaller(pipe->plain_left + TAG_BYTES, CHUNK_BYTES), &room);
+    uint8_t *head = kept_place(&pipe->stream->kept, pipe->stream->out_fd, smaller(pipe->plain_left + TAG_BYTES, CHUNK_BYTES), &room);
     if (head == NULL)
         return NO_ROOM;
     return seal_into(pipe, head, 0, smaller(room, CHUNKED_BYTES)) ? SEALED : NOT_SEALED;
@@ -137,7 +115,7 @@ static enum sealing begin_record(struct pipe *pipe, const uint8_t *plain, int64_
     bool is_whole = is_long(&pipe->sealer, nbytes);
     int64_t room, now = monotonic_ns();
     int64_t least = LENGTH_BYTES + (is_whole ? nbytes + TAG_BYTES : smaller(nbytes + TAG_BYTES, CHUNK_BYTES));
-    uint8_t *head = kept_place(&pipe->kept, pipe->out_fd, least, &room);
+    uint8_t *head = kept_place(&pipe->stream->kept, pipe->stream->out_fd, least, &room);
     if (head == NULL)
         return NO_ROOM;
     if (pipe->sealer.count == pipe->sealer.rekey_at || now >= pipe->renew_at) {
@@ -152,7 +130,7 @@ static enum sealing begin_record(struct pipe *pipe, const uint8_t *plain, int64_
         int64_t sealed_bytes = nbytes + TAG_BYTES;
         if (!work_whole(&pipe->sealer, true, head, plain, nbytes, head + LENGTH_BYTES, sealed_bytes))
             return NOT_SEALED;
-        kept_add(&pipe->kept, LENGTH_BYTES + sealed_bytes);
+        kept_add(&pipe->stream->kept, LENGTH_BYTES + sealed_bytes);
         return SEALED;
     }
     pipe->plain = plain;
@@ -182,7 +160,7 @@ static enum sealing assign_record(struct sealed_lane *sealed, const struct outgo
     if (began == SEALED) {
         sealed->has_begun = true;
         sealed->assigned = assigned;
-        sealed->out_turn = (sealed->out_turn + 1) % sealed->pipe_count;
+        sealed->out_turn = (sealed->out_turn + 1) % sealed->lasting.count;
     }
     return began;
 }
@@ -190,7 +168,7 @@ static enum sealing assign_record(struct sealed_lane *sealed, const struct outgo
 /* Whether the pipe whose turn it is can begin a record: the one before it is sealed, and little of it is unsent. */
 static bool has_room(const struct pipe *pipe)
 {
-    return !pipe->plain_left && kept_unsent(&pipe->kept) <= FIRST_BYTES + OVERHEAD_BYTES;
+    return !pipe->plain_left && kept_unsent(&pipe->stream->kept) <= FIRST_BYTES + OVERHEAD_BYTES;
 }
 
 /* Notes why nothing more can be sent. The other half of the lane may be in use on another thread, with its own trouble. */
@@ -200,14 +178,14 @@ static enum outcome cannot_send(struct sealed_lane *sealed, const char *what)
     return ENDED;
 }
 
-static enum outcome is_over(struct sealed_lane *sealed) { return cannot_send(sealed, sealed->over); }
+static enum outcome is_over(struct sealed_lane *sealed) { return cannot_send(sealed, sealed->lasting.over); }
 
 /* Seals and sends what the kernel takes. On the thread of the operation, or on the helper's; with the lock of the half. */
 static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
 {
     enum outcome outcome = IDLE;
     bool is_on_its_way = false, moved = false;
-    if (sealed->is_over)
+    if (sealed->lasting.is_over)
         return is_over(sealed);
     while ((!sealed->has_begun || sealed->assigned < out->nbytes) && has_room(&sealed->pipes[sealed->out_turn])) {
         enum sealing sealing = assign_record(sealed, out);
@@ -216,17 +194,13 @@ static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
         if (sealing == NO_ROOM)
             break;
     }
-    for (int32_t index = 0; index < sealed->pipe_count; index++) {
+    for (int32_t index = 0; index < sealed->lasting.count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
-        if (pipe->plain_left && !kept_unsent(&pipe->kept) && seal_more(pipe) == NOT_SEALED)
+        if (pipe->plain_left && !kept_unsent(&pipe->stream->kept) && seal_more(pipe) == NOT_SEALED)
             return cannot_send(sealed, "libcrypto could not seal a record");
-        if (kept_unsent(&pipe->kept) && !pipe->is_out_broken && !kept_flush(&pipe->kept, pipe->out_fd, &moved)) {
-            say_error(sealed->out_trouble, errno);
-            if (!sealed->is_resumable)
-                return ENDED;
-            pipe->is_out_broken = true;
-        }
-        is_on_its_way |= kept_unsent(&pipe->kept) || pipe->plain_left;
+        if (!lasting_flush(&sealed->lasting, pipe->stream, &moved, sealed->out_trouble))
+            return ENDED;
+        is_on_its_way |= kept_unsent(&pipe->stream->kept) || pipe->plain_left;
     }
     if (moved)
         outcome = MOVED;
@@ -241,14 +215,14 @@ static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
 static enum outcome helped_step(struct lane *lane, struct outgoing *out, struct pollfd *polls, int *count)
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
-    pthread_mutex_lock(&sealed->out_lock);
+    pthread_mutex_lock(sealed->lasting.out_lock);
     enum outcome outcome = send_more(sealed, out);
-    for (int32_t index = 0; outcome == IDLE && index < sealed->pipe_count; index++) {
+    for (int32_t index = 0; outcome == IDLE && index < sealed->lasting.count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
-        if (kept_unsent(&pipe->kept) && !pipe->is_out_broken)
-            polls[*count - 1] = (struct pollfd){.fd = pipe->out_fd, .events = POLLOUT}, ++*count;
+        if (kept_unsent(&pipe->stream->kept) && !pipe->stream->is_out_broken)
+            polls[*count - 1] = (struct pollfd){.fd = pipe->stream->out_fd, .events = POLLOUT}, ++*count;
     }
-    pthread_mutex_unlock(&sealed->out_lock);
+    pthread_mutex_unlock(sealed->lasting.out_lock);
     return outcome;
 }
 
@@ -269,9 +243,9 @@ static enum outcome sealed_transmit(struct lane *lane, struct outgoing *out)
             helper_post(sealed->helper, out);
             return IDLE;
         }
-        pthread_mutex_lock(&sealed->out_lock);
+        pthread_mutex_lock(sealed->lasting.out_lock);
         outcome = send_more(sealed, out);
-        pthread_mutex_unlock(&sealed->out_lock);
+        pthread_mutex_unlock(sealed->lasting.out_lock);
     }
     return outcome == ENDED ? lane_ended(lane, sealed->out_trouble) : outcome;
 }
@@ -286,44 +260,21 @@ static void sealed_cancel(struct lane *lane)
 
 /* Opening */
 
-/* Leaves a connection that has broken, if another one may be attached; the rest of the lane goes on. */
-static enum outcome leave(struct sealed_lane *sealed, struct pipe *pipe, enum outcome otherwise)
-{
-    if (!sealed->is_resumable || sealed->is_over)
-        return otherwise;
-    pipe->is_in_broken = pipe->is_drained = true;
-    return IDLE;
-}
-
-/* Takes what the kernel has; IDLE if it has nothing. */
+/* Takes what the stream has; IDLE if it has nothing. */
 static enum outcome fill(struct sealed_lane *sealed, struct pipe *pipe)
 {
-    int64_t unopened = pipe->in_end - pipe->in_start;
+    int64_t unopened = pipe->in_end - pipe->in_start, taken;
     if (pipe->in_start) {
         memmove(pipe->in, pipe->in + pipe->in_start, (size_t)unopened);
         pipe->in_start = 0;
         pipe->in_end = unopened;
     }
-    if (pipe->spill_start < pipe->spill_end) {
-        int64_t step = smaller(pipe->spill_end - pipe->spill_start, pipe->in_room - unopened);
-        memcpy(pipe->in + unopened, pipe->spill + pipe->spill_start, (size_t)step);
-        pipe->spill_start += step;
-        pipe->in_end += step;
-        return MOVED;
-    }
-    if (pipe->is_in_broken)
-        return sealed->is_over ? lane_ended(&sealed->base, sealed->over) : IDLE;
-    ssize_t taken = recv(pipe->in_fd, pipe->in + unopened, (size_t)(pipe->in_room - unopened), MSG_DONTWAIT);
-    if (taken < 0)
-        return would_block(errno) ? IDLE : leave(sealed, pipe, lane_failed(&sealed->base, errno));
-    if (taken == 0) {
-        enum outcome ended = lane_ended(&sealed->base, unopened || pipe->record ? "the stream ended in the middle of a record"
-                                                                                : "end of stream");
-        return pipe->is_direct ? ended : leave(sealed, pipe, ended);
-    }
-    pipe->received += taken;
+    struct iovec room = {pipe->in + unopened, (size_t)(pipe->in_room - unopened)};
+    bool is_inside = unopened || pipe->record;
+    enum outcome outcome = lasting_take(&sealed->lasting, pipe->stream, &room, 1, &taken,
+                                        is_inside ? "the stream ended in the middle of a record" : "end of stream");
     pipe->in_end += taken;
-    return MOVED;
+    return outcome;
 }
 
 /* Reads the length of the next record, if it is here, and starts to open it. */
@@ -336,7 +287,7 @@ static enum outcome begin_opening(struct sealed_lane *sealed, struct pipe *pipe)
     bool is_next_key = length & NEXT_KEY;
     length &= ~NEXT_KEY;
     if (length == 0 || length > sealed->record_limit) {
-        snprintf(sealed->base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %u bytes", length);
+        snprintf(sealed->lasting.base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %u bytes", length);
         return ENDED;
     }
     if (is_next_key ? !next_key(&pipe->opener, false) : pipe->opener.count == pipe->opener.rekey_at)
@@ -384,7 +335,7 @@ static enum outcome open_more(struct sealed_lane *sealed, struct pipe *pipe, uin
 
 static enum outcome unexpected(struct sealed_lane *sealed, int64_t length, int64_t expected)
 {
-    snprintf(sealed->base.trouble, TROUBLE_BYTES,
+    snprintf(sealed->lasting.base.trouble, TROUBLE_BYTES,
              "the bytes were altered on the way: %lld bytes of payload instead of %lld", (long long)length,
              (long long)expected);
     return ENDED;
@@ -399,7 +350,7 @@ static enum outcome open_first(struct sealed_lane *sealed, struct pipe *pipe)
             return outcome;
     }
     if (pipe->record < HEADER_BYTES || pipe->record > FIRST_BYTES) {
-        snprintf(sealed->base.trouble, TROUBLE_BYTES,
+        snprintf(sealed->lasting.base.trouble, TROUBLE_BYTES,
                  "the bytes were altered on the way: no transfer starts with a record of %lld bytes", (long long)pipe->record);
         return ENDED;
     }
@@ -409,7 +360,7 @@ static enum outcome open_first(struct sealed_lane *sealed, struct pipe *pipe)
 static enum outcome next_pipe(struct sealed_lane *sealed, struct pipe *pipe)
 {
     pipe->record = 0;
-    sealed->in_turn = (sealed->in_turn + 1) % sealed->pipe_count;
+    sealed->in_turn = (sealed->in_turn + 1) % sealed->lasting.count;
     return MOVED;
 }
 
@@ -478,19 +429,19 @@ static enum outcome receive_more(struct sealed_lane *sealed, struct incoming *in
 static enum outcome sealed_receive(struct lane *lane, struct incoming *in)
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
-    pthread_mutex_lock(&sealed->in_lock);
+    pthread_mutex_lock(sealed->lasting.in_lock);
     enum outcome outcome = receive_more(sealed, in);
-    pthread_mutex_unlock(&sealed->in_lock);
+    pthread_mutex_unlock(sealed->lasting.in_lock);
     return outcome;
 }
 
 /* The descriptor from which the next record comes; -1 if the stream waits for a connection, -2 if there is more to open. */
 static int descriptor_to_read(struct sealed_lane *sealed)
 {
-    pthread_mutex_lock(&sealed->in_lock);
+    pthread_mutex_lock(sealed->lasting.in_lock);
     struct pipe *pipe = &sealed->pipes[sealed->in_turn];
-    int fd = pipe->spill_start < pipe->spill_end ? -2 : pipe->is_in_broken ? -1 : pipe->in_fd;
-    pthread_mutex_unlock(&sealed->in_lock);
+    int fd = lasting_has_spill(pipe->stream) ? -2 : pipe->stream->is_in_broken ? -1 : pipe->stream->in_fd;
+    pthread_mutex_unlock(sealed->lasting.in_lock);
     return fd;
 }
 
@@ -511,23 +462,23 @@ static int sealed_park(struct lane *lane, struct pollfd *polls, bool sending, bo
         polls[count++] = (struct pollfd){.fd = helper_fd(sealed->helper), .events = POLLIN};
     else if (sending) {
         bool is_any = false;
-        pthread_mutex_lock(&sealed->out_lock);
-        for (int32_t index = 0; index < sealed->pipe_count; index++) {
+        pthread_mutex_lock(sealed->lasting.out_lock);
+        for (int32_t index = 0; index < sealed->lasting.count; index++) {
             struct pipe *pipe = &sealed->pipes[index];
-            if (!kept_unsent(&pipe->kept) || pipe->is_out_broken)
+            if (!kept_unsent(&pipe->stream->kept) || pipe->stream->is_out_broken)
                 continue;
             is_any = true;
-            if (count && polls[0].fd == pipe->out_fd) /* one entry for both directions */
+            if (count && polls[0].fd == pipe->stream->out_fd) /* one entry for both directions */
                 polls[0].events |= POLLOUT;
             else
-                polls[count++] = (struct pollfd){.fd = pipe->out_fd, .events = POLLOUT};
+                polls[count++] = (struct pollfd){.fd = pipe->stream->out_fd, .events = POLLOUT};
         }
-        pthread_mutex_unlock(&sealed->out_lock);
+        pthread_mutex_unlock(sealed->lasting.out_lock);
         waits |= !is_any;
     }
     if (!waits)
         return count ? count : -1;
-    poll(polls, (nfds_t)count, sealed->is_resumable ? SLEEP_MS : 0);
+    poll(polls, (nfds_t)count, sealed->lasting.is_resumable ? WAIT_MS : 0);
     return -1;
 }
 
@@ -537,7 +488,7 @@ static bool sealed_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
     bool is_there = false;
-    pthread_mutex_lock(&sealed->in_lock);
+    pthread_mutex_lock(sealed->lasting.in_lock);
     struct pipe *pipe = &sealed->pipes[sealed->in_turn];
     for (enum outcome outcome = MOVED; !is_there && outcome == MOVED;) {
         outcome = pipe->in_start == pipe->in_end ? IDLE : open_first(sealed, pipe);
@@ -548,7 +499,7 @@ static bool sealed_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
     }
     if (is_there)
         memcpy(header, sealed->first_in, HEADER_BYTES);
-    pthread_mutex_unlock(&sealed->in_lock);
+    pthread_mutex_unlock(sealed->lasting.in_lock);
     return is_there;
 }
 
@@ -556,16 +507,7 @@ static void sealed_close(struct lane *lane)
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
     sealed_cancel(lane); /* the helper must not use a descriptor whose number may soon be another file's */
-    Py_BEGIN_ALLOW_THREADS /* the control loop may be at it, for a moment */
-    pthread_mutex_lock(&sealed->out_lock);
-    for (int32_t index = 0; index < sealed->pipe_count; index++)
-        sealed->pipes[index].out_fd = -1;
-    pthread_mutex_unlock(&sealed->out_lock);
-    pthread_mutex_lock(&sealed->in_lock);
-    for (int32_t index = 0; index < sealed->pipe_count; index++)
-        sealed->pipes[index].in_fd = -1;
-    pthread_mutex_unlock(&sealed->in_lock);
-    Py_END_ALLOW_THREADS
+    lasting_close(&sealed->lasting);
 }
 
 static void sealed_release(struct lane *lane)
@@ -573,22 +515,15 @@ static void sealed_release(struct lane *lane)
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
     if (sealed->helper != NULL)
         helper_end(sealed->helper);
-    for (int32_t index = 0; index < sealed->pipe_count; index++) {
+    for (int32_t index = 0; sealed->pipes != NULL && index < sealed->lasting.count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
-        if (lane->owns_descriptors)
-            close(pipe->in_fd);
         keyed_release(&pipe->sealer);
         keyed_release(&pipe->opener);
-        kept_release(&pipe->kept);
-        free(pipe->spill);
         free(pipe->in);
     }
     free(sealed->pipes);
     free(sealed->scratch);
-    if (sealed->has_locks) {
-        pthread_mutex_destroy(&sealed->out_lock);
-        pthread_mutex_destroy(&sealed->in_lock);
-    }
+    lasting_release(&sealed->lasting);
 }
 
 static const struct lane_functions sealed_functions = {
@@ -605,37 +540,37 @@ static int sealed_fill(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &streams, &PyTuple_Type, &directs))
         return -1;
     Py_ssize_t count = PyTuple_Size(streams);
-    bool has_directs = directs == NULL || PyTuple_Size(directs) == count;
-    if (count < 1 || count > MOST_STREAMS || !crypto_is_loaded() || !has_directs) {
-        PyErr_SetString(PyExc_ValueError, "a sealed lane has 1 to 64 streams, and libcrypto is loaded before");
+    if (!crypto_is_loaded()) {
+        PyErr_SetString(PyExc_ValueError, "libcrypto is loaded before a lane is sealed");
         return -1;
     }
     lane->functions = &sealed_functions;
     lane->spin_bytes = SPIN_BYTES;
     lane->python_bytes = INT64_MAX;
+    if (!lasting_fill(&sealed->lasting, count, directs, false))
+        return -1;
     sealed->record_limit = count <= FEW_STREAMS ? RECORD_LIMIT : SPREAD_RECORD_LIMIT;
     sealed->scratch = aligned_alloc(LINE_BYTES, (size_t)sealed->record_limit);
     sealed->pipes = calloc((size_t)count, sizeof *sealed->pipes);
-    sealed->is_resumable = directs != NULL;
-    sealed->has_locks = pthread_mutex_init(&sealed->out_lock, NULL) == 0 && pthread_mutex_init(&sealed->in_lock, NULL) == 0;
-    if (sealed->scratch == NULL || sealed->pipes == NULL || !sealed->has_locks) {
+    if (sealed->scratch == NULL || sealed->pipes == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    sealed->pipe_count = (int32_t)count;
     for (Py_ssize_t index = 0; index < count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
-        if (!keyed_take(PyTuple_GetItem(streams, index), &pipe->in_fd, &pipe->sealer, &pipe->opener))
+        int fd;
+        pipe->stream = &sealed->lasting.streams[index];
+        if (!keyed_take(PyTuple_GetItem(streams, index), &fd, &pipe->sealer, &pipe->opener))
             return -1;
-        pipe->out_fd = pipe->in_fd;
-        pipe->is_direct = directs == NULL || PyObject_IsTrue(PyTuple_GetItem(directs, index)) == 1;
+        lasting_use(pipe->stream, fd);
         if (pipe->sealer.cipher != NULL)
             lane->python_bytes = LONG_BYTES;
         bool is_whole = pipe->sealer.cipher != NULL;
         pipe->in_room = is_whole ? sealed->record_limit + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;
         pipe->in = malloc((size_t)pipe->in_room);
         int64_t chunk_bytes = (is_whole ? sealed->record_limit : 0) + CHUNKED_BYTES;
-        bool is_filled = kept_fill(&pipe->kept, chunk_bytes, sealed->is_resumable, pipe->is_direct);
+        bool is_filled =
+            kept_fill(&pipe->stream->kept, chunk_bytes, sealed->lasting.is_resumable, pipe->stream->is_direct);
         if (!is_filled || pipe->in == NULL) {
             PyErr_NoMemory();
             return -1;
@@ -645,216 +580,11 @@ static int sealed_fill(PyObject *self, PyObject *args)
     return 0;
 }
 
-/* What the control loop does with streams. Each gives the interpreter's lock up while it waits for a half of the lane. */
-
-static struct pipe *pipe_at(struct sealed_lane *sealed, int stream)
-{
-    if (sealed->is_resumable && stream >= 0 && stream < sealed->pipe_count)
-        return &sealed->pipes[stream];
-    PyErr_SetString(PyExc_ValueError, "the lane has no such stream that could be resumed");
-    return NULL;
-}
-
-/* broken(): the streams that wait for a connection. */
-static PyObject *sealed_broken(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    PyObject *found = PyList_New(0);
-    for (int32_t index = 0; found != NULL && index < sealed->pipe_count; index++) {
-        if (!sealed->pipes[index].is_out_broken && !sealed->pipes[index].is_in_broken)
-            continue;
-        PyObject *number = PyLong_FromLong(index);
-        if (number == NULL || PyList_Append(found, number) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(number);
-    }
-    return found;
-}
-
-/* freeze(stream): use the connection of a stream no more, and count none of its acknowledgements. */
-static PyObject *sealed_freeze(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    struct pipe *pipe;
-    int stream;
-    if (!PyArg_ParseTuple(args, "i", &stream) || (pipe = pipe_at(sealed, stream)) == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->out_lock);
-    pipe->is_out_broken = true;
-    pipe->kept.is_direct = false;
-    pthread_mutex_unlock(&sealed->out_lock);
-    pthread_mutex_lock(&sealed->in_lock);
-    pipe->is_in_broken = true;
-    pthread_mutex_unlock(&sealed->in_lock);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-/* Reads all that the connection of a frozen stream still has. False if there is no memory for it. */
-static bool drain(struct pipe *pipe)
-{
-    int64_t room = pipe->spill_end;
-    while (!pipe->is_drained) {
-        if (pipe->spill_end == room) {
-            uint8_t *grown = room < SPILL_LIMIT ? realloc(pipe->spill, (size_t)(room + SPILL_STEP)) : NULL;
-            if (grown == NULL)
-                return false;
-            pipe->spill = grown;
-            room += SPILL_STEP;
-        }
-        ssize_t taken = recv(pipe->in_fd, pipe->spill + pipe->spill_end, (size_t)(room - pipe->spill_end), MSG_DONTWAIT);
-        if (taken < 0 && errno == EINTR)
-            continue;
-        pipe->is_drained = taken <= 0;
-        pipe->spill_end += taken > 0 ? taken : 0;
-        pipe->received += taken > 0 ? taken : 0;
-    }
-    return true;
-}
-
-/* drain(stream): take what the connection of a frozen stream still has; return how many bytes the stream has brought. */
-static PyObject *sealed_drain(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    struct pipe *pipe;
-    int stream;
-    bool is_done;
-    int64_t received;
-    if (!PyArg_ParseTuple(args, "i", &stream) || (pipe = pipe_at(sealed, stream)) == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->in_lock);
-    if (pipe->spill_start) { /* what was read before it is in `in` */
-        pipe->spill_end -= pipe->spill_start;
-        memmove(pipe->spill, pipe->spill + pipe->spill_start, (size_t)pipe->spill_end);
-        pipe->spill_start = 0;
-    }
-    is_done = drain(pipe);
-    received = pipe->received;
-    pthread_mutex_unlock(&sealed->in_lock);
-    Py_END_ALLOW_THREADS
-    return is_done ? PyLong_FromLongLong(received) : PyErr_NoMemory();
-}
-
-/* attach(stream, fd, position, is_direct): go on with a frozen stream at this position, on another connection. False if what
- * the other end expects there is not kept. */
-static PyObject *sealed_attach(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    struct pipe *pipe;
-    int stream, fd, is_direct;
-    long long position;
-    bool is_kept;
-    if (!PyArg_ParseTuple(args, "iiLp", &stream, &fd, &position, &is_direct) || (pipe = pipe_at(sealed, stream)) == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->out_lock);
-    is_kept = kept_rewind(&pipe->kept, position, is_direct);
-    if (is_kept) {
-        pipe->out_fd = fd;
-        pipe->is_out_broken = false;
-    }
-    pthread_mutex_unlock(&sealed->out_lock);
-    pthread_mutex_lock(&sealed->in_lock);
-    if (is_kept) {
-        pipe->in_fd = fd;
-        pipe->is_direct = is_direct;
-        pipe->is_drained = pipe->is_in_broken = false;
-    }
-    pthread_mutex_unlock(&sealed->in_lock);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(is_kept);
-}
-
-/* push(): send what is sealed and can be sent; whether there is more of it. */
-static PyObject *sealed_push(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    bool has_more = false, moved = false;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->out_lock);
-    for (int32_t index = 0; index < sealed->pipe_count; index++) {
-        struct pipe *pipe = &sealed->pipes[index];
-        if (!pipe->is_out_broken && pipe->out_fd >= 0 && !kept_flush(&pipe->kept, pipe->out_fd, &moved))
-            pipe->is_out_broken = true;
-        has_more |= !pipe->is_out_broken && pipe->out_fd >= 0 && kept_unsent(&pipe->kept);
-    }
-    pthread_mutex_unlock(&sealed->out_lock);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(has_more);
-}
-
-/* acknowledge(stream, position): the other end has all before this position. False if it cannot have. */
-static PyObject *sealed_acknowledge(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    struct pipe *pipe;
-    int stream;
-    long long position;
-    bool is_possible;
-    if (!PyArg_ParseTuple(args, "iL", &stream, &position) || (pipe = pipe_at(sealed, stream)) == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->out_lock);
-    is_possible = kept_acknowledge(&pipe->kept, position);
-    pthread_mutex_unlock(&sealed->out_lock);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(is_possible);
-}
-
-/* received(stream): how many bytes the stream has brought, on all connections. */
-static PyObject *sealed_received(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    struct pipe *pipe;
-    int stream;
-    int64_t received;
-    if (!PyArg_ParseTuple(args, "i", &stream) || (pipe = pipe_at(sealed, stream)) == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&sealed->in_lock);
-    received = pipe->received;
-    pthread_mutex_unlock(&sealed->in_lock);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLongLong(received);
-}
-
-/* end(why): no connection will be attached any more, and what waits for one has ended. */
-static PyObject *sealed_end(PyObject *self, PyObject *args)
-{
-    struct sealed_lane *sealed = (struct sealed_lane *)self;
-    const char *why;
-    if (!PyArg_ParseTuple(args, "s", &why))
-        return NULL;
-    if (!sealed->is_over) {
-        PyOS_snprintf(sealed->over, TROUBLE_BYTES, "%s", why);
-        sealed->is_over = true; /* the text is complete before */
-    }
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef sealed_methods[] = {
-    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
-    {"close", lane_close, METH_NOARGS, "Forget the descriptors, and tell whether the owner may close them."},
-    {"broken", sealed_broken, METH_NOARGS, "Return the streams that wait for a connection."},
-    {"freeze", sealed_freeze, METH_VARARGS, "Use the connection of a stream no more."},
-    {"drain", sealed_drain, METH_VARARGS, "Take what the connection of a frozen stream still has."},
-    {"attach", sealed_attach, METH_VARARGS, "Go on with a frozen stream on another connection."},
-    {"push", sealed_push, METH_NOARGS, "Send what is sealed and can be sent."},
-    {"acknowledge", sealed_acknowledge, METH_VARARGS, "Note what the other end has."},
-    {"received", sealed_received, METH_VARARGS, "Return how many bytes a stream has brought."},
-    {"end", sealed_end, METH_VARARGS, "Let the lane end instead of waiting for a connection."},
-    {NULL, NULL, 0, NULL},
-};
-
 struct kind sealed_kind = {
     .name = "covey._native.Sealed",
     .size = sizeof(struct sealed_lane),
     .fill = sealed_fill,
     .release = lane_release,
-    .methods = sealed_methods,
+    .methods = lasting_methods,
     .members = lane_members,
 };

@@ -5,19 +5,20 @@
  * peer has acknowledged it. If a stream dies, or times out again and again, what it had is sent once more on the others. The
  * receiver delivers in the order of the numbers, keeps what comes too early, and drops what it has already.
  *
+ * Streams may outlive their connections (lasting.h): if all networks die, a lane that is resumable waits until one of its
+ * streams goes on over another connection. What such a stream has sent is kept twice: as records, for the other streams, and
+ * sealed, for its next connection.
+ *
  * The executor's thread and the control loop (`tend`) take turns under the lock. `tend` holds the interpreter's lock, never
  * releases it and never waits for the other one, so that an executor may wait for either.
  */
 #include "keyed.h"
+#include "lasting.h"
 
-#include <errno.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <unistd.h>
 
 #if defined(__linux__)
 #include <linux/tcp.h> /* the struct tcp_info of netinet/tcp.h ends before what a stream has acknowledged */
@@ -30,6 +31,7 @@ enum {
     SEALED_BYTES = PLAIN_BYTES + OVERHEAD_BYTES,
     WINDOW = 64,            /* records that may be on their way; as many may wait at the receiver for an earlier one */
     READ_AHEAD_BYTES = SEALED_BYTES + (1 << 14),
+    CHUNK_BYTES = 1 << 19,  /* of what is kept sealed */
     SPIN_BYTES = 1 << 17,
     AHEAD_BYTES = 1 << 22,  /* a stream may lag behind the fastest one by the time that one takes for so much */
     SUSPECT_TIMEOUTS = 2,   /* retransmission timeouts in a row after which a stream gets nothing more */
@@ -39,21 +41,23 @@ enum {
 };
 static const int64_t TEND_NS = 100 * 1000 * 1000;
 static const int64_t FORGET_NS = 10ll * 1000 * 1000 * 1000; /* after which a stream that was too slow is tried again */
+static const char END_OF_STREAM[] = "end of stream";
 static const int32_t NO_STREAM = -1; /* of a record that is to be sent again */
 
 struct stripe {
-    int fd;
+    struct lasting *stream;
     struct keyed sealer, opener;
     int64_t renew_at;
     uint8_t *out; /* out[out_start:out_end]: the rest of a record that is still to be sent */
     int64_t out_start, out_end;
-    int64_t sealed, written, acked; /* bytes of all records; given to the kernel; acknowledged by the peer's */
+    int64_t sealed; /* bytes of all records; stream->kept counts what was sent, and what the peer's kernel has */
     uint8_t *in; /* in[in_start:in_end] has arrived and is still sealed */
     int64_t in_start, in_end;
     uint8_t *held; /* a record that is too far ahead, or NULL */
     uint64_t held_number;
     int64_t held_bytes;
-    bool cannot_send, has_ended, is_suspect;
+    bool is_used_up; /* no record can be sealed any more */
+    bool has_ended, is_suspect;
     double speed; /* bytes per microsecond while it was sending; 0 if that is not known */
     uint64_t acked_before, busy_before;
     int64_t measured_at;
@@ -69,11 +73,8 @@ struct waiting {
 };
 
 struct striped_lane {
-    struct lane base;
-    pthread_mutex_t lock;
-    bool has_lock;
-    int32_t count;
-    struct stripe *stripes;
+    struct lasting_lane lasting;
+    struct stripe *stripes; /* one for each stream */
     struct waiting sent[WINDOW]; /* by number: not acknowledged yet */
     uint64_t oldest, next;       /* the oldest record that is not acknowledged, and the next new one */
     struct waiting early[WINDOW];
@@ -102,31 +103,30 @@ static uint8_t *plain_of(uint8_t *memory) { return memory + LINE_BYTES - NUMBER_
 
 /* Sending */
 
-static bool is_usable(const struct stripe *stripe) { return !stripe->cannot_send && !stripe->is_suspect; }
+static bool cannot_send(const struct stripe *stripe) { return stripe->is_used_up || stripe->stream->is_out_broken; }
+
+static bool is_usable(const struct stripe *stripe) { return !cannot_send(stripe) && !stripe->is_suspect; }
 
 /* Learns what the peer's kernel has, or that the stream has broken, which then tells nothing that could be relied on. */
 static void look_at_acknowledgements(struct stripe *stripe)
 {
-    int unacked = 0;
-    struct pollfd look = {.fd = stripe->fd, .events = 0};
-    if (stripe->cannot_send || ioctl(stripe->fd, TIOCOUTQ, &unacked) < 0)
+    struct pollfd look = {.fd = stripe->stream->out_fd, .events = 0};
+    if (cannot_send(stripe))
         return;
-    if (poll(&look, 1, 0) > 0) { /* an error, or both directions have ended */
-        stripe->cannot_send = true;
-        return;
-    }
-    if (unacked >= 0 && stripe->written - unacked > stripe->acked)
-        stripe->acked = stripe->written - unacked;
+    if (poll(&look, 1, 0) > 0) /* an error, or both directions have ended */
+        stripe->stream->is_out_broken = true;
+    else
+        kept_look(&stripe->stream->kept, stripe->stream->out_fd);
 }
 
 /* Forgets what is acknowledged. */
 static void reclaim(struct striped_lane *lane)
 {
-    for (int32_t index = 0; index < lane->count; index++)
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         look_at_acknowledgements(&lane->stripes[index]);
     for (uint64_t number = lane->oldest; number < lane->next; number++) {
         struct waiting *record = &lane->sent[number % WINDOW];
-        if (record->memory != NULL && record->stream != NO_STREAM && record->end <= lane->stripes[record->stream].acked) {
+        if (record->memory != NULL && record->stream != NO_STREAM && record->end <= lane->stripes[record->stream].stream->kept.acked) {
             give_memory(lane, record->memory);
             record->memory = NULL;
         }
@@ -137,28 +137,25 @@ static void reclaim(struct striped_lane *lane)
 
 static bool flush(struct striped_lane *lane, struct stripe *stripe)
 {
-    if (!stripe->out_end || stripe->cannot_send)
+    struct iovec rest = {stripe->out + stripe->out_start, (size_t)(stripe->out_end - stripe->out_start)};
+    int64_t taken = 0;
+    bool moved = false;
+    if (cannot_send(stripe))
         return false;
-    ssize_t taken = send(stripe->fd, stripe->out + stripe->out_start, (size_t)(stripe->out_end - stripe->out_start),
-                         MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (taken < 0 && !would_block(errno)) {
-        say_error(lane->out_trouble, errno);
-        stripe->cannot_send = true;
-    }
-    if (taken <= 0)
-        return false;
-    stripe->written += taken;
+    if (!stripe->out_end) /* another connection may have to send something again */
+        return lasting_flush(&lane->lasting, stripe->stream, &moved, lane->out_trouble) && moved;
+    moved = lasting_send(&lane->lasting, stripe->stream, &rest, 1, &taken, lane->out_trouble) == MOVED;
     stripe->out_start += taken;
     if (stripe->out_start == stripe->out_end)
         stripe->out_start = stripe->out_end = 0;
-    return true;
+    return moved;
 }
 
 /* Lets records be sent again whose stream cannot be used. */
 static void take_back(struct striped_lane *lane)
 {
     bool has_other = false;
-    for (int32_t index = 0; index < lane->count; index++)
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         has_other |= is_usable(&lane->stripes[index]);
     for (uint64_t number = lane->oldest; has_other && number < lane->next; number++) {
         struct waiting *record = &lane->sent[number % WINDOW];
@@ -182,19 +179,19 @@ static struct waiting *first_to_repeat(struct striped_lane *lane)
 static int32_t choose(struct striped_lane *lane, int64_t length, int64_t nbytes)
 {
     int32_t best = NO_STREAM;
-    for (int32_t index = 0; index < lane->count; index++)
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         if (is_usable(&lane->stripes[index]) &&
             (best == NO_STREAM || lane->stripes[index].speed > lane->stripes[best].speed))
             best = index;
     if (best == NO_STREAM || !lane->stripes[best].out_end)
         return best;
     double top = lane->stripes[best].speed;
-    for (int32_t index = 0; index < lane->count; index++) {
+    for (int32_t index = 0; index < lane->lasting.count; index++) {
         struct stripe *stripe = &lane->stripes[index];
         if (index == best || !is_usable(stripe) || stripe->out_end)
             continue;
         double share = top > 0 && stripe->speed > 0 ? stripe->speed / top : 1;
-        double queued = (double)(stripe->written - stripe->acked + length);
+        double queued = (double)(stripe->stream->kept.sent - stripe->stream->kept.acked + length);
         if (queued < share * (double)smaller(nbytes, AHEAD_BYTES))
             return index;
     }
@@ -210,7 +207,7 @@ static bool give(struct striped_lane *lane, struct waiting *record, int32_t inde
     if (is_due)
         stripe->renew_at = now + REKEY_NS;
     if (!seal_record(&stripe->sealer, plain_of(record->memory), plain_bytes, stripe->out, is_due, is_plain)) {
-        stripe->cannot_send = true; /* a nonce is used up */
+        stripe->is_used_up = true; /* a nonce */
         return false;
     }
     stripe->out_end = plain_bytes + OVERHEAD_BYTES;
@@ -244,7 +241,7 @@ static void look_at_path(struct stripe *stripe, int64_t now)
     struct tcp_info info = {0};
     socklen_t length = sizeof info;
     size_t needed = offsetof(struct tcp_info, tcpi_busy_time) + sizeof info.tcpi_busy_time;
-    if (getsockopt(stripe->fd, IPPROTO_TCP, TCP_INFO, &info, &length) < 0 || length < needed)
+    if (getsockopt(stripe->stream->out_fd, IPPROTO_TCP, TCP_INFO, &info, &length) < 0 || length < needed)
         return; /* a stream that is no TCP, or a kernel that does not know all that is needed */
     uint64_t acked = info.tcpi_bytes_acked, busy = info.tcpi_busy_time;
     /* Where the interface is gone, nothing is even sent: the kernel only probes. Any answer begins both counts anew. */
@@ -274,11 +271,11 @@ static bool tend(struct striped_lane *lane, bool is_plain, bool *moved)
     if (now < lane->tended_at + TEND_NS)
         return true;
     lane->tended_at = now;
-    for (int32_t index = 0; index < lane->count; index++)
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         look_at_path(&lane->stripes[index], now);
     reclaim(lane);
     take_back(lane);
-    for (int32_t index = 0; index < lane->count; index++)
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         *moved |= flush(lane, &lane->stripes[index]);
     return repeat(lane, is_plain, moved);
 }
@@ -309,7 +306,7 @@ static bool make_record(struct striped_lane *lane, const struct outgoing *out, s
     return true;
 }
 
-static enum outcome cannot_send(struct striped_lane *lane, const char *what)
+static enum outcome ended_by(struct striped_lane *lane, const char *what)
 {
     PyOS_snprintf(lane->out_trouble, TROUBLE_BYTES, "%s", what);
     return ENDED;
@@ -319,10 +316,10 @@ static enum outcome send_more(struct striped_lane *lane, struct outgoing *out)
 {
     bool moved = false, is_on_its_way = false, is_any_left = false;
     if (!tend(lane, false, &moved))
-        return cannot_send(lane, "libcrypto could not seal a record");
-    for (int32_t index = 0; index < lane->count; index++)
+        return ended_by(lane, "libcrypto could not seal a record");
+    for (int32_t index = 0; index < lane->lasting.count; index++)
         moved |= flush(lane, &lane->stripes[index]);
-    for (int32_t turn = 0; turn < lane->count && (!lane->has_begun || lane->assigned < out->nbytes); turn++) {
+    for (int32_t turn = 0; turn < lane->lasting.count && (!lane->has_begun || lane->assigned < out->nbytes); turn++) {
         int64_t length = lane->has_begun ? smaller(out->nbytes - lane->assigned, STRIPE_BYTES) : HEADER_BYTES;
         reclaim(lane);
         if (lane->next >= lane->oldest + WINDOW)
@@ -332,20 +329,22 @@ static enum outcome send_more(struct striped_lane *lane, struct outgoing *out)
             break;
         struct waiting *record = &lane->sent[lane->next % WINDOW];
         if (!make_record(lane, out, record))
-            return cannot_send(lane, "there is no memory for a record");
+            return ended_by(lane, "there is no memory for a record");
         if (!give(lane, record, index, false))
-            return cannot_send(lane, "libcrypto could not seal a record");
+            return ended_by(lane, "libcrypto could not seal a record");
         moved |= flush(lane, &lane->stripes[index]);
     }
     take_back(lane);
     if (!repeat(lane, false, &moved))
-        return cannot_send(lane, "libcrypto could not seal a record");
-    for (int32_t index = 0; index < lane->count; index++) {
+        return ended_by(lane, "libcrypto could not seal a record");
+    for (int32_t index = 0; index < lane->lasting.count; index++) {
         is_on_its_way |= is_usable(&lane->stripes[index]) && lane->stripes[index].out_end;
-        is_any_left |= !lane->stripes[index].cannot_send;
+        is_any_left |= !cannot_send(&lane->stripes[index]);
     }
-    if (!is_any_left)
-        return *lane->out_trouble ? ENDED : cannot_send(lane, "all streams have broken");
+    if (lane->lasting.is_over)
+        return ended_by(lane, lane->lasting.over);
+    if (!is_any_left && !lane->lasting.is_resumable)
+        return *lane->out_trouble ? ENDED : ended_by(lane, "all streams have broken");
     if (lane->has_begun && lane->assigned == out->nbytes && !is_on_its_way && first_to_repeat(lane) == NULL) {
         out->sent = out->nbytes;
         lane->has_begun = false;
@@ -357,9 +356,9 @@ static enum outcome send_more(struct striped_lane *lane, struct outgoing *out)
 static enum outcome striped_transmit(struct lane *base, struct outgoing *out)
 {
     struct striped_lane *lane = (struct striped_lane *)base;
-    pthread_mutex_lock(&lane->lock);
+    pthread_mutex_lock(lane->lasting.out_lock);
     enum outcome outcome = send_more(lane, out);
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(lane->lasting.out_lock);
     return outcome == ENDED ? lane_ended(base, lane->out_trouble) : outcome;
 }
 
@@ -380,7 +379,7 @@ static bool place(struct striped_lane *lane, uint8_t *memory, uint64_t number, i
 
 static enum outcome altered(struct striped_lane *lane, const struct stripe *stripe)
 {
-    snprintf(lane->base.trouble, TROUBLE_BYTES,
+    snprintf(lane->lasting.base.trouble, TROUBLE_BYTES,
              "the bytes were altered on the way: record %llu of stream %d is not as it was sent",
              (unsigned long long)stripe->opener.count, (int)(stripe - lane->stripes));
     return ENDED;
@@ -400,7 +399,7 @@ static enum outcome open_arrived(struct striped_lane *lane, struct stripe *strip
         const uint8_t *head = stripe->in + stripe->in_start;
         int64_t length = record_length(head);
         if (length <= NUMBER_BYTES || length > PLAIN_BYTES) {
-            snprintf(lane->base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %lld bytes",
+            snprintf(lane->lasting.base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %lld bytes",
                      (long long)length);
             return ENDED;
         }
@@ -408,7 +407,7 @@ static enum outcome open_arrived(struct striped_lane *lane, struct stripe *strip
             break;
         uint8_t *memory = take_memory(lane);
         if (memory == NULL)
-            return lane_ended(&lane->base, "there is no memory for a record");
+            return lane_ended(&lane->lasting.base, "there is no memory for a record");
         if (!open_record(&stripe->opener, head, length, plain_of(memory))) {
             give_memory(lane, memory);
             return altered(lane, stripe);
@@ -436,15 +435,17 @@ static enum outcome read_more(struct striped_lane *lane, struct stripe *stripe)
         memmove(stripe->in, stripe->in + stripe->in_start, (size_t)unopened);
     stripe->in_start = 0;
     stripe->in_end = unopened;
-    ssize_t taken = recv(stripe->fd, stripe->in + unopened, (size_t)(READ_AHEAD_BYTES - unopened), MSG_DONTWAIT);
-    if (taken < 0 && would_block(errno))
+    struct iovec room = {stripe->in + unopened, (size_t)(READ_AHEAD_BYTES - unopened)};
+    int64_t taken;
+    enum outcome took = lasting_take(&lane->lasting, stripe->stream, &room, 1, &taken, END_OF_STREAM);
+    if (took == IDLE)
         return outcome;
-    if (taken <= 0) {
-        if (taken < 0) {
-            lane_failed(&lane->base, errno);
-            stripe->cannot_send = true;
-        } else
-            lane_ended(&lane->base, unopened ? "the stream ended in the middle of a record" : "end of stream");
+    if (took == ENDED) {
+        bool is_in_order = strcmp(lane->lasting.base.trouble, END_OF_STREAM) == 0;
+        if (is_in_order && unopened)
+            lane_ended(&lane->lasting.base, "the stream ended in the middle of a record");
+        if (!is_in_order)
+            stripe->stream->is_out_broken = true;
         stripe->has_ended = true;
         return outcome;
     }
@@ -456,7 +457,7 @@ static enum outcome read_all(struct striped_lane *lane)
 {
     enum outcome outcome = IDLE;
     bool is_any_left = false;
-    for (int32_t index = 0; index < lane->count; index++) {
+    for (int32_t index = 0; index < lane->lasting.count; index++) {
         struct stripe *stripe = &lane->stripes[index];
         enum outcome each = read_more(lane, stripe);
         if (each == ENDED)
@@ -466,9 +467,9 @@ static enum outcome read_all(struct striped_lane *lane)
         is_any_left |= !stripe->has_ended && stripe->held == NULL;
     }
     if (outcome != MOVED && !is_any_left && lane->early[lane->expected % WINDOW].memory == NULL) {
-        for (int32_t index = 0; index < lane->count; index++)
+        for (int32_t index = 0; index < lane->lasting.count; index++)
             if (lane->stripes[index].held != NULL)
-                return lane_ended(&lane->base, "a record is missing, and those that follow it have arrived");
+                return lane_ended(&lane->lasting.base, "a record is missing, and those that follow it have arrived");
         return ENDED;
     }
     return outcome;
@@ -488,7 +489,7 @@ static bool take_next(struct striped_lane *lane, struct waiting *record)
 
 static enum outcome unexpected(struct striped_lane *lane, int64_t length, int64_t expected)
 {
-    snprintf(lane->base.trouble, TROUBLE_BYTES,
+    snprintf(lane->lasting.base.trouble, TROUBLE_BYTES,
              "the bytes were altered on the way: %lld bytes of payload instead of %lld", (long long)length,
              (long long)expected);
     return ENDED;
@@ -500,7 +501,7 @@ static enum outcome deliver(struct striped_lane *lane, struct incoming *in, cons
     int64_t length = record->nbytes, expected, at = in->got;
     if (in->got < 0) {
         if (length < HEADER_BYTES || length > FIRST_BYTES) {
-            snprintf(lane->base.trouble, TROUBLE_BYTES,
+            snprintf(lane->lasting.base.trouble, TROUBLE_BYTES,
                      "the bytes were altered on the way: no transfer starts with a record of %lld bytes", (long long)length);
             return ENDED;
         }
@@ -552,9 +553,9 @@ static enum outcome receive_more(struct striped_lane *lane, struct incoming *in)
 static enum outcome striped_receive(struct lane *base, struct incoming *in)
 {
     struct striped_lane *lane = (struct striped_lane *)base;
-    pthread_mutex_lock(&lane->lock);
+    pthread_mutex_lock(lane->lasting.out_lock);
     enum outcome outcome = receive_more(lane, in);
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(lane->lasting.out_lock);
     return outcome;
 }
 
@@ -562,14 +563,14 @@ static bool striped_peek(struct lane *base, uint8_t header[HEADER_BYTES])
 {
     struct striped_lane *lane = (struct striped_lane *)base;
     struct waiting *next;
-    pthread_mutex_lock(&lane->lock);
+    pthread_mutex_lock(lane->lasting.out_lock);
     do
         next = &lane->early[lane->expected % WINDOW];
     while (next->memory == NULL && read_all(lane) == MOVED);
     bool is_there = next->memory != NULL && next->nbytes >= HEADER_BYTES && next->nbytes <= FIRST_BYTES;
     if (is_there)
         memcpy(header, next->memory + LINE_BYTES, HEADER_BYTES);
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(lane->lasting.out_lock);
     return is_there;
 }
 
@@ -577,24 +578,29 @@ static int striped_park(struct lane *base, struct pollfd *polls, bool sending, b
 {
     struct striped_lane *lane = (struct striped_lane *)base;
     int count = 0;
-    bool is_full = sending;
-    pthread_mutex_lock(&lane->lock);
+    bool is_full = sending, has_spill = false, is_waiting = false; /* for another connection, which no descriptor tells */
+    pthread_mutex_lock(lane->lasting.out_lock);
     if (receiving && lane->early[lane->expected % WINDOW].memory != NULL) {
-        pthread_mutex_unlock(&lane->lock);
+        pthread_mutex_unlock(lane->lasting.out_lock);
         return -1;
     }
-    for (int32_t index = 0; index < lane->count; index++) {
+    for (int32_t index = 0; index < lane->lasting.count; index++) {
         const struct stripe *stripe = &lane->stripes[index];
-        short events = receiving && !stripe->has_ended && stripe->held == NULL ? POLLIN : 0;
+        bool can_read = receiving && !stripe->has_ended && stripe->held == NULL;
+        short events = can_read && !stripe->stream->is_in_broken ? POLLIN : 0;
+        has_spill |= can_read && lasting_has_spill(stripe->stream);
+        is_waiting |= lane->lasting.is_resumable && stripe->stream->is_in_broken;
         if (sending && is_usable(stripe) && stripe->out_end) {
             events |= POLLOUT;
             is_full = false;
         }
         if (events)
-            polls[count++] = (struct pollfd){.fd = stripe->fd, .events = events};
+            polls[count++] = (struct pollfd){.fd = stripe->stream->in_fd, .events = events};
     }
-    pthread_mutex_unlock(&lane->lock);
-    if (!is_full && count)
+    pthread_mutex_unlock(lane->lasting.out_lock);
+    if (has_spill)
+        return -1;
+    if (!is_full && !is_waiting && count)
         return count;
     poll(polls, (nfds_t)count, SLEEP_MS); /* until something is acknowledged, which no descriptor tells */
     return -1;
@@ -609,19 +615,16 @@ static void striped_cancel(struct lane *lane) { (void)lane; }
 static void striped_close(struct lane *base)
 {
     struct striped_lane *lane = (struct striped_lane *)base;
-    for (int32_t index = 0; index < lane->count; index++) {
-        lane->stripes[index].fd = -1;
-        lane->stripes[index].cannot_send = true;
-    }
+    lasting_close(&lane->lasting);
+    for (int32_t index = 0; index < lane->lasting.count; index++)
+        lane->lasting.streams[index].is_out_broken = true;
 }
 
 static void striped_release(struct lane *base)
 {
     struct striped_lane *lane = (struct striped_lane *)base;
-    for (int32_t index = 0; index < lane->count; index++) {
+    for (int32_t index = 0; lane->stripes != NULL && index < lane->lasting.count; index++) {
         struct stripe *stripe = &lane->stripes[index];
-        if (base->owns_descriptors)
-            close(stripe->fd);
         keyed_release(&stripe->sealer);
         keyed_release(&stripe->opener);
         free(stripe->out);
@@ -636,8 +639,7 @@ static void striped_release(struct lane *base)
         free(lane->spare[--lane->spare_count]);
     free(lane->spare);
     free(lane->stripes);
-    if (lane->has_lock)
-        pthread_mutex_destroy(&lane->lock);
+    lasting_release(&lane->lasting);
 }
 
 static const struct lane_functions striped_functions = {
@@ -645,38 +647,43 @@ static const struct lane_functions striped_functions = {
     striped_release,
 };
 
-/* Striped(streams), each as for Sealed */
+/* Striped(streams, directs=None), as for Sealed */
 static int striped_fill(PyObject *self, PyObject *args)
 {
     struct striped_lane *lane = (struct striped_lane *)self;
-    PyObject *streams;
-    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &streams))
+    PyObject *streams, *directs = NULL;
+    if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &streams, &PyTuple_Type, &directs))
         return -1;
     Py_ssize_t count = PyTuple_Size(streams);
-    if (count < 1 || count > MOST_STREAMS || !crypto_is_loaded()) {
-        PyErr_SetString(PyExc_ValueError, "a striped lane has 1 to 64 streams, and libcrypto is loaded before");
+    if (!crypto_is_loaded()) {
+        PyErr_SetString(PyExc_ValueError, "libcrypto is loaded before a lane is sealed");
         return -1;
     }
-    lane->base.functions = &striped_functions;
-    lane->base.spin_bytes = SPIN_BYTES;
-    lane->base.python_bytes = INT64_MAX;
-    lane->has_lock = pthread_mutex_init(&lane->lock, NULL) == 0;
+    lane->lasting.base.functions = &striped_functions;
+    lane->lasting.base.spin_bytes = SPIN_BYTES;
+    lane->lasting.base.python_bytes = INT64_MAX;
+    if (!lasting_fill(&lane->lasting, count, directs, true))
+        return -1;
     lane->stripes = calloc((size_t)count, sizeof *lane->stripes);
     lane->spare = calloc((size_t)(2 * WINDOW + 1 + count), sizeof *lane->spare);
-    if (!lane->has_lock || lane->stripes == NULL || lane->spare == NULL) {
+    if (lane->stripes == NULL || lane->spare == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    lane->count = (int32_t)count;
     for (Py_ssize_t index = 0; index < count; index++) {
         struct stripe *stripe = &lane->stripes[index];
-        if (!keyed_take(PyTuple_GetItem(streams, index), &stripe->fd, &stripe->sealer, &stripe->opener))
+        int fd;
+        stripe->stream = &lane->lasting.streams[index];
+        if (!keyed_take(PyTuple_GetItem(streams, index), &fd, &stripe->sealer, &stripe->opener))
             return -1;
+        lasting_use(stripe->stream, fd);
         if (stripe->sealer.cipher != NULL)
-            lane->base.python_bytes = LONG_BYTES;
+            lane->lasting.base.python_bytes = LONG_BYTES;
         stripe->out = malloc(SEALED_BYTES);
         stripe->in = malloc(READ_AHEAD_BYTES);
-        if (stripe->out == NULL || stripe->in == NULL) {
+        bool is_kept = lane->lasting.is_resumable;
+        bool is_filled = !is_kept || kept_fill(&stripe->stream->kept, CHUNK_BYTES, true, stripe->stream->is_direct);
+        if (stripe->out == NULL || stripe->in == NULL || !is_filled) {
             PyErr_NoMemory();
             return -1;
         }
@@ -691,9 +698,9 @@ static PyObject *striped_tend(PyObject *self, PyObject *unused)
     (void)unused;
     struct striped_lane *lane = (struct striped_lane *)self;
     bool moved = false;
-    if (pthread_mutex_trylock(&lane->lock) == 0) {
+    if (pthread_mutex_trylock(lane->lasting.out_lock) == 0) {
         tend(lane, true, &moved);
-        pthread_mutex_unlock(&lane->lock);
+        pthread_mutex_unlock(lane->lasting.out_lock);
     }
     Py_RETURN_NONE;
 }
@@ -707,18 +714,18 @@ static PyObject *striped_streams(PyObject *self, PyObject *unused)
     struct { int64_t written; double speed; bool is_used; } seen[MOST_STREAMS];
     bool is_settled;
     Py_BEGIN_ALLOW_THREADS /* the executor may need the interpreter's lock before it lets go of the other one */
-    pthread_mutex_lock(&lane->lock);
+    pthread_mutex_lock(lane->lasting.out_lock);
     is_settled = lane->oldest == lane->next;
-    for (int32_t index = 0; index < lane->count; index++) {
+    for (int32_t index = 0; index < lane->lasting.count; index++) {
         const struct stripe *stripe = &lane->stripes[index];
-        seen[index].written = stripe->written;
+        seen[index].written = stripe->stream->kept.sent;
         seen[index].speed = stripe->speed;
         seen[index].is_used = is_usable(stripe);
     }
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(lane->lasting.out_lock);
     Py_END_ALLOW_THREADS
-    PyObject *told = PyTuple_New(lane->count);
-    for (int32_t index = 0; told != NULL && index < lane->count; index++) {
+    PyObject *told = PyTuple_New(lane->lasting.count);
+    for (int32_t index = 0; told != NULL && index < lane->lasting.count; index++) {
         PyObject *each = Py_BuildValue("LdO", (long long)seen[index].written, 1e6 * seen[index].speed,
                                        seen[index].is_used ? Py_True : Py_False);
         if (each == NULL || PyTuple_SetItem(told, index, each) < 0)
@@ -728,8 +735,7 @@ static PyObject *striped_streams(PyObject *self, PyObject *unused)
 }
 
 static PyMethodDef striped_methods[] = {
-    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
-    {"close", lane_close, METH_NOARGS, "Forget the descriptors, and tell whether the owner may close them."},
+    LASTING_METHODS
     {"tend", striped_tend, METH_NOARGS, "Send again what is needed, unless a thread uses the lane."},
     {"streams", striped_streams, METH_NOARGS, "Return what each stream has sent, its speed, and whether it is used."},
     {NULL, NULL, 0, NULL},

@@ -38,10 +38,10 @@ class PlanSizes(NamedTuple):
         return max(1, (self.cached_segment_bytes if is_cached else self.segment_bytes) // itemsize)
 
 
-DEFAULT_SIZES: Final = PlanSizes()
+DEFAULT_PLAN_SIZES: Final = PlanSizes()
 
-ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
-ROOTED: Final = ("tree", "ring")
+ALL_REDUCE_PLANS: Final = ("exchange", "doubling", "direct", "ring")
+ROOTED_PLANS: Final = ("tree", "ring")
 DIRECT_RANKS: Final = 64
 """Up to this many ranks exchange directly through shared memory, which needs a lane for each pair. With more ranks the
 lanes cost more time, memory and descriptors than the plan saves: a ring needs two lanes for each rank."""
@@ -67,7 +67,7 @@ def all_reduce(
             return direct.owner_reduce(rank, size, count, segment)
         case "ring":
             return ring.all_reduce(rank, size, count, segment)
-    raise unknown("all_reduce", algorithm, ALL_REDUCE)
+    raise unknown("all_reduce", algorithm, ALL_REDUCE_PLANS)
 
 
 def all_reduce_algorithm(size: int, nbytes: int, lanes: str, sizes: PlanSizes) -> str:
@@ -93,7 +93,7 @@ def broadcast(
             return trees.broadcast(rank, size, root, count)
         case "ring":
             return ring.broadcast(rank, size, root, count, sizes.segment(itemsize))
-    raise unknown("broadcast", algorithm, ROOTED)
+    raise unknown("broadcast", algorithm, ROOTED_PLANS)
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +104,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm
             return trees.reduce(rank, size, root, count)
         case "ring":
             return ring.reduce(rank, size, root, count, sizes.segment(itemsize))
-    raise unknown("reduce", algorithm, ROOTED)
+    raise unknown("reduce", algorithm, ROOTED_PLANS)
 
 
 @lru_cache(maxsize=256)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.plan import cost, direct, doubling, estimate, order, ring
 from covey.plan.fit import (
-    GAIN,
-    LEAST_GAIN,
+    LEAST_RATIO,
+    LEAST_SAVED_SECONDS,
     MOST_FOLLOWED,
     PLAIN,
     Candidate,
@@ -137,7 +137,7 @@ def fit_coded(network: Network, array: CodedArray, pace: CodecPace, sizes: PlanS
     best, plain = ranked[0], timed[0]
     before, after = plain.fitted.seconds, best.fitted.seconds
     is_plain = order.is_even(network) and not is_distant(network)
-    if is_plain or after * GAIN > before or before - after < LEAST_GAIN:
+    if is_plain or after * LEAST_RATIO > before or before - after < LEAST_SAVED_SECONDS:
         best = plain
     return (best, *(each for each in ranked if each is not best))
 

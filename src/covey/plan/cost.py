@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TRANSFER_SECONDS: Final = 2e-5
 """What a transfer costs beside its bytes: its header, two system calls, and the turn of the loop that notices it."""
-BUFFER_BYTES: Final = 64 << 10
+LANE_BUFFER_BYTES: Final = 64 << 10
 """What each end of a lane holds, in addition to what is on its way. Sockets grow theirs beyond that when they can."""
 
 Shared = tuple[str, int, int]
@@ -119,7 +119,7 @@ class _Way:
         self.pace = itemsize / network.rates[source][target]
         self.latency = network.round_trips[source][target] / 2
         self.links = [(link, itemsize / capacity(network, link)) for link in shared_links(network, source, target)]
-        self.hold = BUFFER_BYTES / itemsize
+        self.hold = LANE_BUFFER_BYTES / itemsize
         """Elements that the sender's end holds."""
         self.window = self.hold + 2 * self.latency / self.pace
         """Elements that may be sent to a receiver that is not there."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.plan import choose, cost, doubling, estimate, order, ring, shares, trees
 from covey.plan.moves import renamed
-from covey.plan.network import NEAR_SECONDS
+from covey.plan.network import NEAR_TRIP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 PLAIN: Final = "for equal links"
 """What the plan is called that `choose.all_reduce` returns."""
-GAIN: Final = 1.05
+LEAST_RATIO: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
 plans opens new lanes."""
-LEAST_GAIN: Final = 1e-3
+LEAST_SAVED_SECONDS: Final = 1e-3
 """Seconds that it must save, too: what small transfers cost is assumed, not measured."""
-SLACK: Final = 1.08
+RING_SLACK: Final = 1.08
 """A ring is chosen if it takes at most so many times as long as the fastest plan: it needs two lanes a rank, and its
 time does not depend on how much lanes buffer."""
-PIECE_BYTES: Final = 64 << 10
+TREE_PIECE_BYTES: Final = 64 << 10
 """A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
 that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
 PIECES: Final = 32
@@ -83,11 +83,11 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
         for each in found.values()
     ]
     ranked = sorted(timed, key=lambda each: each.fitted.seconds)
-    near = [each for each in ranked if each.fitted.seconds <= SLACK * ranked[0].fitted.seconds]
+    near = [each for each in ranked if each.fitted.seconds <= RING_SLACK * ranked[0].fitted.seconds]
     best = next((each for each in near if each.fitted.algorithm == "ring"), ranked[0])
     before, after = timed[0].fitted.seconds, best.fitted.seconds
     is_plain = order.is_even(network) and not is_distant(network)
-    if size < 3 or is_plain or after * GAIN > before or before - after < LEAST_GAIN:
+    if size < 3 or is_plain or after * LEAST_RATIO > before or before - after < LEAST_SAVED_SECONDS:
         best = timed[0]
     return (best, *(each for each in ranked if each is not best))
 
@@ -95,7 +95,7 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
 @lru_cache(maxsize=64)
 def is_distant(network: Network) -> bool:
     """Tell whether a round trip is so long that the number of rounds of a plan matters."""
-    return max(map(max, network.round_trips)) > NEAR_SECONDS
+    return max(map(max, network.round_trips)) > NEAR_TRIP_SECONDS
 
 
 @lru_cache(maxsize=256)
@@ -132,7 +132,7 @@ def _line(fitted: Fitted, network: Network, itemsize: int, sizes: PlanSizes) -> 
 def _evenly_from(fitted: Fitted, size: int, itemsize: int) -> int:
     """Return the elements from which on the time of a plan along trees grows evenly."""
     owners = sum(map(bool, fitted.shares)) or size
-    return max(2, owners * FOLLOWED_PIECES * PIECE_BYTES // itemsize)
+    return max(2, owners * FOLLOWED_PIECES * TREE_PIECE_BYTES // itemsize)
 
 
 def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, sizes: PlanSizes) -> Plan:
@@ -140,7 +140,7 @@ def _built(fitted: Fitted, rank: int, size: int, count: int, itemsize: int, size
     position = slots.index(rank)
     if _is_along_trees(fitted):
         cells = trees.cells(size, fitted.groups, fitted.shares, count)
-        return trees.all_reduce(rank, size, cells, max(1, PIECE_BYTES // itemsize))
+        return trees.all_reduce(rank, size, cells, max(1, TREE_PIECE_BYTES // itemsize))
     if fitted.algorithm == "ring" and fitted.shares:
         weights = [fitted.shares[slot] for slot in slots]
         segment = ring_piece(count * itemsize, fitted.shares, sizes) // itemsize
@@ -160,7 +160,7 @@ def _is_along_trees(fitted: Fitted) -> bool:
 def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
     """Return the bytes of a transfer of a ring with unequal parts."""
     longest = nbytes * max(weights) // sum(weights)
-    return min(sizes.segment_bytes, max(PIECE_BYTES, longest // (PIECES * len(weights))))
+    return min(sizes.segment_bytes, max(TREE_PIECE_BYTES, longest // (PIECES * len(weights))))
 
 
 def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
@@ -175,7 +175,7 @@ def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -
         return estimate.ring(network, slots, weights, nbytes, piece)
     weights = list(fitted.shares) or [1] * size
     groups = fitted.groups if fitted.algorithm == "levels" else ()
-    return estimate.levelled(network, groups, weights, nbytes, min(PIECE_BYTES, -(-nbytes // size)))
+    return estimate.levelled(network, groups, weights, nbytes, min(TREE_PIECE_BYTES, -(-nbytes // size)))
 
 
 def _plain(network: Network, nbytes: int, sizes: PlanSizes) -> Candidate:

@@ -20,7 +20,7 @@ APART: Final = 3.0
 """Two hosts are at different sites if each could send or receive so many times faster than they do to each other."""
 FAR: Final = 4.0
 """Two hosts are at different sites if another is so many times nearer to one of them ..."""
-NEAR_SECONDS: Final = 2e-3
+NEAR_TRIP_SECONDS: Final = 2e-3
 """... but not if their round trip is this short: then latency is no reason to avoid the way between them."""
 LEAST_RATE: Final = 1e3
 """Bytes per second. No link is slower, so that no division can fail and no time is endless."""
@@ -194,7 +194,7 @@ def _sites(hosts: Sequence[int], seen: _Rates, trips: Matrix) -> tuple[int, ...]
     def is_near(i: int, j: int) -> bool:
         if hosts[i] == hosts[j]:
             return True
-        if trips[i][j] > max(NEAR_SECONDS, FAR * min(nearest[i], nearest[j])):
+        if trips[i][j] > max(NEAR_TRIP_SECONDS, FAR * min(nearest[i], nearest[j])):
             return False
         for here, there in ((hosts[i], hosts[j]), (hosts[j], hosts[i])):
             speed = seen.between.get((here, there))

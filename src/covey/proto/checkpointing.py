@@ -35,9 +35,9 @@ from covey.wire import checkpoint as wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RETRY_SECONDS: Final = 1.0
+LOST_MESSAGE_SECONDS: Final = 1.0
 """After this time a message counts as lost."""
-NEVER: Final = (1 << 53) - 1
+NO_SEQUENCE: Final = (1 << 53) - 1
 """The sequence number of a checkpoint that has none: more operations than any program issues."""
 GENERATION_SHIFT: Final = 32
 """An epoch is the number of a generation, and in the lower bits that of a view."""
@@ -90,13 +90,13 @@ Effect = SendToMember | Begun | CheckpointEnded | Named | LookAgain
 class Checkpointing:
     """The checkpoints of a run at one member; members are known by their seats. A `TimedCore`."""
 
-    no_limit: Final = NEVER
+    no_limit: Final = NO_SEQUENCE
     """The limit while no checkpoint is under way."""
 
     def __init__(self, me: int, issued: Callable[[], int]) -> None:
         """Begin without an epoch. `issued` returns how many operations the program has issued in this generation."""
         self._me, self._issued = me, issued
-        self.limit = NEVER
+        self.limit = NO_SEQUENCE
         """A program that has issued fewer operations need not call `state_at`: no checkpoint is pending for it."""
         self._epoch, self._members = -1, ()  # type: tuple[int, tuple[int, ...]]
         self._round = 0
@@ -174,7 +174,7 @@ class Checkpointing:
             return
         held = self._held
         if held is not None and epoch >> GENERATION_SHIFT != self._epoch >> GENERATION_SHIFT:
-            self._hold(wire.Held(held.id, held.path, NEVER, False))
+            self._hold(wire.Held(held.id, held.path, NO_SEQUENCE, False))
         self._epoch, self._members, self._round = epoch, members, 0
         leads = bool(members) and members[0] == self._me
         self._leader = CheckpointLeader(members, self._to) if leads else None
@@ -258,7 +258,7 @@ class Checkpointing:
         finally:
             self._is_delivering = False
         is_open = self._is_waiting or (self._leader is not None and self._leader.is_waiting)
-        self._retry_at = now + RETRY_SECONDS if is_open else math.inf
+        self._retry_at = now + LOST_MESSAGE_SECONDS if is_open else math.inf
 
     def _take(self, peer: int, message: wire.CheckpointMessage, now: float) -> None:
         if isinstance(message, wire.Standing):
@@ -286,7 +286,7 @@ class Checkpointing:
         # The limit first: a look that the program makes after `issued` was read then waits.
         self._hold(wire.Held(order.id, order.path, sequence, False))
         if self._issued() >= sequence:
-            self._hold(wire.Held(order.id, order.path, NEVER, False))
+            self._hold(wire.Held(order.id, order.path, NO_SEQUENCE, False))
         self._name(order.id)
 
     def _begin(self, order: wire.CheckpointOrder, sequence: int) -> None:
@@ -313,7 +313,7 @@ class Checkpointing:
 
     def _hold(self, held: wire.Held | None) -> None:
         self._held = held
-        self.limit = NEVER if held is None or held.is_saved else held.sequence
+        self.limit = NO_SEQUENCE if held is None or held.is_saved else held.sequence
         self._effects.append(LookAgain())
 
     def _name(self, checkpoint_id: str) -> None:

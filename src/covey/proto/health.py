@@ -46,7 +46,7 @@ __all__ = [
     "ASK_VOUCHED",
     "FRESH",
     "GRAIN",
-    "LATE",
+    "LATE_TICK",
     "REPORT_EVERY",
     "STOPPED_SILENCE",
     "VOUCHED",
@@ -67,7 +67,7 @@ BEAT: Final = 0.25
 """Longest time between ticks: the precision with which this node knows how long it did not listen."""
 GRAIN: Final = 0.05
 """Shortest time between two checks of all peers, so that many are checked together."""
-LATE: Final = 0.25
+LATE_TICK: Final = 0.25
 """Seconds by which a tick of a listening node may be late: a loaded machine, a garbage collection."""
 SLEPT: Final = 5.0
 """A tick later than this means that the machine was suspended and its network has to come up again: all deadlines start
@@ -227,7 +227,7 @@ class Health:
         if late < 0:
             return
         self._beat_at = now + BEAT
-        if late > LATE:
+        if late > LATE_TICK:
             self._forgive(late if late < SLEPT else math.inf, now)
             self._look_at = now + GRAIN  # by then the messages that have been waiting are read
         elif now >= self._look_at:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist
 from covey.proto.changes import SendToNode as Vote
-from covey.proto.formation import PATIENCE, SETTLE, Formation
+from covey.proto.formation import PROPOSAL_PATIENCE, SETTLE, Formation
 from covey.proto.lineages import Lineages
-from covey.proto.membership import PATIENCE as VIEW_PATIENCE
 from covey.proto.membership import RELINK, Membership
+from covey.proto.membership import VIEW_PATIENCE as VIEW_PATIENCE
 from covey.wire.formation import Here
 from covey.wire.lineage import Ending
 from covey.wire.membership import Bound, MemberKey, Seated, Successor
@@ -110,7 +110,7 @@ class Joining:
         min_hosts: int = 1,
         wall: Callable[[], float] = lambda: 0.0,
         settle: float = SETTLE,
-        patience: float = PATIENCE,
+        patience: float = PROPOSAL_PATIENCE,
         view_patience: float = VIEW_PATIENCE,
         relink: float = RELINK,
     ) -> None:

@@ -32,7 +32,7 @@ from covey.proto.message import (
     Receive,
     Received,
 )
-from covey.proto.message_link import DEFAULT_SIZES, MessageLink, MessageSizes
+from covey.proto.message_link import DEFAULT_MESSAGE_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
 
@@ -51,7 +51,7 @@ RESERVED_TAGS: Final = 1 << 62
 class Matcher:
     """The messages of one rank: matches, credit and payloads with every peer."""
 
-    def __init__(self, rank: int, size: int, sizes: MessageSizes = DEFAULT_SIZES) -> None:
+    def __init__(self, rank: int, size: int, sizes: MessageSizes = DEFAULT_MESSAGE_SIZES) -> None:
         self.rank, self.size, self.sizes = rank, size, sizes
         self.completed: list[Operation] = []
         """Operations that are over; the driver takes them out."""

@@ -37,7 +37,7 @@ class MessageSizes(NamedTuple):
         return self.credit_bytes // 16
 
 
-DEFAULT_SIZES: Final = MessageSizes()
+DEFAULT_MESSAGE_SIZES: Final = MessageSizes()
 
 
 class LentStreams(NamedTuple):

@@ -19,7 +19,7 @@ from covey.wire.message_header import MessageHeader
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-PIECE_BYTES: Final = 1024 * 1024
+PAYLOAD_PIECE_BYTES: Final = 1024 * 1024
 """Larger payloads are cut into pieces of this size; a small frame waits for one piece at most."""
 SHORT_PIECE_BYTES: Final = 128 * 1024
 """The size of pieces while something more urgent moves elsewhere: to encrypt one holds up all threads."""
@@ -359,7 +359,7 @@ class Outlet:
 
     def _cut_piece(self) -> None:
         payload = self._moving.popleft()
-        most = min(PIECE_BYTES, SHORT_PIECE_BYTES) if self.has_short_pieces else PIECE_BYTES
+        most = min(PAYLOAD_PIECE_BYTES, SHORT_PIECE_BYTES) if self.has_short_pieces else PAYLOAD_PIECE_BYTES
         piece = payload.view[payload.moved : payload.moved + most]
         payload.moved += len(piece)
         is_last = payload.moved == len(payload.view)

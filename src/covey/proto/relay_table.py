@@ -6,7 +6,7 @@ Invariants:
 - A token of a cluster has at most one registration. A later one replaces it: both proved the cluster's key.
 - A connection is one of: a registration, a caller that waits, or neither. Joined connections leave the table.
 - A call is answered at most once, and only by the holder of its id, which only the registration's connection was told.
-- A call that is not answered within CALL_SECONDS is refused. One that says nothing for
+- A call that is not answered within WAITING_CALL_SECONDS is refused. One that says nothing for
   REGISTRATION_SILENCE ends.
 - A connection is told about tokens of its own cluster only.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.pace import Bucket
 from covey.wire.relay import (
-    TOKENS_LIMIT,
+    LISTED_TOKENS_LIMIT,
     CallJoined,
     IncomingCall,
     ListedTokens,
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
     from covey.wire.relay import RelayMessage
 
-CALL_SECONDS: Final = 4.0
+WAITING_CALL_SECONDS: Final = 4.0
 """How long a call waits for the other side: less than a handshake may take, so that the caller learns the reason."""
-ASK_SECONDS: Final = 15.0
+ASK_REGISTERED_EVERY: Final = 15.0
 """How often a registration is asked whether it is still there; routers forget connections that carry nothing."""
 REGISTRATION_SILENCE: Final = 45.0
 """A registration that says nothing for so long ends."""
-CALLS_AT_ONCE: Final = 128
+WAITING_CALLS_LIMIT: Final = 128
 """Calls to one token that wait at the same time."""
 NEWS_RATE, NEWS_BURST = 4.0, 128.0
-"""New tokens of a cluster of which its other nodes are told, per second and at once. Each is told to TOKENS_LIMIT nodes
-at most, so this bounds the work for a client that registers again and again. A new node hears of the others anyway, and
-calls them itself."""
-UNKNOWN: Final = "no node with this token is registered here"
+"""New tokens of a cluster of which its other nodes are told, per second and at once. Each is told to at most
+LISTED_TOKENS_LIMIT nodes, so this bounds the work for a client that registers again and again. A new node hears of the
+others anyway, and calls them itself."""
+UNKNOWN_TOKEN: Final = "no node with this token is registered here"
 BUSY: Final = "too many calls wait for this node"
 UNANSWERED: Final = "the node did not answer in time"
 OVER: Final = "there is no such call, or it is over"
@@ -131,9 +131,9 @@ class RelayTable:
         others = [each for each, known in tokens.items() if known.is_listed]
         self._tell(connection, TokenRegistered())
         if others:
-            self._tell(connection, ListedTokens(tuple(others[-TOKENS_LIMIT:])))
+            self._tell(connection, ListedTokens(tuple(others[-LISTED_TOKENS_LIMIT:])))
         if is_listed and old is None and self._pace.setdefault(cluster, Bucket(NEWS_RATE, NEWS_BURST)).take(now):
-            for known in itertools.islice(tokens.values(), TOKENS_LIMIT):
+            for known in itertools.islice(tokens.values(), LISTED_TOKENS_LIMIT):
                 self._tell(known.connection, ListedTokens((token,)))
         tokens[token] = _Registered(connection, is_listed, now)
         self._keys[connection] = cluster, token
@@ -148,12 +148,12 @@ class RelayTable:
         """Tell the node of a token that a connection waits for it, or refuse."""
         known = self._clusters.get(cluster, {}).get(token)
         if known is None:
-            self._refuse(connection, UNKNOWN)
-        elif self._waiting[known.connection] >= CALLS_AT_ONCE:
+            self._refuse(connection, UNKNOWN_TOKEN)
+        elif self._waiting[known.connection] >= WAITING_CALLS_LIMIT:
             self._refuse(connection, BUSY)
         else:
             call = self._new_call()
-            self._calls[call] = connection, known.connection, now + CALL_SECONDS
+            self._calls[call] = connection, known.connection, now + WAITING_CALL_SECONDS
             self._callers[connection] = call
             self._waiting[known.connection] += 1
             self._tell(known.connection, IncomingCall(call))
@@ -184,13 +184,13 @@ class RelayTable:
     def next_deadline(self) -> float:
         """Return when to call `tick`; inf for never."""
         call = next(iter(self._calls.values()), (0, 0, math.inf))[2]
-        return min(call, next(iter(self._asked.values()), math.inf) + ASK_SECONDS)
+        return min(call, next(iter(self._asked.values()), math.inf) + ASK_REGISTERED_EVERY)
 
     def tick(self, now: float) -> None:
         """Refuse calls that waited too long; ask registrations whether they are there, and close silent ones."""
         for call in list(self._overdue(now)):
             self._refuse(self._end(call), UNANSWERED)
-        while self._asked and now >= next(iter(self._asked.values())) + ASK_SECONDS:
+        while self._asked and now >= next(iter(self._asked.values())) + ASK_REGISTERED_EVERY:
             connection = next(iter(self._asked))
             cluster, token = self._keys[connection]
             if now - self._clusters[cluster][token].heard_at >= REGISTRATION_SILENCE:

@@ -18,9 +18,9 @@ SAMPLES: Final = 6
 """Round trips of which the shortest counts: the others were in a queue, or the process did not run."""
 STALE_SECONDS: Final = 20.0
 """After so long without an answer, nothing is known of the round trip."""
-SHORTER: Final = 0.8
+CLEARLY_SHORTER: Final = 0.8
 """The round trip through another relay is clearly shorter if it is at most this share of the one in use..."""
-SHORTER_SECONDS: Final = 0.001
+CLEARLY_SHORTER_SECONDS: Final = 0.001
 """... and if the difference is at least this: below, it is the work of schedulers rather than of networks."""
 PEERS_LIMIT: Final = 4096
 """Nodes whose round trips are kept; those of the oldest are forgotten."""
@@ -91,9 +91,9 @@ def is_news(before: Iterable[RelayTrip], now: Iterable[RelayTrip]) -> bool:
     if old.keys() != new.keys():
         return True
     pairs = (sorted((old[relay], new[relay])) for relay in old)
-    return any(longer - shorter >= SHORTER_SECONDS / 2 and shorter <= 0.9 * longer for shorter, longer in pairs)
+    return any(longer - shorter >= CLEARLY_SHORTER_SECONDS / 2 and shorter <= 0.9 * longer for shorter, longer in pairs)
 
 
 def is_clearly_shorter(one: float, other: float) -> bool:
     """Tell whether it is worth it to leave a relay with the round trip `other` for one with `one`."""
-    return one <= SHORTER * other and other - one >= SHORTER_SECONDS
+    return one <= CLEARLY_SHORTER * other and other - one >= CLEARLY_SHORTER_SECONDS

@@ -31,15 +31,15 @@ from covey.wire import store as wire
 
 NO_COPY: Final = -1
 """The index of a member that has no copy; an empty one has the index 0."""
-WAITING_LIMIT: Final = 1 << 16
+UNRECOVERED_LIMIT: Final = 1 << 16
 """Questions that wait until the owner has recovered."""
 EARLY_LIMIT: Final = 4096
 """Messages of a configuration that this member does not know yet."""
 RANGES_LIMIT: Final = 1 << 14
 """Of the numbers that one asker has used: many more than it can have questions that wait."""
-NOTHING: Final = (1 << 62) - 1
+NO_INDEX: Final = (1 << 62) - 1
 """The index of a `Recover` that asks only how far a member is."""
-TRIES: Final = 5
+CHANGES_ASKED: Final = 5
 """How often an owner asks a member for changes that the member claims to have and does not send."""
 RECOVERS: Final = "the store recovers from a loss; ask again later"
 
@@ -270,7 +270,7 @@ class Replica:
         if self.owner != self._me:
             return  # the asker repeats it when it knows the owner
         if not self._is_ready:
-            if len(self._waiting) < WAITING_LIMIT:
+            if len(self._waiting) < UNRECOVERED_LIMIT:
                 self._waiting.append((asker, store, number, ask))
             else:
                 self._answer(asker, store, number, wire.Refused(RECOVERS))
@@ -335,12 +335,12 @@ class Replica:
     def _recover_from(self, peer: int) -> None:
         """Ask a member how far it is, and for what this owner lacks: for a whole copy only one member at a time."""
         lacks_all = self._copy is None and self._source != peer
-        self._send(peer, wire.Recover(self._config, NOTHING if lacks_all else self._index))
+        self._send(peer, wire.Recover(self._config, NO_INDEX if lacks_all else self._index))
 
     def _catch_up(self) -> None:
         """Act on what members have said about their logs: take what this owner lacks, and then begin to order."""
         for peer, index in list(self._lasts.items()):
-            if index <= self._index or self._recovering[peer] >= TRIES:
+            if index <= self._index or self._recovering[peer] >= CHANGES_ASKED:
                 del self._lasts[peer], self._recovering[peer]
                 self._acked[peer] = min(index, self._index)
                 self._source = None if self._source == peer else self._source

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from covey.wire.manifest import Manifest
 
-WINDOW_BYTES: Final = 32 * 1024 * 1024
+DONOR_WINDOW_BYTES: Final = 32 * 1024 * 1024
 """Bytes asked of one donor before the first of them arrives: enough to fill a long path."""
 WINDOW_CHUNKS: Final = 256
 """The same in chunks: each costs a message."""
@@ -124,7 +124,7 @@ class Fetch:
         while self._todo and donors:
             donor = donors.popleft()
             asked = self._asked[donor]
-            if len(asked) < WINDOW_CHUNKS and self._asked_bytes[donor] < WINDOW_BYTES:
+            if len(asked) < WINDOW_CHUNKS and self._asked_bytes[donor] < DONOR_WINDOW_BYTES:
                 chunk = self._todo.popleft()
                 asked.add(chunk)
                 self._asked_bytes[donor] += self._bytes[chunk]

@@ -12,14 +12,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 from covey.wire import store as wire
 
-ENTRIES_LIMIT: Final = 1 << 16
-BYTES_LIMIT: Final = 1 << 26
+STORE_ENTRIES_LIMIT: Final = 1 << 16
+STORE_BYTES_LIMIT: Final = 1 << 26
 """Of all keys and values together."""
-WAITING_LIMIT: Final = 1 << 20
+WAITING_BYTES_LIMIT: Final = 1 << 20
 """Bytes of one asker's questions that wait for an answer."""
-OVERHEAD_BYTES: Final = 128
+ENTRY_OVERHEAD_BYTES: Final = 128
 """The cost of an entry besides its key and value, and of a question for each of its keys."""
-ANSWER_BYTES: Final = wire.BODY_LIMIT - (1 << 10)
+STORE_ANSWER_BYTES: Final = wire.BODY_LIMIT - (1 << 10)
 """Bytes of the values in one answer, with what each of them and each version takes beside its contents."""
 
 
@@ -242,13 +242,15 @@ class KeyValueStore:
 
     def _is_full(self, more: int, *, entries: int) -> bool:
         count = len(self._entries) + self._queued
-        return (more > 0 and self._bytes + more > BYTES_LIMIT) or (entries > 0 and count + entries > ENTRIES_LIMIT)
+        return (more > 0 and self._bytes + more > STORE_BYTES_LIMIT) or (
+            entries > 0 and count + entries > STORE_ENTRIES_LIMIT
+        )
 
     def _fullness(self) -> str:
         count = len(self._entries) + self._queued
         return (
-            f"the store is full: it has {count} entries of {self._bytes} bytes, and may have {ENTRIES_LIMIT} "
-            f"of {BYTES_LIMIT}; delete what is not needed"
+            f"the store is full: it has {count} entries of {self._bytes} bytes, and may have {STORE_ENTRIES_LIMIT} "
+            f"of {STORE_BYTES_LIMIT}; delete what is not needed"
         )
 
     # Waiting
@@ -257,7 +259,7 @@ class KeyValueStore:
         waiter = asker, number
         assert isinstance(question, Waiting)
         cost = _waiting_cost(question)
-        if self._waits_of[asker] + cost > WAITING_LIMIT:
+        if self._waits_of[asker] + cost > WAITING_BYTES_LIMIT:
             raise QuestionRefusedError("too many questions of this process wait already; wait for fewer keys at a time")
         if isinstance(question, wire.Pop):
             wanted = {"q" + question.key}
@@ -315,7 +317,7 @@ class KeyValueStore:
 
 
 def _cost(key: str, value: bytes = b"") -> int:
-    return OVERHEAD_BYTES + 4 * len(key) + len(value)
+    return ENTRY_OVERHEAD_BYTES + 4 * len(key) + len(value)
 
 
 def _waiting_cost(question: Waiting) -> int:
@@ -325,7 +327,7 @@ def _waiting_cost(question: Waiting) -> int:
 
 def _fitting(values: list[bytes], versions: int = 0) -> tuple[bytes, ...]:
     """Return the first of these values, as many as fit into one message beside so many versions."""
-    room = ANSWER_BYTES - 9 * versions
+    room = STORE_ANSWER_BYTES - 9 * versions
     for count, value in enumerate(values):
         room -= len(value) + 5
         if room < 0 and count:

@@ -14,7 +14,7 @@ RUN_STORE: Final = 0
 """The number of the store that always exists: that of the run."""
 STORES_LIMIT: Final = 8
 """Stores at a time; one more drops the oldest."""
-ANSWERS_LIMIT: Final = 4096
+UNACKNOWLEDGED_LIMIT: Final = 4096
 """Answers that one asker has not acknowledged."""
 TOO_MANY: Final = "too many questions of this process wait for their answers; ask from fewer threads at a time"
 LOAD_BYTES: Final = 1 << 18
@@ -55,7 +55,7 @@ class StoreCopy:
                 if store in self.stores:
                     self.stores[store].withdraw(asker, number)
                 replies = [(store, asker, number, wire.Done())]
-            case _ if len(self.answers.get(asker, ())) >= ANSWERS_LIMIT:
+            case _ if len(self.answers.get(asker, ())) >= UNACKNOWLEDGED_LIMIT:
                 # It is not kept, and was not performed: the number is as if it were never asked.
                 return [(store, asker, number, wire.Refused(TOO_MANY))]
             case _:

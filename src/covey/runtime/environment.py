@@ -14,7 +14,7 @@ from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_relays, split_seeds
 from covey.base.settings import SETTINGS
-from covey.net.discovery.host_rendezvous import TOKEN_BYTES, rendezvous_folder
+from covey.net.discovery.host_rendezvous import RUN_TOKEN_BYTES, rendezvous_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -372,10 +372,10 @@ def _read_token(descriptor: int) -> bytes:
         # In a program that the rank started in turn, the number may be any file: check before reading.
         try:
             is_ours = stat.S_ISFIFO(os.fstat(descriptor).st_mode) and select.select([descriptor], [], [], 0)[0]
-            token = os.read(descriptor, TOKEN_BYTES) if is_ours else b""
+            token = os.read(descriptor, RUN_TOKEN_BYTES) if is_ours else b""
         except (OSError, ValueError):  # not open; or above what select can watch
             token = b""
-        if len(token) != TOKEN_BYTES:
+        if len(token) != RUN_TOKEN_BYTES:
             raise ConfigError(
                 f"the token of this run is not in descriptor {descriptor}. Only the process that `covey run` started "
                 "can join, not a program that it starts in turn."

@@ -41,6 +41,8 @@ HEAD_LIMIT_BYTES: Final = 8192
 PIECE_BYTES: Final = 4096
 REQUEST_SECONDS: Final = 5.0
 """How long a client may take for its request."""
+FIRST_BYTES_SECONDS: Final = 0.25
+"""How long no connection is ended for a newer one: the request of a browser that opens several may be on its way."""
 READ_ANSWER_SECONDS: Final = 30.0
 """How long a client may take to read the answer."""
 READ_PIECE_SECONDS: Final = 10.0
@@ -170,8 +172,8 @@ class HttpServer:
         self._closed = threading.Event()
         self._handlers: set[threading.Thread] = set()
         self._changing = threading.Lock()
-        self._idle: dict[socket.socket, None] = {}
-        """Connections whose requests have not arrived, the oldest first."""
+        self._idle: dict[socket.socket, float] = {}
+        """Connections whose requests have not arrived, and since when they are open; the oldest first."""
         self._streaming: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._accept, name="covey-http", daemon=True)
         self._thread.start()
@@ -213,7 +215,7 @@ class HttpServer:
             thread = threading.Thread(target=self._handle, args=(connection, address[:2]), name="covey-http-client")
             thread.daemon = True
             with self._changing:
-                self._idle[connection] = None
+                self._idle[connection] = time.monotonic()
             self._handlers.add(thread)
             thread.start()
 
@@ -221,12 +223,13 @@ class HttpServer:
         """Take a slot, which the oldest idle connection makes free if none is; False if the server is closed."""
         while not self._slots.acquire(blocking=False):
             with self._changing:
-                oldest = next(iter(self._idle), None)
-                if oldest is not None:
+                oldest, since = next(iter(self._idle.items()), (None, 0.0))
+                wait = since + FIRST_BYTES_SECONDS - time.monotonic() if oldest is not None else 0.5
+                if oldest is not None and wait <= 0:
                     del self._idle[oldest]
                     with contextlib.suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-            if self._slots.acquire(timeout=0.5):
+            if self._slots.acquire(timeout=wait if wait > 0 else 0.5):
                 return True
             if self._closed.is_set():
                 return False

@@ -24,6 +24,8 @@ class Tasks:
     def __init__(self, owner: str) -> None:
         """Name the owner as the log should: "task of OWNER failed"."""
         self._owner = owner
+        self.is_closing = False
+        """Whether the owner frees what it has, or has freed it. Set and read on any thread."""
         self._running: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -40,6 +42,7 @@ class Tasks:
 
     async def close(self) -> None:
         """Cancel every task but the one that calls, and wait until they have ended."""
+        self.is_closing = True
         tasks = [task for task in self._running if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -22,8 +22,8 @@ from covey.testing.upnp_gateway import SEARCH_PORT, UpnpGateway
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PORT: Final = 5351
-LIFETIME: Final = 3600
+PCP_PORT: Final = 5351
+GRANTED_SECONDS: Final = 3600
 """Seconds that it grants at most."""
 GATEWAY_START_SECONDS: Final = 10.0
 
@@ -31,7 +31,9 @@ GATEWAY_START_SECONDS: Final = 10.0
 class Gateway(asyncio.DatagramProtocol):
     """Mappings, by external port. On the loop on which it is opened."""
 
-    def __init__(self, outside: str, *, speaks: str = "pcp,pmp", claims: str = "", lifetime: int = LIFETIME) -> None:
+    def __init__(
+        self, outside: str, *, speaks: str = "pcp,pmp", claims: str = "", lifetime: int = GRANTED_SECONDS
+    ) -> None:
         """Pass connections to `outside` on; `claims` is the address that clients are told, by default the same."""
         self._outside, self._claims = outside, claims or outside
         self._speaks, self._lifetime = speaks.split(","), lifetime
@@ -47,7 +49,7 @@ class Gateway(asyncio.DatagramProtocol):
         self.spoils_nonce = False
         self.upnp = UpnpGateway(self._claims, self._map_exactly, self._unmap_external)
 
-    async def open(self, inside: str, port: int = PORT, search_port: int = SEARCH_PORT) -> int:
+    async def open(self, inside: str, port: int = PCP_PORT, search_port: int = SEARCH_PORT) -> int:
         """Start to answer; return the port of PCP."""
         if "upnp" in self._speaks:
             await self.upnp.open(inside, search_port)

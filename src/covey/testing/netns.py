@@ -28,7 +28,7 @@ from covey.testing.switch import Switch, inside
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-PREFIX: Final = "covey-lan"
+LAN_PREFIX: Final = "covey-lan"
 _NAMESPACES: Final = Path("/run/netns")
 _ETC: Final = Path("/etc/netns")
 _COMMAND_SECONDS: Final = 300.0
@@ -157,7 +157,7 @@ class Lan:
         ula: bool = True,
         hosts_file: bool = False,
         two_networks: bool = False,
-        prefix: str = PREFIX,
+        prefix: str = LAN_PREFIX,
     ) -> None:
         if (rate or rates or sites) and kind != "bridge":
             raise ValueError("rates are for bridges; a switch has shape(bytes_per_second=...)")
@@ -218,10 +218,9 @@ class Lan:
         _ip(self._bridges[network], f"link set {host.name} up")
 
     def _make_hosts(self) -> None:
-        for index in range(self._size):
-            host = Host(f"host{index}", index, self._folder)
-            _make_namespace(host.namespace)
-            self.hosts.append(host)
+        self.hosts += [Host(f"host{index}", index, self._folder) for index in range(self._size)]
+        _make_namespaces([host.namespace for host in self.hosts])
+        for host in self.hosts:
             if self._hosts_file:
                 path = _ETC / host.namespace / "hosts"
                 _make_folder(path.parent)
@@ -229,7 +228,7 @@ class Lan:
 
     def _make_bridge(self, network: int) -> None:
         middle = self._bridges[network]
-        _make_namespace(middle)
+        _make_namespaces([middle])
         for site in sorted({0, *self._sites}):
             _ip(
                 middle,
@@ -280,12 +279,14 @@ def _shape(namespace: str, device: str, rate: str) -> None:
     _call(["tc", "-n", namespace, *f"qdisc replace dev {device} root tbf rate {rate} burst 256kb latency 20ms".split()])
 
 
-def _make_namespace(name: str) -> None:
-    _call(["ip", "netns", "add", name])
-    # Duplicate address detection would keep an IPv6 address unusable for a second.
-    off = "for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done"
-    _call(["ip", "netns", "exec", name, "sh", "-c", off])
-    _ip(name, "link set lo up")
+def _make_namespaces(names: list[str]) -> None:
+    _call(["ip", "-batch", "-"], "".join(f"netns add {name}\n" for name in names))
+    for name in names:
+        with inside(name):
+            # Duplicate address detection would keep an IPv6 address unusable for a second.
+            for devices in ("all", "default"):
+                Path(f"/proc/sys/net/ipv6/conf/{devices}/accept_dad").write_text("0")
+        _ip(name, "link set lo up")
 
 
 def _link_local(namespace: str, device: str) -> str:
@@ -341,9 +342,10 @@ def _kill_inhabitants(namespace: str) -> None:
 
 
 def _remove(folder: Path, namespaces: Iterable[str]) -> None:
-    for name in namespaces:
-        if (_NAMESPACES / name).exists():
-            _call(["ip", "netns", "delete", name])
+    names = list(namespaces)
+    if existing := [name for name in names if (_NAMESPACES / name).exists()]:
+        _call(["ip", "-batch", "-"], "".join(f"netns delete {name}\n" for name in existing))
+    for name in names:
         shutil.rmtree(_ETC / name, ignore_errors=True)
     with contextlib.suppress(OSError):
         _ETC.rmdir()  # ours if it is empty

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CHUNK: Final = 1 << 16
-RECORD_BYTES: Final = 64 << 20
+RECORDING_BYTES: Final = 64 << 20
 _BACKLOG_BYTES: Final = 4 << 20  # held in each direction before the sender feels it
 _ANSWER_SECONDS: Final = 30.0
 
@@ -108,7 +108,7 @@ class Proxy:
         return self._call(lambda: len(self._connections))
 
     def recorded(self, connection: int, way: Direction) -> bytes:
-        """Return the bytes that arrived in one direction of a connection, unaltered, up to RECORD_BYTES."""
+        """Return the bytes that arrived in one direction of a connection, unaltered, up to RECORDING_BYTES."""
         return self._call(lambda: bytes(self._connections[connection].pipes[way].record))
 
     def inject(self, connection: int, way: Direction, data: bytes) -> None:
@@ -275,7 +275,7 @@ class _ProxyPipe:
             return None
         self._ended = not data
         self.taken += len(data)
-        self.record += data[: RECORD_BYTES - len(self.record)]
+        self.record += data[: RECORDING_BYTES - len(self.record)]
         return data
 
     def put(self, data: bytes, now: float, *, delay: float = 0.0, bytes_per_second: float = 0.0) -> None:

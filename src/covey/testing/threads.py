@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import GroupConfig, from_argument
-from covey.net.discovery.host_rendezvous import TOKEN_BYTES
+from covey.net.discovery.host_rendezvous import RUN_TOKEN_BYTES
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 
@@ -40,7 +40,7 @@ def run_threads(
     results: list[Any] = [None] * size
     errors: list[Exception] = []
     config = GroupConfig(lanes=lanes, timeout=timeout, plan=plan, on_loss=on_loss, **from_argument(settings or {}))
-    token = secrets.token_bytes(TOKEN_BYTES)
+    token = secrets.token_bytes(RUN_TOKEN_BYTES)
 
     def rank_main(rank: int, folder: str) -> None:
         try:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 GROUP: Final = "239.255.255.250"
 SEARCH_PORT: Final = 1900
 DEVICE: Final = "urn:schemas-upnp-org:device:InternetGatewayDevice:"
-SERVICE: Final = "urn:schemas-upnp-org:service:"
-DESCRIPTION: Final = """<?xml version="1.0"?>
+SERVICE_TYPE: Final = "urn:schemas-upnp-org:service:"
+DEVICE_DESCRIPTION: Final = """<?xml version="1.0"?>
 <root xmlns="urn:schemas-upnp-org:device-1-0"><specVersion><major>1</major><minor>0</minor></specVersion>{base}
 <device><deviceType>{device}1</deviceType><friendlyName>Test &amp; Co</friendlyName>
 <serviceList><service><serviceType>{service}Layer3Forwarding:1</serviceType><serviceId>urn:upnp-org:serviceId:L3</serviceId>
@@ -116,11 +116,11 @@ class UpnpGateway(asyncio.DatagramProtocol):
 
     async def _answer(self, head: str, body: str, client: str) -> tuple[str, bytes]:
         if head.startswith("GET /root.xml "):
-            parts = {"base": self.base, "device": DEVICE, "service": SERVICE, "kind": self.kind}
-            return "200 OK", self.document or DESCRIPTION.format(control=self.control, **parts).encode()
+            parts = {"base": self.base, "device": DEVICE, "service": SERVICE_TYPE, "kind": self.kind}
+            return "200 OK", self.document or DEVICE_DESCRIPTION.format(control=self.control, **parts).encode()
         if head.startswith("GET /moved "):
             return "302 Found", b""
-        action = re.search(rf'(?mi)^SOAPAction: "{re.escape(SERVICE + self.kind)}#(\w+)"', head)
+        action = re.search(rf'(?mi)^SOAPAction: "{re.escape(SERVICE_TYPE + self.kind)}#(\w+)"', head)
         if not head.startswith("POST /control ") or action is None:
             return "404 Not Found", b""
         values = dict(re.findall(r"<(New\w+)>([^<]*)</", body))
@@ -150,7 +150,7 @@ class UpnpGateway(asyncio.DatagramProtocol):
         return 0 if is_mapped else 718
 
     def _reply(self, name: str, said: str) -> bytes:
-        return _envelope(f'<u:{name}Response xmlns:u="{SERVICE}{self.kind}">{said}</u:{name}Response>')
+        return _envelope(f'<u:{name}Response xmlns:u="{SERVICE_TYPE}{self.kind}">{said}</u:{name}Response>')
 
 
 def _fault(error: int) -> bytes:

@@ -91,9 +91,14 @@ class PageServer:
     """Serves the page of one source at 127.0.0.1 until it is closed."""
 
     def __init__(
-        self, source: Source, actions: Actions, outputs: Outputs, port: int = 0, admission: Admission | None = None
+        self,
+        source: Source,
+        actions: Actions,
+        outputs: Outputs | None = None,
+        port: int = 0,
+        admission: Admission | None = None,
     ) -> None:
-        """Listen at once; port 0 takes a free one.
+        """Listen at once; port 0 takes a free one. Without `outputs` the page says that it has none.
 
         Raises:
             ConfigError: the port cannot be listened at.
@@ -139,7 +144,10 @@ class PageServer:
             case "/api/history":
                 moments = self._source.history(_first(asked, "run"))
                 return Response(HTTPStatus.OK, "application/json", history_json(moments))
+            case "/api/output" if self._outputs is None:
+                return text("This page shows no output: `covey logs RUN` does.\n", HTTPStatus.NOT_FOUND)
             case "/api/output":
+                assert self._outputs is not None
                 page = self._outputs.lines(_first(asked, "run"), _first(asked, "since"))
                 return Response(HTTPStatus.OK, "application/json", output_json(page))
             case "/api/enter":

@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.ui.source import OutputPage
+    from covey.watch.output import OutputPage
     from covey.watch.overview import Moment, Overview
 
 

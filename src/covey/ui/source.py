@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from covey.watch.output import OutputPage
     from covey.watch.overview import Moment, Overview
 
 
@@ -39,28 +39,6 @@ class Actions(Protocol):
 
     def join_code(self) -> str:
         """Return the code with which a machine joins the cluster: its secret."""
-
-
-@dataclass(frozen=True)
-class OutputLine:
-    """A line that a rank has printed, with printable text."""
-
-    at: float
-    machine: str
-    rank: int | None
-    is_error: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class OutputPage:
-    """Lines of a run's output, the oldest first."""
-
-    lines: tuple[OutputLine, ...]
-    next: str
-    """What to ask for next."""
-    left_out: int = 0
-    """How many lines between the last question and this answer are not in it."""
 
 
 class Outputs(Protocol):

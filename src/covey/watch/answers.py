@@ -16,7 +16,7 @@ Process = Literal["runs", "stopped", "ended", "unknown"]
 
 
 @dataclass(frozen=True)
-class Heard:
+class HeardProcess:
     """One process of a run, as it was heard in this round."""
 
     key: str
@@ -74,7 +74,7 @@ class LookRound:
     now: float
     """By the monotonic clock."""
     cluster: str = ""
-    heard: tuple[Heard, ...] = ()
+    heard: tuple[HeardProcess, ...] = ()
     machines: tuple[MachineHeard, ...] = ()
     applicants: tuple[Applicant, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LookRound:
     can_approve: bool = False
     approver: str = ""
     reports: Mapping[str, tuple[ReportRow, ...]] = field(default_factory=dict)
-    """By run (`Heard.run_key` or `run`): what its program has reported since it began, if that was asked for."""
+    """By run (`HeardProcess.run_key` or `run`): what its program has reported since it began, if that was asked for."""
     stoppable: frozenset[str] = frozenset()
     """Runs, by name, that can be stopped from here."""
     ended: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from covey.watch.run_book import RunBook
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from covey.watch.answers import Heard, LookRound, MachineHeard
+    from covey.watch.answers import HeardProcess, LookRound, MachineHeard
     from covey.watch.overview import Moment, RunSeen
 
 ENDED_SECONDS: Final = 600.0
@@ -68,7 +68,7 @@ class RunBooks:
     def _overview(self, rounds: Sequence[LookRound]) -> Overview:
         now, at = max(each.now for each in rounds), max(each.at for each in rounds)
         self._began = now if self._began is None else self._began
-        heard: dict[str, list[Heard]] = {}
+        heard: dict[str, list[HeardProcess]] = {}
         for each in (each for one in rounds for each in one.heard):
             if each.run or each.run_key:
                 heard.setdefault(self._id(each, now), []).append(each)
@@ -120,7 +120,7 @@ class RunBooks:
             approver="" if can_approve else approver,
         )
 
-    def _id(self, heard: Heard, now: float) -> str:
+    def _id(self, heard: HeardProcess, now: float) -> str:
         """Return the id of the run of a process; a run that has begun keeps the id that it had while it waited."""
         key = (heard.run, heard.run_key)
         if key in self._ids:
@@ -152,7 +152,7 @@ class RunBooks:
         self._ids = {key: each for key, each in self._ids.items() if each != id}
 
     def _take_machines(
-        self, rounds: Sequence[LookRound], heard: Mapping[str, Collection[Heard]], now: float
+        self, rounds: Sequence[LookRound], heard: Mapping[str, Collection[HeardProcess]], now: float
     ) -> tuple[MachineSeen, ...]:
         for machine in (machine for one in rounds for machine in one.machines):
             known = self._machines.get(machine.id)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.watch.overview import Moment
-    from covey.watch.sources import Source
+    from covey.watch.sources import RoundSource
 
 logger = logging.getLogger("covey")
 
@@ -67,7 +67,7 @@ def open_collector(run: str = "", cluster: str | None = None) -> Iterator[Collec
 class Collector:
     """Overviews of machines and runs, a new one each second."""
 
-    def __init__(self, sources: Sequence[Source], books: RunBooks, ending: contextlib.ExitStack) -> None:
+    def __init__(self, sources: Sequence[RoundSource], books: RunBooks, ending: contextlib.ExitStack) -> None:
         """Begin to look at `sources`; `ending` is closed after the last look."""
         self.sources = tuple(sources)
         self._books, self._ending = books, ending
@@ -95,7 +95,7 @@ class Collector:
             reader = MachineReader()
             local = LocalSource(reader.read, machine=id, name=_host(), only=run)
             books = RunBooks(cluster.name, own_id=id)
-            sources: list[Source] = [ClusterSource(terminal, only=run)]
+            sources: list[RoundSource] = [ClusterSource(terminal, only=run)]
             return cls([*sources, local] if has_local else sources, books, ending.pop_all())
 
     @classmethod

@@ -35,7 +35,8 @@ class Curves:
     def begin(self, rows: Sequence[ReportRow]) -> None:
         """Take what was reported before; of more rows than are kept, evenly many."""
         step = max(1, -(-len(rows) // EARLIER_LIMIT))
-        first = self._coarse[0].at if self._coarse else self._fine[0].at if self._fine else float("inf")
+        seen = (moment.at for moment in (*self._coarse, *self._fine) if moment.step is not None or moment.reports)
+        first = next(seen, float("inf"))
         kept = [row for row in rows[::step] if row.at < first]
         self._earlier = tuple(
             Moment(
@@ -65,9 +66,8 @@ class Curves:
 
     def since(self, at: float) -> tuple[Moment, ...]:
         """Return the moments after a time, oldest first."""
-        return tuple(
-            moment for moments in (self._earlier, self._coarse, self._fine) for moment in moments if moment.at > at
-        )
+        moments = (*self._earlier, *self._coarse, *self._fine)
+        return tuple(sorted((moment for moment in moments if moment.at > at), key=lambda moment: moment.at))
 
     def __len__(self) -> int:
         return len(self._earlier) + len(self._coarse) + len(self._fine)

@@ -23,7 +23,7 @@ from covey.watch.waits import RankPosition, slow_rank, waits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.watch.answers import Heard
+    from covey.watch.answers import HeardProcess
     from covey.watch.overview import Level, RankState, RunState
     from covey.watch.waits import Waits
     from covey.wire.progress import RankProgress, ReportRow
@@ -47,7 +47,7 @@ STATES: Final[dict[str, RankState]] = {"lost": "lost", "excluded": "lost", "left
 class KnownProcess:
     """One process of a run, as it was heard last."""
 
-    heard: Heard
+    heard: HeardProcess
     """The last time that it answered, or was seen at all."""
     progress: RankProgress | None = None
     before: tuple[float, RankProgress] | None = None
@@ -84,7 +84,7 @@ class RunBook:
 
     # What was heard
 
-    def take(self, heard: Sequence[Heard], now: float, at: float) -> None:
+    def take(self, heard: Sequence[HeardProcess], now: float, at: float) -> None:
         """Take what the processes of this run have said in one round."""
         answered = [each for each in heard if each.has_answered]
         if answered:
@@ -359,7 +359,7 @@ class RunBook:
         )
 
 
-def _unheard(heard: Heard) -> Heard:
+def _unheard(heard: HeardProcess) -> HeardProcess:
     return replace(heard, progress=None, tell=None, tells_less=False)
 
 
@@ -369,7 +369,7 @@ def _position(rank: int, told: KnownProcess, now: float) -> RankPosition:
     return RankPosition(rank, told.arrived, told.progress.groups, is_silent=is_silent)
 
 
-def _waits_of(heard: Sequence[Heard]) -> tuple[str, ...]:
+def _waits_of(heard: Sequence[HeardProcess]) -> tuple[str, ...]:
     """Return what processes wait for: the first text, then their troubles."""
     lines: dict[str, None] = {}
     for each in heard:

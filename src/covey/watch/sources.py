@@ -21,7 +21,7 @@ from covey.runtime.metrics.flight import fault_of
 from covey.runtime.metrics.inspection import PROGRESS, READINGS, REPORTS
 from covey.runtime.peers.local_visit import LocalVisit
 from covey.runtime.views.process_table import ProcessStatus
-from covey.watch.answers import Heard, LookRound, MachineHeard
+from covey.watch.answers import HeardProcess, LookRound, MachineHeard
 from covey.watch.overview import Applicant
 from covey.wire import messages
 from covey.wire.machine import machine_of
@@ -51,7 +51,7 @@ MOST_PAUSE: Final = 16
 """A process that answers without pages is asked in every second round, then every fourth, up to this one."""
 
 
-class Source(Protocol):
+class RoundSource(Protocol):
     """Something that can be looked at, once a second."""
 
     def look(self, wanted: Collection[str]) -> LookRound:
@@ -157,7 +157,7 @@ class LocalSource:
         self._events = EventNumbers()
         self._pauses = Pauses()
         self._processes: dict[str, ProcessStatus] = {}
-        self._told: dict[str, Heard] = {}
+        self._told: dict[str, HeardProcess] = {}
         """By key: what each process said last."""
         self._lock = threading.Lock()
         """One question at a time."""
@@ -183,7 +183,7 @@ class LocalSource:
         names = frozenset(run.name for run in runs)
         return LookRound(at, now, "", tuple(heard), (here,), reports=reports, stoppable=names, ended=ended)
 
-    def _ask(self, run: LocalRunFound) -> Iterable[Heard]:
+    def _ask(self, run: LocalRunFound) -> Iterable[HeardProcess]:
         visit = self._visits.get(run.pid)
         try:
             if visit is None:
@@ -209,10 +209,10 @@ class LocalSource:
 
     def _heard(
         self, run: LocalRunFound, key: str, answer: object, progress: RankProgress | None, arrived: float
-    ) -> Heard:
+    ) -> HeardProcess:
         before = self._told.get(key)
         pid = progress.pid if progress is not None else before.pid if before is not None else 0
-        heard = Heard(
+        heard = HeardProcess(
             key=key,
             run=printable(run.name, 100),
             run_key=_key(run),
@@ -390,11 +390,11 @@ class ClusterSource:
         progress: RankProgress | None,
         tell: messages.Tell | None,
         now: float,
-    ) -> Heard:
+    ) -> HeardProcess:
         run, run_key = self._run_of.get(key, ("", ""))
         is_running = tell is not None and tell.state == "running"
         was_less = isinstance(answer, messages.Inspected) and not answer.pages
-        return Heard(
+        return HeardProcess(
             key=key,
             run=run,
             run_key=run_key,

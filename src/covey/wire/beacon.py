@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 SERVICE: Final = "_covey._tcp.local."
-VERSION: Final = b"1"
-NONCE_BYTES: Final = 16
-TAG_BYTES: Final = 16
+BEACON_VERSION: Final = b"1"
+BEACON_NONCE_BYTES: Final = 16
+BEACON_TAG_BYTES: Final = 16
 MOST_ADDRESSES: Final = 8
 """Addresses in one announcement: of one interface, IPv4 first."""
 _LABEL: Final = b"covey/1/mdns-tag"
@@ -44,21 +44,21 @@ class Announcement:
 
 
 def make(key: bytes, nonce: bytes, port: int, ips: Iterable[str]) -> dict[bytes, bytes]:
-    """Return the TXT properties of one announcement; `nonce` is `NONCE_BYTES` random bytes.
+    """Return the TXT properties of one announcement; `nonce` is `BEACON_NONCE_BYTES` random bytes.
 
     Of more than `MOST_ADDRESSES` addresses, the first are announced.
     """
     parsed = sorted((ipaddress.ip_address(ip) for ip in ips), key=lambda ip: ip.version)[:MOST_ADDRESSES]
     four = b"".join(ip.packed for ip in parsed if ip.version == 4)
     six = b"".join(ip.packed for ip in parsed if ip.version == 6)
-    said = {b"v": VERSION, b"n": nonce.hex().encode(), b"p": b"%d" % port, b"4": four, b"6": six}
+    said = {b"v": BEACON_VERSION, b"n": nonce.hex().encode(), b"p": b"%d" % port, b"4": four, b"6": six}
     return {**said, b"t": _tag(key, nonce, port, four, six).hex().encode()}
 
 
 def read(key: bytes, properties: Mapping[bytes, bytes | None]) -> Announcement | None:
     """Return the announcement in TXT properties, or None if they are not in the form that `make` returns."""
     version, nonce, port, four, six, tag = (properties.get(name) for name in (b"v", b"n", b"p", b"4", b"6", b"t"))
-    if version != VERSION or not (nonce and _HEX.fullmatch(nonce) and tag and _HEX.fullmatch(tag)):
+    if version != BEACON_VERSION or not (nonce and _HEX.fullmatch(nonce) and tag and _HEX.fullmatch(tag)):
         return None
     four, six = four or b"", six or b""
     if port is None or not _PORT.fullmatch(port) or int(port) >= 1 << 16 or len(four) % 4 or len(six) % 16:
@@ -85,6 +85,6 @@ def split_txt(text: bytes) -> dict[bytes, bytes | None]:
 
 
 def _tag(key: bytes, nonce: bytes, port: int, four: bytes, six: bytes) -> bytes:
-    numbers = bytes((len(VERSION),)) + VERSION + nonce + port.to_bytes(2, "big")
+    numbers = bytes((len(BEACON_VERSION),)) + BEACON_VERSION + nonce + port.to_bytes(2, "big")
     said = numbers + bytes((len(four),)) + four + bytes((len(six),)) + six
-    return hmac.digest(key, _LABEL + said, "sha256")[:TAG_BYTES]
+    return hmac.digest(key, _LABEL + said, "sha256")[:BEACON_TAG_BYTES]

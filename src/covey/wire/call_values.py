@@ -210,7 +210,7 @@ def decoded(decode: Callable[[Any], Any], body: Bytes, parts: Sequence[Bytes], c
         _unpacking.reset(token)
 
 
-ANYTHING: Final = ValueDecoder(Any)
+ANY_VALUE: Final = ValueDecoder(Any)
 
 
 class Signature:
@@ -234,7 +234,7 @@ class Signature:
                 "them at run time, or leave them out"
             ) from error
         names = self._signature.parameters
-        self._decoders = {each: self._decoder(each, hints[each]) if each in hints else ANYTHING for each in names}
+        self._decoders = {each: self._decoder(each, hints[each]) if each in hints else ANY_VALUE for each in names}
         returned = hints.get("return", Any)
         if self.is_stream(function):
             returned = next(iter(typing.get_args(returned)), Any)
@@ -246,7 +246,7 @@ class Signature:
         self._positional = -1 if needs_names else len(self._in_order)
         """How many positional arguments always fit; -1 if there is no such number."""
         self._rest = next((each for each, kind in kinds if kind is kind.VAR_POSITIONAL), "")
-        self._keywords = next((self._decoders[each] for each, kind in kinds if kind is kind.VAR_KEYWORD), ANYTHING)
+        self._keywords = next((self._decoders[each] for each, kind in kinds if kind is kind.VAR_KEYWORD), ANY_VALUE)
 
     @staticmethod
     def is_stream(function: Callable[..., Any]) -> bool:

@@ -22,16 +22,16 @@ PARTS_LIMIT: Final = 2048
 """Parts of one payload."""
 PART_LIMIT: Final = 1 << 46
 """Bytes of one part, as far as the format is concerned; the receiver has a limit for their sum."""
-NAME_LIMIT: Final = 200
+FUNCTION_NAME_LIMIT: Final = 200
 """Characters of a function's name."""
 CREDIT_LIMIT: Final = 1024
 """Items of a stream that may be under way."""
-LINES_LIMIT: Final = 60
+TRACEBACK_LINES_LIMIT: Final = 60
 """Lines of a traceback."""
 
 CallNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
 ObjectNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
-CallName = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
+CallName = Annotated[str, msgspec.Meta(max_length=FUNCTION_NAME_LIMIT)]
 Line = Annotated[str, msgspec.Meta(max_length=300)]
 Remaining = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """Seconds that are left: clocks of different machines are never compared."""
@@ -43,13 +43,13 @@ Sizes = Annotated[tuple[PartSize, ...], msgspec.Meta(max_length=PARTS_LIMIT)]
 
 RAISED: Final = 1
 """The function raised."""
-UNKNOWN: Final = 2
+UNKNOWN_FUNCTION: Final = 2
 """No function has this name."""
 ARGUMENTS: Final = 3
 """The arguments do not fit the function, or it is called as a stream and is none, or the other way round."""
 TOO_LARGE: Final = 4
 """The payload exceeds the limit of the node that got or made it."""
-LATE: Final = 5
+DEADLINE_PASSED: Final = 5
 """The deadline passed."""
 CANCELLED: Final = 6
 CLOSING: Final = 7
@@ -99,7 +99,7 @@ class CallFailure(Worded, frozen=True, array_like=True, tag=3):
     error: Text
     """The class of the exception, if the function raised."""
     text: Story
-    traceback: Annotated[tuple[Line, ...], msgspec.Meta(max_length=LINES_LIMIT)] = ()
+    traceback: Annotated[tuple[Line, ...], msgspec.Meta(max_length=TRACEBACK_LINES_LIMIT)] = ()
     """The remote traceback, line by line."""
 
 

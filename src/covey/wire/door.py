@@ -24,7 +24,7 @@ from covey.base.errors import AuthError
 
 CHALLENGE_BYTES: Final = 16
 BOUND_BYTES: Final = 15
-ANSWER_BYTES: Final = 1 + BOUND_BYTES + 32
+DOOR_ANSWER_BYTES: Final = 1 + BOUND_BYTES + 32
 _LABEL: Final = b"covey/1/door"
 
 

@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 from covey.base.errors import RemoteProtocolError
 
 MAGIC: Final = b"CVY\x01"
-PREFIX: Final = struct.Struct("<4sBBHIBxxxQQ")
+HEADER_PREFIX: Final = struct.Struct("<4sBBHIBxxxQQ")
 """The fields that are equal in all transfers of a plan, each time it runs."""
 CHANGE_PENDING: Final = 1
 """A flag: the sender, or a rank it has received from in this operation, knows of a waiting change."""
 FLAGS_AT: Final = 12
-SUFFIX: Final = struct.Struct("<QQQ8x")
+HEADER_SUFFIX: Final = struct.Struct("<QQQ8x")
 """Sequence, move and payload bytes."""
-HEADER_BYTES: Final = PREFIX.size + SUFFIX.size
+HEADER_BYTES: Final = HEADER_PREFIX.size + HEADER_SUFFIX.size
 assert HEADER_BYTES == 64
 
 
@@ -42,7 +42,7 @@ class TransferHeader(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        return PREFIX.pack(MAGIC, *self[:7]) + SUFFIX.pack(*self[7:])
+        return HEADER_PREFIX.pack(MAGIC, *self[:7]) + HEADER_SUFFIX.pack(*self[7:])
 
 
 def flagged(prefix: bytes) -> bytes:
@@ -54,7 +54,7 @@ def unpack(data: bytes | bytearray | memoryview) -> TransferHeader:
     """Parse a header; raise RemoteProtocolError if it is not one."""
     if len(data) != HEADER_BYTES:
         raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
-    magic, *fields = PREFIX.unpack_from(data)
+    magic, *fields = HEADER_PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise RemoteProtocolError(f"not a transfer header: it starts with {magic!r}")
-    return TransferHeader(*fields, *SUFFIX.unpack_from(data, PREFIX.size))
+    return TransferHeader(*fields, *HEADER_SUFFIX.unpack_from(data, HEADER_PREFIX.size))

@@ -14,9 +14,9 @@ from covey.wire.decoding import check_packed
 
 REMEMBERED_FORMAT: Final = 1
 """The format of the file of lineages."""
-ID_BYTES: Final = 16
+LINEAGE_BYTES: Final = 16
 _TIME_BYTES: Final = 6
-RANDOM_BYTES: Final = ID_BYTES - _TIME_BYTES
+RANDOM_BYTES: Final = LINEAGE_BYTES - _TIME_BYTES
 MAX_OPEN: Final = 16
 """Lineages of one run that a machine waits for at the same time."""
 MAX_ENDED: Final = 64
@@ -25,7 +25,7 @@ MAX_GIVEN_UP: Final = 64
 """Lineages of one run that a user gave up, as far as a machine remembers them."""
 MAX_NAMES: Final = 128
 
-Lineage = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Lineage = Annotated[bytes, msgspec.Meta(min_length=LINEAGE_BYTES, max_length=LINEAGE_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=80)]
 
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-CHUNK_BYTES: Final = 8 * 1024 * 1024
+STATE_CHUNK_BYTES: Final = 8 * 1024 * 1024
 """Large enough for few calls, small enough that several donors can send parts of one array."""
-KEY_BYTES: Final = 16
-TAG_BYTES: Final = 16
-ENTRIES_LIMIT: Final = 1 << 16
+STATE_KEY_BYTES: Final = 16
+STATE_TAG_BYTES: Final = 16
+MANIFEST_ENTRIES_LIMIT: Final = 1 << 16
 """The most names in a state."""
-NAME_LIMIT: Final = 1000
+ENTRY_NAME_LIMIT: Final = 1000
 NAME_SHOWN: Final = 60
 FAILURE_LIMIT: Final = 1000
 MANIFEST_BYTES: Final = 32 << 20
@@ -49,21 +49,21 @@ class ManifestEntry:
     dtype_code: int
     shape: tuple[int, ...]
     tags: bytes
-    """TAG_BYTES for each chunk, in order."""
+    """STATE_TAG_BYTES for each chunk, in order."""
     is_writable: bool = True
     """Whether it can be filled in place; the only field that may differ between equal states."""
 
     def check(self) -> None:
         """Raise RemoteProtocolError unless this describes an array or a value."""
         name = repr(self.name[:NAME_SHOWN])
-        if len(self.name) > NAME_LIMIT or not self.name.isprintable():
-            raise RemoteProtocolError(f"{name} is not a name: names have up to {NAME_LIMIT} printable characters")
+        if len(self.name) > ENTRY_NAME_LIMIT or not self.name.isprintable():
+            raise RemoteProtocolError(f"{name} is not a name: names have up to {ENTRY_NAME_LIMIT} printable characters")
         if not 0 <= self.dtype_code < len(DTYPES) or len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
             raise RemoteProtocolError(f"{name} is not an array: dtype {self.dtype_code}, {len(self.shape)} dimensions")
         if not self.is_array and (self.dtype_code != _BYTE or len(self.shape) != 1):
             raise RemoteProtocolError(f"{name} is not an encoded value: dtype {self.dtype_code}, shape {self.shape}")
-        count = -(-self.nbytes // CHUNK_BYTES)
-        if len(self.tags) != count * TAG_BYTES:
+        count = -(-self.nbytes // STATE_CHUNK_BYTES)
+        if len(self.tags) != count * STATE_TAG_BYTES:
             raise RemoteProtocolError(f"{name} has {len(self.tags)} bytes of tags for {count} chunks")
 
     @property
@@ -120,8 +120,10 @@ class Manifest:
         """Raise RemoteProtocolError unless this describes a state. Call it before any other method."""
         if self.failure and (self.entries or not self.failure.isprintable() or len(self.failure) > FAILURE_LIMIT):
             raise RemoteProtocolError("a manifest with a failure and entries, or with an invalid text of a failure")
-        if len(self.entries) > ENTRIES_LIMIT:
-            raise RemoteProtocolError(f"a manifest of {len(self.entries)} entries; up to {ENTRIES_LIMIT} are allowed")
+        if len(self.entries) > MANIFEST_ENTRIES_LIMIT:
+            raise RemoteProtocolError(
+                f"a manifest of {len(self.entries)} entries; up to {MANIFEST_ENTRIES_LIMIT} are allowed"
+            )
         last = None
         for entry in self.entries:
             entry.check()
@@ -139,9 +141,9 @@ class Manifest:
     def chunks(self) -> list[Chunk]:
         """Return all chunks, in an order that is the same for equal states."""
         return [
-            Chunk(entry.name, start, min(start + CHUNK_BYTES, entry.nbytes), _tag(entry, start))
+            Chunk(entry.name, start, min(start + STATE_CHUNK_BYTES, entry.nbytes), _tag(entry, start))
             for entry in self.entries
-            for start in range(0, entry.nbytes, CHUNK_BYTES)
+            for start in range(0, entry.nbytes, STATE_CHUNK_BYTES)
         ]
 
     def lacks(self, chunk: Chunk, of: Manifest) -> bool:
@@ -159,9 +161,9 @@ class Tagger:
 
     def __init__(self, nonces: Iterable[bytes]) -> None:
         """`nonces` are random numbers of all ranks: no rank can know the key before all have sent theirs."""
-        key = hashlib.blake2b(b"".join(nonces), digest_size=KEY_BYTES + 8).digest()
-        self._cipher = AESGCM(key[:KEY_BYTES])
-        self.number = int.from_bytes(key[KEY_BYTES:], "little")
+        key = hashlib.blake2b(b"".join(nonces), digest_size=STATE_KEY_BYTES + 8).digest()
+        self._cipher = AESGCM(key[:STATE_KEY_BYTES])
+        self.number = int.from_bytes(key[STATE_KEY_BYTES:], "little")
         """A number that is equal on all ranks, and new for every restore."""
 
     def tag(self, chunk: Bytes) -> bytes:
@@ -170,10 +172,10 @@ class Tagger:
 
     def tags(self, contents: Bytes) -> bytes:
         """Return the tags of all chunks of an entry."""
-        starts = range(0, contents.size, CHUNK_BYTES)
-        return b"".join(self.tag(contents[start : start + CHUNK_BYTES]) for start in starts)
+        starts = range(0, contents.size, STATE_CHUNK_BYTES)
+        return b"".join(self.tag(contents[start : start + STATE_CHUNK_BYTES]) for start in starts)
 
 
 def _tag(entry: ManifestEntry, start: int) -> bytes:
-    at = start // CHUNK_BYTES * TAG_BYTES
-    return entry.tags[at : at + TAG_BYTES]
+    at = start // STATE_CHUNK_BYTES * STATE_TAG_BYTES
+    return entry.tags[at : at + STATE_TAG_BYTES]

@@ -42,7 +42,7 @@ CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
 CERTIFICATES_LIMIT: Final = 6
 """Certificates of an organisation that a node presents."""
-WAITING_LIMIT: Final = 64
+WAITING_NODES_LIMIT: Final = 64
 """How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
@@ -387,7 +387,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     """How many of these exceeded the rate limit of their source."""
     charter: Count = 0
     """The serial of the charter that the sender uses; 0 if it has none."""
-    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_LIMIT)] = ()
+    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_NODES_LIMIT)] = ()
     """Nodes that it refused because they are not on the list of the charter."""
     wait: Wait | None = None
     """What the sender waits for, if it waits."""

@@ -14,8 +14,8 @@ from typing import Final
 from covey.base.errors import RemoteProtocolError
 
 GATEWAY_PORT: Final = 5351
-NONCE_BYTES: Final = 12
-MOST_BYTES: Final = 1100
+PCP_NONCE_BYTES: Final = 12
+PCP_DATAGRAM_BYTES: Final = 1100
 """Of a datagram of PCP."""
 _PCP, _PMP = 2, 0
 _ANSWER: Final = 0x80
@@ -115,7 +115,7 @@ def read_answer(data: bytes) -> GatewayAnswer:
 
 
 def _read_pcp(data: bytes) -> PcpMapping:
-    if not _PCP_HEAD.size + _PCP_MAP.size <= len(data) <= MOST_BYTES:
+    if not _PCP_HEAD.size + _PCP_MAP.size <= len(data) <= PCP_DATAGRAM_BYTES:
         raise RemoteProtocolError(f"no answer of a router: {len(data)} bytes of PCP")
     _, kind, result, lifetime, _ = _PCP_HEAD.unpack_from(data)
     nonce, protocol, internal, external, packed = _PCP_MAP.unpack_from(data, _PCP_HEAD.size)

@@ -20,7 +20,7 @@ VERSION_1: Final = 1
 """The version of QUIC (RFC 9000)."""
 CID_BYTES: Final = 20
 """Bytes of every connection id: as long as QUIC allows, because a dialler's carries a proof."""
-NONCE_BYTES: Final = 8
+CID_NONCE_BYTES: Final = 8
 INITIAL_BYTES: Final = 1200
 """No first datagram of a connection is shorter."""
 TOKEN_SECONDS: Final = 10
@@ -34,7 +34,7 @@ _PROBE, _ANSWER = 0x01, 0x02
 _CODE_BYTES: Final = 16
 _TOKEN: Final = struct.Struct(f">Q{CID_BYTES}s{CID_BYTES}s")
 _LIMIT: Final = struct.Struct("<Q")
-LIMIT_BYTES: Final = _LIMIT.size
+STREAM_LIMIT_BYTES: Final = _LIMIT.size
 
 
 class FirstPacket(NamedTuple):
@@ -47,12 +47,12 @@ class FirstPacket(NamedTuple):
 
 def proving_cid(key: bytes, nonce: bytes) -> bytes:
     """Return a dialler's connection id, which proves the door's key; `nonce` is random."""
-    return nonce + hmac.digest(key, b"covey/1/quic-dialler" + nonce, "sha256")[: CID_BYTES - NONCE_BYTES]
+    return nonce + hmac.digest(key, b"covey/1/quic-dialler" + nonce, "sha256")[: CID_BYTES - CID_NONCE_BYTES]
 
 
 def is_proof(key: bytes, cid: bytes) -> bool:
     """Tell whether a connection id proves the door's key."""
-    return len(cid) == CID_BYTES and hmac.compare_digest(cid, proving_cid(key, cid[:NONCE_BYTES]))
+    return len(cid) == CID_BYTES and hmac.compare_digest(cid, proving_cid(key, cid[:CID_NONCE_BYTES]))
 
 
 def destination_of(data: bytes) -> bytes:
@@ -145,7 +145,7 @@ class LimitReader:
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream; RemoteProtocolError if a limit is lower than the one before."""
         data = self._partial + data
-        whole = len(data) - len(data) % LIMIT_BYTES
+        whole = len(data) - len(data) % STREAM_LIMIT_BYTES
         for (limit,) in _LIMIT.iter_unpack(data[:whole]):
             if limit < self.limit:
                 raise RemoteProtocolError("a limit was taken back")

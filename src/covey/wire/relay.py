@@ -37,17 +37,17 @@ RELAY_SPEAKS: Final = Versions(2, 2)
 RELAY_LIMIT: Final = 8192
 """Bytes of a frame: a whole list of tokens fits."""
 TOKEN_BYTES: Final = 16
-CALL_BYTES: Final = 16
+CALL_ID_BYTES: Final = 16
 RELAY_CHALLENGE_BYTES: Final = 32
 RELAY_ID_BYTES: Final = 16
-TOKENS_LIMIT: Final = 256
+LISTED_TOKENS_LIMIT: Final = 256
 """Tokens that one message names; nodes of larger clusters hear of the others from each other."""
 _LABEL: Final = b"covey/1/relay"
 _REGISTER, _CALL = b"R", b"C"
 
 ClusterKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-CallId = Annotated[bytes, msgspec.Meta(min_length=CALL_BYTES, max_length=CALL_BYTES)]
+CallId = Annotated[bytes, msgspec.Meta(min_length=CALL_ID_BYTES, max_length=CALL_ID_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 ReleaseName = Annotated[str, msgspec.Meta(pattern=rf"^[ -~]{{0,{RELEASE_LIMIT}}}\Z")]
 RefusalText = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
@@ -107,7 +107,7 @@ class TokenRegistered(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class ListedTokens(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Other tokens of the cluster that are registered."""
 
-    tokens: Annotated[tuple[Token, ...], msgspec.Meta(max_length=TOKENS_LIMIT)]
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(max_length=LISTED_TOKENS_LIMIT)]
 
 
 class IncomingCall(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -18,13 +18,13 @@ GROUPS_LIMIT: Final = 64
 """Groups of one process."""
 SAMPLES_LIMIT: Final = 10_000
 LABELS_LIMIT: Final = 8
-CHECKS_LIMIT: Final = 64
+TOLD_CHECKS_LIMIT: Final = 64
 """Checks of one process."""
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 encode = msgspec.msgpack.Encoder().encode
 EVENTS_LIMIT: Final = 100
 """Events in one message: the latest ones."""
-BYTES_LIMIT: Final = 1 << 16
+EVENTS_BYTES_LIMIT: Final = 1 << 16
 """What a sender tells at most. Every member tells a newcomer, so that a long history would cost much."""
 PHASES_LIMIT: Final = 16
 Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -122,7 +122,7 @@ class CheckResult(Worded, frozen=True, array_like=True):
 class CheckResults(msgspec.Struct, frozen=True, array_like=True):
     """The results of all checks of a process that say whether it is ready."""
 
-    results: Annotated[tuple[CheckResult, ...], msgspec.Meta(max_length=CHECKS_LIMIT)]
+    results: Annotated[tuple[CheckResult, ...], msgspec.Meta(max_length=TOLD_CHECKS_LIMIT)]
 
 
 _flights: msgspec.msgpack.Decoder[Flight] = msgspec.msgpack.Decoder(Flight)
@@ -179,7 +179,7 @@ def encode_past(events: list[PastEvent]) -> bytes:
     size = 0
     for event in reversed(events[-EVENTS_LIMIT:]):
         size += len(_encode(event))
-        if size > BYTES_LIMIT:
+        if size > EVENTS_BYTES_LIMIT:
             break
         kept.append(event)
     return _encode(PastEvents(tuple(reversed(kept))))

@@ -7,12 +7,7 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.wire.decoding import check_packed
-from covey.wire.messages import (
-    Bytes,  # noqa: TC001 - msgspec reads the annotations
-    Ip,  # noqa: TC001 - msgspec reads the annotations
-    Name,  # noqa: TC001 - msgspec reads the annotations
-    NodeId,  # noqa: TC001 - msgspec reads the annotations
-)
+from covey.wire.messages import Bytes, Ip, Name, NodeId  # noqa: TC001 - msgspec reads the annotations
 
 FIGURES_FORMAT: Final = 1
 """The format of the file of figures."""

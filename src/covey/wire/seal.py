@@ -26,10 +26,10 @@ from covey.base.errors import RemoteProtocolError
 if TYPE_CHECKING:
     Bytes = bytes | bytearray | memoryview
 
-KEY_BYTES: Final = 16
-LENGTH: Final = struct.Struct("<I")
-TAG_BYTES: Final = 16
-OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
+SEAL_KEY_BYTES: Final = 16
+RECORD_LENGTH: Final = struct.Struct("<I")
+SEAL_TAG_BYTES: Final = 16
+RECORD_OVERHEAD_BYTES: Final = RECORD_LENGTH.size + SEAL_TAG_BYTES
 """The bytes that a record adds to its plaintext."""
 RECORD_LIMIT: Final = 1 << 21
 """The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
@@ -64,8 +64,8 @@ def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
     `secret` must be random and new for each opening of a lane: the counters start again at 0.
     """
     info = _KEYS_LABEL + stream.to_bytes(4, "big") + lane
-    both = HKDF(SHA256(), 2 * KEY_BYTES, salt=None, info=info).derive(secret)
-    return both[:KEY_BYTES], both[KEY_BYTES:]
+    both = HKDF(SHA256(), 2 * SEAL_KEY_BYTES, salt=None, info=info).derive(secret)
+    return both[:SEAL_KEY_BYTES], both[SEAL_KEY_BYTES:]
 
 
 def scope(lane: bytes, stream: int, direction: int) -> bytes:
@@ -80,7 +80,7 @@ def record_limit(streams: int) -> int:
 
 def record_length(buffer: bytes | bytearray | memoryview, at: int = 0, limit: int = RECORD_LIMIT) -> int:
     """Return the length of the plaintext of the record at `at`; raise ForgedError for an impossible length."""
-    length: int = LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
+    length: int = RECORD_LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
     if not 0 < length <= limit:
         raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
     return length
@@ -103,7 +103,7 @@ class _Keyed:
 
     def _rekey(self) -> None:
         """Replace the key by one from which the last one cannot be computed."""
-        self._key = HKDFExpand(SHA256(), KEY_BYTES, _NEXT_LABEL).derive(self._key)
+        self._key = HKDFExpand(SHA256(), SEAL_KEY_BYTES, _NEXT_LABEL).derive(self._key)
         self._cipher = AESGCM(self._key)
         self._rekey_at = self._count + self._rekey_every
 
@@ -131,7 +131,9 @@ class Sealer(_Keyed):
         # Counted first: if the next call fails, this nonce is not used again.
         self._count += 1
         into[:4] = head
-        return 4 + self._cipher.encrypt_into(nonce, data, self._scope + nonce + head, into[4 : length + OVERHEAD_BYTES])
+        return 4 + self._cipher.encrypt_into(
+            nonce, data, self._scope + nonce + head, into[4 : length + RECORD_OVERHEAD_BYTES]
+        )
 
 
 class Opener(_Keyed):

@@ -36,7 +36,7 @@ _KINDS: Final = tuple(
 _URL: Final = re.compile(r"http://(\d{1,3}(?:\.\d{1,3}){3})(?::(\d{1,5}))?(/[!\"$-~]*)?", re.ASCII)
 NOT_MAPPED, CONFLICT, ONLY_PERMANENT = 714, 718, 725
 """Errors that are no refusal: there is nothing to end, another port would do, and mappings must have no end."""
-ERRORS: Final = {
+UPNP_ERRORS: Final = {
     401: "it does not know the request",
     402: "it did not understand the request",
     501: "it could not do it",

@@ -10,7 +10,7 @@ import pytest
 
 from covey.agent import delivery
 from covey.agent.delivery import Delivery, run_folder
-from covey.agent.requests import CHUNK_BYTES, FileEntry
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, FileEntry
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def entry(path: str, content: bytes, *, is_executable: bool = False) -> FileEntr
 
 
 def chunks(content: bytes) -> list[tuple[int, bytes]]:
-    return [(at, content[at : at + CHUNK_BYTES]) for at in range(0, max(1, len(content)), CHUNK_BYTES)]
+    return [(at, content[at : at + OUTPUT_CHUNK_BYTES]) for at in range(0, max(1, len(content)), OUTPUT_CHUNK_BYTES)]
 
 
 def send(folder: Path, files: dict[str, bytes]) -> list[str]:
@@ -111,7 +111,7 @@ def test_a_path_that_leaves_the_folder_is_refused_before_anything_is_written(tmp
 def test_a_list_is_bounded_in_files_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 GiB"):
         Delivery(tmp_path).offer((FileEntry("a", 1 << 31, bytes(32)), FileEntry("b", 1, bytes(32))))
-    monkeypatch.setattr(delivery, "FILES_LIMIT", 2)
+    monkeypatch.setattr(delivery, "SNAPSHOT_FILES_LIMIT", 2)
     transfer = Delivery(tmp_path)
     transfer.offer((entry("a", b""), entry("b", b"")))
     with pytest.raises(ConfigError, match="2 files"):

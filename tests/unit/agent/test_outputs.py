@@ -8,8 +8,9 @@ import pytest
 
 from covey.agent import outputs
 from covey.agent.outputs import OutputLog
-from covey.agent.requests import CHUNK_BYTES
+from covey.agent.requests import OUTPUT_CHUNK_BYTES
 from covey.base.errors import ConfigError
+from covey.net.host.saved_output import HEADER_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,10 +46,10 @@ def test_records_come_in_order_with_their_streams_and_the_exit_code_last(tmp_pat
 
 
 def test_a_reader_that_falls_behind_is_told_how_much_it_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(outputs, "LOG_BYTES", 4000)
     log = OutputLog(tmp_path)
     for number in range(200):
-        log.append(1, b"%095d" % number)  # with its header, 100 bytes
+        log.append(1, (b"%d" % number).zfill(100 - HEADER_BYTES))  # with its header, 100 bytes
     records, missing = read_all(log)
     assert [int(data) for _, data in records] == list(range(160, 200))
     assert missing == 160 * 100
@@ -58,13 +59,13 @@ def test_a_reader_that_falls_behind_is_told_how_much_it_missed(tmp_path: Path, m
 def test_a_flood_stays_within_the_files_and_a_batch_within_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs, "SEGMENT_BYTES", 100_000)
+    monkeypatch.setattr(outputs, "LOG_BYTES", 400_000)
     log = OutputLog(tmp_path)
     for _ in range(20):
         log.append(2, b"x" * 64_000)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 400_000
     batch = log.read(0)
-    assert 0 < sum(len(data) for _, data in batch.records) <= CHUNK_BYTES
+    assert 0 < sum(len(data) for _, data in batch.records) <= OUTPUT_CHUNK_BYTES
 
 
 def test_an_offset_at_which_no_record_begins_is_refused(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_flood_of_output_waits_for_the_screen() -> None:
             report(ShareEnded(0))
 
     class Slow(Screen):
-        def show(self, machine: str, stream: int, data: bytes) -> None:
+        def show(self, machine: str, stream: int, data: bytes, at: float = 0.0) -> None:
             with lock:
                 waiting[0] -= 1
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.seeds import examples
 
 from covey.agent import ignore, snapshot
-from covey.agent.snapshot import LEADS_OUT, OWN, SECRET, LeftOut, take_snapshot
+from covey.agent.snapshot import LEADS_OUT, OWN_FILE, SECRET, LeftOut, take_snapshot
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 def test_a_folder_with_too_many_files_or_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "0", "1", "2", "3", content=b"x" * 100)
-    monkeypatch.setattr(snapshot, "FILES_LIMIT", 3)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FILES_LIMIT", 3)
     with pytest.raises(ConfigError, match="more than 3 files"):
         take_snapshot(tmp_path)
-    monkeypatch.setattr(snapshot, "FILES_LIMIT", 4)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FILES_LIMIT", 4)
     monkeypatch.setattr(snapshot, "FOLDER_BYTES", 399)
     with pytest.raises(ConfigError, match="3 has 0 MiB"):
         take_snapshot(tmp_path)
@@ -148,7 +148,11 @@ def test_coveys_own_folder_is_never_sent_by_whatever_path_and_nothing_brings_it_
     (tmp_path / "linked").symlink_to("keys/identities/0.key")
     (tmp_path / ".coveyignore").write_text("!keys/\n!keys/**\n!backup/old/\n")
     assert paths(tmp_path) == [".coveyignore", "train.py"]
-    assert left_out(tmp_path) == [LeftOut("backup/old/", OWN), LeftOut("keys/", OWN), LeftOut("linked", OWN)]
+    assert left_out(tmp_path) == [
+        LeftOut("backup/old/", OWN_FILE),
+        LeftOut("keys/", OWN_FILE),
+        LeftOut("linked", OWN_FILE),
+    ]
     for pattern in ("keys", "keys/**", "keys/identities/0.key", "0.key", "linked", "backup/old/clusters/home.owner"):
         with pytest.raises(ConfigError, match="has no file of this name"):
             take_snapshot(tmp_path, None, [pattern])
@@ -297,7 +301,7 @@ def test_no_secret_of_a_random_folder_is_ever_in_a_snapshot_unless_it_was_named(
 
 def test_every_name_of_a_secret_is_left_out_at_any_depth() -> None:
     rules = ignore.SensitiveRules()
-    for name in ignore.NAMES:
+    for name in ignore.SENSITIVE_NAMES:
         shown = name.replace("*", "x")
         for path in (shown, f"a/{shown}", f"{shown.upper()}/b", f"a/{shown}/b/c"):
             assert rules.at(path), path
@@ -307,7 +311,7 @@ def test_every_name_of_a_secret_is_left_out_at_any_depth() -> None:
 
 def test_the_guide_lists_every_name_of_a_secret() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "several-machines.md").read_text()
-    assert [name for name in (*ignore.NAMES, *ignore.PROFILE_MARKS) if f"`{name}`" not in guide] == []
+    assert [name for name in (*ignore.SENSITIVE_NAMES, *ignore.PROFILE_MARKS) if f"`{name}`" not in guide] == []
 
 
 class Changing:

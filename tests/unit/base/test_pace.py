@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.base.pace import KEYS_LIMIT, Bucket, Buckets, Seldom
+from covey.base.pace import PACED_KEYS_LIMIT, Bucket, Buckets, Seldom
 
 times = st.lists(st.floats(0, 100, allow_nan=False), max_size=300).map(sorted)
 
@@ -40,9 +40,9 @@ def test_every_key_has_its_own_and_only_so_many_are_remembered() -> None:
     assert buckets.take("one", 0.0)
     assert not buckets.take("one", 1.0)
     assert buckets.take("two", 1.0)
-    for number in range(KEYS_LIMIT):
+    for number in range(PACED_KEYS_LIMIT):
         buckets.take(number, 1.0)
-    assert len(buckets._buckets) == KEYS_LIMIT
+    assert len(buckets._buckets) == PACED_KEYS_LIMIT
 
 
 def test_a_line_is_let_through_now_and_then_and_the_rest_is_counted() -> None:

@@ -10,23 +10,23 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, normal
 
-from covey.compress.choice import ERRORS, Speed, choose, codec_seconds, plain_seconds
+from covey.compress.choice import CODEC_ERRORS, Speed, choose, codec_seconds, plain_seconds
 from covey.compress.quantisers import FP8, Int4, Int8, OneBit
 
 if TYPE_CHECKING:
     from covey.compress.codec import Codec
 
-SPEEDS = {codec: Speed(2e9, 4e9) for codec in ERRORS}
+SPEEDS = {codec: Speed(2e9, 4e9) for codec in CODEC_ERRORS}
 SLOW = 12.5e6
 """Bytes per second of a link of 100 Mbit/s."""
 LARGE = 64 << 20
 
 
-@pytest.mark.parametrize("codec", ERRORS, ids=str)
+@pytest.mark.parametrize("codec", CODEC_ERRORS, ids=str)
 def test_the_errors_of_the_table_are_those_of_the_codecs(codec: Codec) -> None:
     x = normal(200_000, 1)
     error = float(np.sqrt(np.mean((around(codec, x) - x) ** 2.0) / np.mean(x**2.0)))
-    assert 0.6 * ERRORS[codec] <= error <= ERRORS[codec]
+    assert 0.6 * CODEC_ERRORS[codec] <= error <= CODEC_ERRORS[codec]
 
 
 @pytest.mark.parametrize(("budget", "codec"), [(0.01, Int8()), (0.15, Int4()), (1.0, OneBit())])
@@ -65,14 +65,14 @@ def test_the_choice_is_never_slower_than_none_nor_above_the_budget(seed: int) ->
     nbytes, ranks = int(10 ** rng.uniform(0, 10)), int(rng.integers(1, 65))
     rate, latency = 10 ** rng.uniform(5, 11), 10 ** rng.uniform(-6, -1)
     budget = 10 ** rng.uniform(-5, 0)
-    measured = [codec for codec in ERRORS if rng.random() < 0.7]
+    measured = [codec for codec in CODEC_ERRORS if rng.random() < 0.7]
     speeds = {codec: Speed(10 ** rng.uniform(8, 11), 10 ** rng.uniform(8, 11)) for codec in measured}
     chosen, _ = choose(nbytes, ranks, rate, latency, speeds, budget)
     plain = plain_seconds(nbytes, ranks, rate, latency)
     if chosen is not None:
-        assert ERRORS[chosen] <= budget
+        assert CODEC_ERRORS[chosen] <= budget
         assert codec_seconds(chosen, nbytes, ranks, rate, latency, speeds[chosen]) < plain
-    allowed = [codec for codec in measured if ERRORS[codec] <= budget]
+    allowed = [codec for codec in measured if CODEC_ERRORS[codec] <= budget]
     times = [codec_seconds(codec, nbytes, ranks, rate, latency, speeds[codec]) for codec in allowed]
     if ranks > 1 and times and min(times) < 0.94 * plain:
         assert chosen is not None

@@ -10,7 +10,7 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.compress.choice import Auto
-from covey.compress.policy import SMALLEST, Policy, make_policy
+from covey.compress.policy import SMALLEST_BYTES, Policy, make_policy
 from covey.compress.quantisers import Int4, Int8
 from covey.compress.sparse import TopK
 
@@ -61,8 +61,8 @@ def test_one_codec_is_for_all_arrays(value: Any, codec: object, text: str) -> No
 
 def test_small_arrays_are_not_compressed() -> None:
     policy = make_policy("int8")
-    assert policy.codec_for("x", SMALLEST - 1, FLOAT) is None
-    assert policy.codec_for("x", SMALLEST, FLOAT) == Int8()
+    assert policy.codec_for("x", SMALLEST_BYTES - 1, FLOAT) is None
+    assert policy.codec_for("x", SMALLEST_BYTES, FLOAT) == Int8()
     assert make_policy("int8", smallest=0).codec_for("x", 0, FLOAT) == Int8()
 
 

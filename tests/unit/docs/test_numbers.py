@@ -64,7 +64,7 @@ from covey.runtime.lanes.tuning import (
     trials,
 )
 from covey.runtime.links import sockets
-from covey.runtime.members import leaving
+from covey.runtime.members import node as member_node
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
 from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
@@ -172,7 +172,7 @@ HELD = {
         f"It looks for {in_source('native/runner.c', 'LOOK_NS') // 1000} us with the GIL held",
         f"the last {recorder.RECORDS} operations in a ring",
         f"spans are made from the ring {times(1 / spans.EVERY_SECONDS)} a second",
-        f"Pieces of {size(fit.PIECE_BYTES)} along trees",
+        f"Pieces of {size(fit.TREE_PIECE_BYTES)} along trees",
         f"grows evenly from {fit.FOLLOWED_PIECES} pieces an owner on. For more than {fit.MOST_FOLLOWED} ranks the sums",
         f"within a factor of {network.LIKE:g} they are one speed",
         f"seen to be {spelled(network.APART)} times as fast with others",
@@ -190,7 +190,7 @@ HELD = {
         f"a rule of its own from {proposals.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
-        f"leaves waits up to a {every(leaving.GOODBYE_SECONDS)} for links",
+        f"leaves waits up to a {every(member_node.GOODBYE_SECONDS)} for links",
         f"waits up to {failure.CAUSE_SECONDS:g} s for that reason",
         f"for {spelled(call_inquiries.TESTIMONY_PATIENCE)} seconds at most, for ranks that are alive",
         f"them to call its last operation, and {spelled(call_inquiries.PARTING_PATIENCE)} seconds at most",
@@ -208,7 +208,7 @@ HELD = {
         f"asks the kernel {times(1 / packet_losses.LOSS_SAMPLE_EVERY)} a second how many packets",
         f"those that lose {percent(packet_losses.LOSSY)} or more",
         f"tried with up to {size(path_monitor.TRIAL_BYTES)}, and",
-        f"{striped.NUMBER.size} bytes tell the receiver its place",
+        f"{striped.STRIPE_NUMBER.size} bytes tell the receiver its place",
         f"or has timed out {times(tcp.SUSPECT_TIMEOUTS)}; the receiver",
         f"carried the whole transfer, or {size(striped.AHEAD_BYTES)} of it",
         f"{size(stripes.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_SHARE)} of what the lane does. After "
@@ -225,11 +225,11 @@ HELD = {
         f"is lost after {SILENCES.process_silence:g} s, or after {evidence.VOUCHED + SILENCES.process_silence:g} s",
         f"Rank 0 listens {spelled(environment.PORT_OFFSET)} port above MASTER_PORT",
         f"checked by comparing {header.HEADER_BYTES} bytes",
-        f"below 2^-{8 * manifest.TAG_BYTES + 1 - (manifest.CHUNK_BYTES // 16).bit_length()}",
+        f"below 2^-{8 * manifest.STATE_TAG_BYTES + 1 - (manifest.STATE_CHUNK_BYTES // 16).bit_length()}",
         f"an ACK for every {size(message_link.ACK_BATCH)}",
         f"A message above {size(SET.eager_bytes)} can be handed over",
         f"in steps of {size(in_source('native/long_messages.c', 'STEP_BYTES'))}",
-        f"only after {line.DEAD_SECONDS:g} seconds, or after {line.MOVED_SECONDS:g} if the other machine",
+        f"only after {line.DEAD_PATH_SECONDS:g} seconds, or after {line.MOVED_SECONDS:g} if the other machine",
         f"it looks every {ms(shared_driving.LINGER_SECONDS)} whether messages are unattended",
         f"at most {MOST_FRAMES['unix']} Python frames on each node, and {MOST_FRAMES['secure']} if its lane",
         f"polls for {ms(lane_poll.SPIN_SECONDS)} before it sleeps",
@@ -241,7 +241,7 @@ HELD = {
     ),
     "docs/glossary.md": (
         f"The default is {SET.patience:g} s.",
-        f"The {lineage.ID_BYTES}-byte name of one run",
+        f"The {lineage.LINEAGE_BYTES}-byte name of one run",
         f"its last {recorder.RECORDS} operations in a ring",
         f"a run of more than {overlay.FULL_UP_TO} nodes rest",
         f"after a header of {header.HEADER_BYTES} bytes",
@@ -278,16 +278,16 @@ HELD = {
         f"a binomial tree | up to {size(SET.tree_bytes)}",
         f"exact up to {order.MOST_EXACT} ranks",
         f"several slow ranks, up to {trees.MOST_IN_STAR} in all",
-        f"and {size(cost.BUFFER_BYTES)} of buffers at each end",
-        f"at least {percent(fit.GAIN - 1)}, and {ms(fit.LEAST_GAIN)}, faster than",
-        f"at most {percent(fit.SLACK - 1)} slower",
-        f"authenticated with AES-{8 * seal.KEY_BYTES}-GCM",
+        f"and {size(cost.LANE_BUFFER_BYTES)} of buffers at each end",
+        f"at least {percent(fit.LEAST_RATIO - 1)}, and {ms(fit.LEAST_SAVED_SECONDS)}, faster than",
+        f"at most {percent(fit.RING_SLACK - 1)} slower",
+        f"authenticated with AES-{8 * seal.SEAL_KEY_BYTES}-GCM",
         f"directly from the ring, at most {size(in_source('native/ring.c', 'PIECE_BYTES'))} at a time",
         f"begins with a header of {header.HEADER_BYTES} bytes",
         f"a rank that has waited for {trouble.ANNOUNCE_SECONDS:g} s asks",
     ),
     "docs/concepts/membership.md": (
-        f"lineage | {lineage.ID_BYTES} bytes that name one run",
+        f"lineage | {lineage.LINEAGE_BYTES} bytes that name one run",
         f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(ballots.RELINK_VOUCHED)}",
         f"its lease of {leader.LEASE:g} s",
         f"waits {spelled(need.FINISH_TOGETHER)} a second for the others to end",
@@ -301,7 +301,7 @@ HELD = {
         f"once takes more than {ms(shared_driving.LINGER_SECONDS)}",
         f"Up to {SET.call_handlers} run at a time",
         f"at most {SET.call_handlers} such functions run on",
-        f"refused after {incoming.GRACE_SECONDS:g} s",
+        f"refused after {incoming.ANSWERED_CALLS_SECONDS:g} s",
         f"up to {serving.ASIDE_THREADS} of them",
         f"A call carries up to {size(SET.call_bytes)} in each direction",
         f"Streams run up to {call_work.STREAM_CREDIT} items ahead",
@@ -322,9 +322,9 @@ HELD = {
         f"within the timeout of {environment.CLUSTER_JOIN_SECONDS:g} s",
     ),
     "docs/guides/compression.md": (
-        f"in `sync_gradients`, arrays of less than {size(policy.SMALLEST)} are sent as they are",
+        f"in `sync_gradients`, arrays of less than {size(policy.SMALLEST_BYTES)} are sent as they are",
         f"have a scale for each block of {quantisers.BLOCK} elements",
-        f"for arrays of less than {size(policy.SMALLEST)}, it chooses none",
+        f"for arrays of less than {size(policy.SMALLEST_BYTES)}, it chooses none",
         f"{spelled(automatic.PLAIN_CALLS)} calls are sent as they are and timed",
         f"within the first {spelled(automatic.REVIEWS[-1])} calls",
         f"repeated after {automatic.REVIEW} calls",
@@ -332,7 +332,7 @@ HELD = {
     ),
     "docs/guides/coordinator.md": (
         f"accepted {spelled(coordinator.RECONNECT_SECONDS)} seconds later at the latest",
-        f"growing pauses of up to {spelled(session.PAUSES.most)} seconds",
+        f"growing pauses of up to {spelled(session.REGISTRATION_PAUSES.most)} seconds",
         f"not heard for {spelled(coordinator.WORKER_SILENCE / 60)} a minute",
     ),
     "docs/guides/elastic.md": (
@@ -341,7 +341,7 @@ HELD = {
         f"waits {keeper.RESTARTS.first:g} s before the first restart, and twice as long before each further one, up to "
         f"{keeper.RESTARTS.most:g} s",
         f"restarted within {local_keeper.REFOUND_OLD_SECONDS:g} s does the run continue",
-        f"chunks of {size(manifest.CHUNK_BYTES)}",
+        f"chunks of {size(manifest.STATE_CHUNK_BYTES)}",
         f"takes more than a {every(state_transfer.PROGRESS_SECONDS)} shows a progress bar",
         f"wait `patience` ({SET.patience:g} s) for the others",
     ),
@@ -396,7 +396,7 @@ HELD = {
         f"the latest {figures.MAX_FIGURES:,} figures",
         f"older than {spelled(saved_figures.OLDEST_SECONDS / 86400)} days",
         f"(`COVEY_METERED`, by default `{SET.metered}`)",
-        f"round trips are longer than {ms(network.NEAR_SECONDS)}, also plans",
+        f"round trips are longer than {ms(network.NEAR_TRIP_SECONDS)}, also plans",
         f"Its first {spelled(planner.CHECKING)} sums are timed",
         f"of which {size(choose.PLANNED_BYTES)} or more travels",
         f"arrays below {size(choose.PLANNED_BYTES)} and `topk`",
@@ -420,14 +420,14 @@ HELD = {
         f"`auto` is `full` up to {overlay.FULL_UP_TO} nodes",
         f"If they are {percent(packet_losses.LOSSY)} or more, the lane uses BBR",
         f"noticed after {line.MOVED_SECONDS:g} seconds if the machine is found on another network, and otherwise after "
-        f"{line.DEAD_SECONDS:g}",
+        f"{line.DEAD_PATH_SECONDS:g}",
     ),
     "docs/guides/observing.md": (
         f"by rank: {names(STATES[:-1])} or `{STATES[-1]}`, since when",
         f"from the members, up to {reports.EVENTS_LIMIT}.",
         f"begins with the last {spelled(events.KEPT)} events",
         f"Keys have up to {store.KEY_LIMIT:,} characters, values up to {size(store.VALUE_LIMIT)}, and there is room "
-        f"for {size(store_rules.BYTES_LIMIT)} in all",
+        f"for {size(store_rules.STORE_BYTES_LIMIT)} in all",
     ),
     "docs/guides/operations.md": (
         f"has {size(2 * SET.ring_bytes)} of shared memory (`ring_bytes`, in each direction)",
@@ -442,13 +442,13 @@ HELD = {
         f"valid for {spelled(clusters.GRACE / 60)} minutes (`--grace",
     ),
     "docs/guides/pytorch.md": (
-        f"up to {store_rules.ENTRIES_LIMIT} entries of {size(store_rules.BYTES_LIMIT)} in total",
+        f"up to {store_rules.STORE_ENTRIES_LIMIT} entries of {size(store_rules.STORE_BYTES_LIMIT)} in total",
         f"tensors over {size(in_source('torch/backend/devices.py', 'PIECE_BYTES'))} are sent in pieces",
     ),
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
         f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
-        f"once the folder is a {every(runs.AGE_SECONDS)} old",
+        f"once the folder is a {every(runs.YOUNG_FOLDER_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
         f"default {environment.JOIN_SECONDS / 60:g} minutes)",
         f"Rank 0 listens at `MASTER_PORT + {environment.PORT_OFFSET}`",
@@ -465,12 +465,12 @@ HELD = {
     "docs/guides/several-machines.md": (
         f"is gone for {launching.LEASE_SECONDS:g} seconds",
         f"remembers the last {jobs.ENDED_LIMIT}.",
-        f"keeps the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of the output",
-        f"{snapshot.FILES_LIMIT:,} files of {size(snapshot.FOLDER_BYTES)} in all",
+        f"keeps the last {size(outputs.LOG_BYTES)} of the output",
+        f"{snapshot.SNAPSHOT_FILES_LIMIT:,} files of {size(snapshot.FOLDER_BYTES)} in all",
         f"The last {environments.ENVIRONMENTS_LIMIT} environments",
     ),
     "docs/reference/commands.md": (
-        f"the last {size(outputs.SEGMENTS * outputs.SEGMENT_BYTES)} of each program",
+        f"the last {size(outputs.LOG_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
@@ -513,7 +513,7 @@ def test_the_numbers_of_a_page_are_those_of_the_code(page: str) -> None:
 
 LISTS = {
     ("docs/concepts/lanes-and-plans.md", "lane"): {*LANES, "memory"},
-    ("docs/concepts/lanes-and-plans.md", "`algorithm=`"): {*choose.ALL_REDUCE, *choose.ROOTED},
+    ("docs/concepts/lanes-and-plans.md", "`algorithm=`"): {*choose.ALL_REDUCE_PLANS, *choose.ROOTED_PLANS},
     ("docs/concepts/membership.md", "verdict"): {fate.name for fate in membership.Fate},
     ("docs/guides/chaos.md", "fault | what is done"): {*faults.known("command")},
     ("docs/guides/chaos.md", "fault | on one machine"): {*faults.known("machine"), *faults.known("hosts")},

@@ -29,7 +29,7 @@ from covey.lab.bench.network.report import (
 from covey.lab.bench.network.session import CONTENDER, RankRounds, as_rounds
 from covey.lab.bench.network.terms import NetworkTerms, RankOffer, agree, batches, pair_seconds, parse, rounds, writer
 from covey.lab.bench.report import Measurement, Round
-from covey.lab.bench.sweep import OPERATIONS, Case
+from covey.lab.bench.sweep import MEASURED_OPERATIONS, Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def all_links(size: int, slow: tuple[int, int] = (0, 1)) -> list[LinkFigures]:
 
 def measured(operation: str = "all_reduce", size: int = 1 << 20, ranks: int = 4, seconds: float = 0.1) -> Measurement:
     turn = Round(((int(seconds * 1e9),),) * ranks, (0.25,) * ranks)
-    return Measurement(Case(OPERATIONS[operation], size, ranks, "float32"), CONTENDER, (turn,), "secure")
+    return Measurement(Case(MEASURED_OPERATIONS[operation], size, ranks, "float32"), CONTENDER, (turn,), "secure")
 
 
 def shown(text: Text, *, is_terminal: bool = False) -> str:
@@ -115,7 +115,7 @@ def test_options_count_wherever_they_were_given() -> None:
     offers = [offer(0, sizes="4,64K"), offer(1, op="all", writes=("json",)), offer(2, sizes="4,64K", pair_seconds="2")]
     terms = agree(offers)
     assert terms.grid.sizes == (4, 64 << 10)
-    assert terms.grid.operations == tuple(OPERATIONS)
+    assert terms.grid.operations == tuple(MEASURED_OPERATIONS)
     assert (terms.pair_seconds, terms.size, terms.grid.repetitions) == (2.0, 3, 7)
     assert (writer(offers, "json"), writer(offers, "plot")) == (1, None)
     quick, _ = parse({"--quick": "True"})

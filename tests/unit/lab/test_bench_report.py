@@ -8,7 +8,7 @@ from rich.console import Console
 from covey.lab.bench import metrics
 from covey.lab.bench.plot import decades, draw
 from covey.lab.bench.report import Measurement, Round, as_json, format_seconds, line, ratios, table
-from covey.lab.bench.sweep import OPERATIONS, Case, Contender, Sweep
+from covey.lab.bench.sweep import MEASURED_OPERATIONS, Case, Contender, Sweep
 from covey.runtime.counters import process
 
 SHM, TCP = Contender("covey shm", "covey", "shm"), Contender("covey tcp", "covey", "tcp")
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def case(size: int = 1 << 20, operation: str = "all_reduce", ranks: int = 4) -> Case:
-    return Case(OPERATIONS[operation], size, ranks, "float32")
+    return Case(MEASURED_OPERATIONS[operation], size, ranks, "float32")
 
 
 def measured(contender: Contender, microseconds: int, of: Case | None = None) -> Measurement:

@@ -2,7 +2,7 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.lab.bench.sweep import (
-    OPERATIONS,
+    MEASURED_OPERATIONS,
     ROUND_ITERATIONS,
     Case,
     Sweep,
@@ -31,7 +31,7 @@ def test_rank_counts_that_are_not_numbers_are_refused_by_name(text: str) -> None
 
 
 def test_all_stands_for_every_operation() -> None:
-    assert parse_operations("all") == tuple(OPERATIONS)
+    assert parse_operations("all") == tuple(MEASURED_OPERATIONS)
     assert parse_operations("barrier, reduce") == ("barrier", "reduce")
 
 
@@ -56,7 +56,7 @@ def test_bytes_are_written_with_a_readable_unit(count: int, text: str) -> None:
     ],
 )
 def test_bus_factors_are_those_of_nccl_tests(name: str, ranks: int, factor: float) -> None:
-    assert OPERATIONS[name].bus_factor(ranks) == pytest.approx(factor)
+    assert MEASURED_OPERATIONS[name].bus_factor(ranks) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_bus_factors_are_those_of_nccl_tests(name: str, ranks: int, factor: floa
     ],
 )
 def test_a_size_becomes_whole_elements_and_equal_parts(name: str, size: int, dtype: str, elements: int) -> None:
-    case = Case(OPERATIONS[name], size, 3, dtype)
+    case = Case(MEASURED_OPERATIONS[name], size, 3, dtype)
     assert case.elements == elements
     assert case.bytes == elements * (8 if dtype == "float64" else 4)
 

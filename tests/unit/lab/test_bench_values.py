@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from covey.lab.bench.sweep import DTYPES
+from covey.lab.bench.sweep import MEASURED_DTYPES
 from covey.lab.bench.values import PIECE, fill, first_wrong, pattern
 
 RANKS = 3
@@ -77,9 +77,9 @@ def test_a_message_is_checked_against_the_partners_input_and_a_rank_alone_has_no
     assert first_wrong("send_recv", np.zeros(10), 2, RANKS, 10) is None
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
+@pytest.mark.parametrize("name", sorted(MEASURED_DTYPES))
 def test_the_sum_over_the_most_ranks_is_exact_in_every_dtype(name: str) -> None:
-    total = np.zeros(100, DTYPES[name])
+    total = np.zeros(100, MEASURED_DTYPES[name])
     for rank in range(32):
-        total += pattern(rank, 0, 100).astype(DTYPES[name])
+        total += pattern(rank, 0, 100).astype(MEASURED_DTYPES[name])
     assert first_wrong("all_reduce", total, 0, 32, 100) is None

@@ -100,7 +100,7 @@ def test_a_fault_that_would_leave_too_few_members_is_given_up_after_a_while() ->
     assert job.processes[0].got == [signal.SIGTERM]
     injector.turn(now + 3.0)
     assert len(injector.injected) == 1  # rank 0 is about to leave, so that two others are left
-    injector.turn(now + 2.0 + module.HOLD_SECONDS + 1.0)
+    injector.turn(now + 2.0 + module.ENOUGH_MEMBERS_SECONDS + 1.0)
     assert [each.was_done for each in injector.injected] == [True, False]
     assert said[-1].endswith("no kill: too few others are at work")
     assert [each.got for each in job.processes[1:]] == [[], []]

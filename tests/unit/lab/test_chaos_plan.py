@@ -16,8 +16,8 @@ from tests.support.seeds import examples
 from covey.base.errors import ConfigError
 from covey.lab.chaos.faults import (
     EXTRA,
-    KINDS,
-    RETURN_SECONDS,
+    FAULT_KINDS,
+    RESTART_SECONDS,
     SPANS,
     ChaosTerms,
     PlannedFault,
@@ -56,10 +56,10 @@ def test_no_fault_of_a_plan_comes_while_too_few_members_are_there(chosen: ChaosT
         members = [at for at in range(len(back_at)) if back_at[at] <= fault.at]
         touched = touched_by(fault.kind, len(members))
         assert len(members) - touched >= chosen.min_alive
-        assert len(members) >= KINDS[fault.kind].least
+        assert len(members) >= FAULT_KINDS[fault.kind].least
         gone = []
         for at in pick(members, fault.target, touched):
-            back_at[at] = fault.at + fault.seconds + (RETURN_SECONDS if fault.kind != "pause" else 0.0)
+            back_at[at] = fault.at + fault.seconds + (RESTART_SECONDS if fault.kind != "pause" else 0.0)
             if fault.kind == "slow":
                 back_at[at] = fault.at + fault.seconds
             if fault.kind == "leave" or (fault.kind == "kill" and not restarts[at]):
@@ -69,7 +69,7 @@ def test_no_fault_of_a_plan_comes_while_too_few_members_are_there(chosen: ChaosT
         for at in gone:
             del back_at[at], restarts[at]
         if fault.kind == "join":
-            back_at.append(fault.at + RETURN_SECONDS)
+            back_at.append(fault.at + RESTART_SECONDS)
             restarts.append(chosen.restarts)
             assert len(back_at) <= chosen.size + EXTRA
 

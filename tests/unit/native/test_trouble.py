@@ -27,7 +27,7 @@ from covey.net.host.machine import native_crypto
 from covey.plan.moves import REDUCE, STORE, Recv
 from covey.runtime.collectives.native_executor import NEEDS_LANE, STALLED, native_reduction
 from covey.wire import seal
-from covey.wire.header import PREFIX
+from covey.wire.header import HEADER_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_a_range_that_cannot_be_saved_is_not_overwritten(action: int) -> None:
                 kept.append(np.empty(1 << 20, np.uint8))
         reason = STALLED
         try:
-            how = (rule, 1, header[: PREFIX.size], SEQUENCE, undo, False, 0, 0, 0)
+            how = (rule, 1, header[: HEADER_PREFIX.size], SEQUENCE, undo, False, 0, 0, 0)
             reason = runner.start(plan, [target], *how)
             while left:
                 left = left[near.send(left) :]
@@ -128,7 +128,7 @@ def test_no_key_is_left_in_memory_when_a_lane_is_freed(kind: str, is_slow: bool)
     try:
         sealer = seal.Sealer(seal.lane_keys(secret, lane, 0)[0], lane, 0, 0)
         sealer.renew()
-        record = memoryview(bytearray(100 + seal.OVERHEAD_BYTES))
+        record = memoryview(bytearray(100 + seal.RECORD_OVERHEAD_BYTES))
         sealer.seal(bytes(100), record)
         near.sendall(record)
         told.send(b"!")

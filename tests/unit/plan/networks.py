@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from covey.plan.choose import DEFAULT_SIZES, PlanSizes
+from covey.plan.choose import DEFAULT_PLAN_SIZES, PlanSizes
 from covey.plan.network import Network, of_hosts, uniform
 
 MBIT = 125_000.0
@@ -57,7 +57,7 @@ def random_network(size: int, seed: int) -> Network:
 
 def small_sizes(segment: int) -> PlanSizes:
     """Sizes with which a few elements of four bytes are several transfers."""
-    return DEFAULT_SIZES._replace(
+    return DEFAULT_PLAN_SIZES._replace(
         segment_bytes=4 * segment, cached_segment_bytes=4 * segment, exchange_bytes=0, doubling_bytes=0
     )
 

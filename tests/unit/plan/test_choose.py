@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
 
 FAMILIES = ("ring", "stream")
-DEFAULT = choose.DEFAULT_SIZES
+DEFAULT = choose.DEFAULT_PLAN_SIZES
 
 
 def segment(itemsize: int) -> int:
@@ -80,7 +80,7 @@ def test_hundreds_of_ranks_on_one_host_need_few_lanes() -> None:
         assert peers[2] <= rounds + 1
 
 
-@pytest.mark.parametrize("algorithm", choose.ALL_REDUCE)
+@pytest.mark.parametrize("algorithm", choose.ALL_REDUCE_PLANS)
 def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> None:
     for count in (0, 1, 1 << 20):
         plan = choose.all_reduce(0, 1, count, 4, "ring", algorithm, DEFAULT)

@@ -11,7 +11,7 @@ from covey.plan.cost import CodecPace
 from covey.plan.fit import PLAIN
 from covey.plan.network import Network, uniform
 
-SIZES = choose.DEFAULT_SIZES
+SIZES = choose.DEFAULT_PLAN_SIZES
 LARGE = CodedArray(units=1 << 16, unit_bytes=260, segment=1000)
 FAST, SLOW = CodecPace(1e-7, 1e-7), CodecPace(2e-4, 2e-4)
 

@@ -11,7 +11,7 @@ from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites, 
 
 from covey.lab.network_simulation import simulated
 from covey.plan import cost, estimate, fit, ring
-from covey.plan.choose import DEFAULT_SIZES
+from covey.plan.choose import DEFAULT_PLAN_SIZES
 from covey.plan.network import Network, of_hosts, uniform
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def plans_of(fitted: fit.Fitted, network: Network, nbytes: int) -> list[Plan]:
     size = len(network.hosts)
-    return [fit.plan_of(fitted, slot, size, nbytes // 4, 4, DEFAULT_SIZES) for slot in range(size)]
+    return [fit.plan_of(fitted, slot, size, nbytes // 4, 4, DEFAULT_PLAN_SIZES) for slot in range(size)]
 
 
 def test_the_bound_counts_each_host_and_all_together() -> None:
@@ -39,14 +39,14 @@ def test_the_bound_counts_each_host_and_all_together() -> None:
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_no_prediction_is_below_the_bound(network: Network) -> None:
     for nbytes in (MIB, 16 * MIB):
-        for fitted, _ in fit.fit(network, nbytes // 4, 4, DEFAULT_SIZES):
+        for fitted, _ in fit.fit(network, nbytes // 4, 4, DEFAULT_PLAN_SIZES):
             assert fitted.seconds >= 0.999 * cost.bound(network, nbytes)
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_chosen_and_plain_plans_take_the_predicted_time(network: Network) -> None:
     for nbytes in (MIB, 4 * MIB):
-        found = fit.fit(network, nbytes // 4, 4, DEFAULT_SIZES)
+        found = fit.fit(network, nbytes // 4, 4, DEFAULT_PLAN_SIZES)
         plain = next(each for each in found if each.why == "for equal links")
         for fitted in {found[0].fitted, plain.fitted}:
             time = simulated(plans_of(fitted, network, nbytes), network, 4)
@@ -60,7 +60,7 @@ def test_chosen_and_plain_plans_take_the_predicted_time(network: Network) -> Non
 def test_uneven_networks_come_near_the_bound(name: str, gain: float) -> None:
     """Of 64 MiB; plans along trees are simulated for 8 MiB, and longer ones take proportionally longer."""
     network = NETWORKS[name]
-    chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)
+    chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_PLAN_SIZES)
     nbytes = 64 * MIB if chosen.fitted.algorithm == "ring" else 8 * MIB
     time = simulated(plans_of(chosen.fitted, network, nbytes), network, 4)
     assert time <= cost.bound(network, nbytes) / 0.85
@@ -72,7 +72,7 @@ def test_uneven_networks_come_near_the_bound(name: str, gain: float) -> None:
 @in_turn(seed=range(16))
 def test_on_any_network_the_chosen_plan_takes_the_predicted_time_and_no_longer_than_the_plain_one(seed: int) -> None:
     network = random_network(3 + seed % 9, seed)
-    found = fit.fit(network, MIB // 4, 4, DEFAULT_SIZES)
+    found = fit.fit(network, MIB // 4, 4, DEFAULT_PLAN_SIZES)
     plain = next(each.fitted for each in found if each.why == fit.PLAIN)
     time = simulated(plans_of(found[0].fitted, network, MIB), network, 4)
     assert found[0].fitted.seconds == pytest.approx(time, rel=0.25)
@@ -81,8 +81,8 @@ def test_on_any_network_the_chosen_plan_takes_the_predicted_time_and_no_longer_t
 
 def test_equal_links_are_used_as_before() -> None:
     network = NETWORKS["equal"]
-    chosen = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)[0].fitted
-    plain = [ring.all_reduce(rank, 8, 16 * MIB, DEFAULT_SIZES.segment(4)) for rank in range(8)]
+    chosen = fit.fit(network, 16 * MIB, 4, DEFAULT_PLAN_SIZES)[0].fitted
+    plain = [ring.all_reduce(rank, 8, 16 * MIB, DEFAULT_PLAN_SIZES.segment(4)) for rank in range(8)]
     assert plans_of(chosen, network, 64 * MIB) == plain
     assert simulated(plain, network, 4) <= 1.03 * cost.bound(network, 64 * MIB)
 
@@ -91,15 +91,15 @@ def test_equal_links_are_used_as_before() -> None:
 def test_estimates_from_sums_agree_with_what_the_moves_say(name: str) -> None:
     network = NETWORKS[name]
     for nbytes in (MIB, 64 * MIB):
-        for fitted, _ in fit.fit(network, nbytes // 4, 4, DEFAULT_SIZES):
+        for fitted, _ in fit.fit(network, nbytes // 4, 4, DEFAULT_PLAN_SIZES):
             if fitted.algorithm == "ring" or fitted.shares:
-                found = fit.estimated(fitted, network, nbytes, DEFAULT_SIZES)
+                found = fit.estimated(fitted, network, nbytes, DEFAULT_PLAN_SIZES)
                 assert found == pytest.approx(fitted.seconds, rel=0.2), fitted
 
 
 def test_hundreds_of_slots_are_fitted() -> None:
     network = two_sites(tuple(slot % 2 for slot in range(300)))
-    chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_SIZES)
+    chosen, *others = fit.fit(network, 16 * MIB, 4, DEFAULT_PLAN_SIZES)
     assert chosen.fitted.algorithm == "levels"
     assert chosen.fitted.seconds < 1.3 * cost.bound(network, 64 * MIB)
     assert all(math.isfinite(each.fitted.seconds) for each in others)

@@ -13,7 +13,7 @@ from covey.plan.fit import PLAIN, Fitted, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
 
-DEFAULT = choose.DEFAULT_SIZES
+DEFAULT = choose.DEFAULT_PLAN_SIZES
 
 
 @at_every_size

@@ -10,7 +10,7 @@ from tests.unit.plan.networks import MBIT, NETWORKS, random_network, two_sites
 
 from covey.lab.network_simulation import measured
 from covey.plan import fit, order
-from covey.plan.choose import DEFAULT_SIZES
+from covey.plan.choose import DEFAULT_PLAN_SIZES
 from covey.plan.network import Flow, Network, infer, of_hosts, uniform
 
 
@@ -30,7 +30,7 @@ def test_equal_links_that_were_measured_inexactly_are_equal(size: int) -> None:
     for seed in range(5):
         network = seen(uniform(size, 1000 * MBIT), noise=0.05, seed=seed)
         assert order.is_even(network)
-        plain = fit.fit(network, 1 << 20, 4, DEFAULT_SIZES)[0].fitted
+        plain = fit.fit(network, 1 << 20, 4, DEFAULT_PLAN_SIZES)[0].fitted
         assert (plain.algorithm, plain.order, plain.shares, plain.groups) == ("ring", (), (), ())
 
 
@@ -99,17 +99,17 @@ def test_what_was_not_measured_or_cannot_be_is_assumed() -> None:
         network = infer((0, 1, 2), rounds, trips)
         assert all(rate > 0 for row in network.rates for rate in row)
         assert all(math.isfinite(trip) for row in network.round_trips for trip in row)
-        assert math.isfinite(fit.fit(network, 1000, 4, DEFAULT_SIZES)[0].fitted.seconds)
+        assert math.isfinite(fit.fit(network, 1000, 4, DEFAULT_PLAN_SIZES)[0].fitted.seconds)
     assert infer((), nothing, []).hosts == ()
-    assert fit.fit(infer((0,), nothing, [[0.0]]), 1000, 4, DEFAULT_SIZES)[0].fitted.seconds == 0
+    assert fit.fit(infer((0,), nothing, [[0.0]]), 1000, 4, DEFAULT_PLAN_SIZES)[0].fitted.seconds == 0
 
 
 def test_measurements_lead_to_the_plan_for_the_real_network() -> None:
     for name in ("four uneven", "asymmetric", "two sites", "two hosts"):
         network = NETWORKS[name]
-        ideal = fit.fit(network, 1 << 22, 4, DEFAULT_SIZES)[0].fitted
+        ideal = fit.fit(network, 1 << 22, 4, DEFAULT_PLAN_SIZES)[0].fitted
         for seed in range(3):
-            found = fit.fit(seen(network, noise=0.04, seed=seed), 1 << 22, 4, DEFAULT_SIZES)[0].fitted
-            real = fit.predicted(found, network, 1 << 22, 4, DEFAULT_SIZES)
+            found = fit.fit(seen(network, noise=0.04, seed=seed), 1 << 22, 4, DEFAULT_PLAN_SIZES)[0].fitted
+            real = fit.predicted(found, network, 1 << 22, 4, DEFAULT_PLAN_SIZES)
             assert real <= 1.1 * ideal.seconds, (name, found)
             assert found.seconds == pytest.approx(real, rel=0.25)

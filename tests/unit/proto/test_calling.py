@@ -76,7 +76,8 @@ def test_a_function_past_its_deadline_is_stopped_and_gives_its_handler_back_and_
     assert kinds(core) == ["RunHandler"]
     core.tick(1.0)
     effects = core.effects()
-    assert [effect.message.kind for effect in effects if isinstance(effect, done.SendMessage)] == [wire.LATE] * 2  # type: ignore[union-attr]
+    told = [effect.message for effect in effects if isinstance(effect, done.SendMessage)]
+    assert [message.kind for message in told] == [wire.DEADLINE_PASSED] * 2  # type: ignore[union-attr]
     assert done.StopHandler(5, 1) in effects
     assert (core.incoming.running, core.incoming.left_over) == (0, 1), "until it returns"
     core.received(5, request(3, seconds=10.0), 2.0)
@@ -94,7 +95,7 @@ def test_calls_are_refused_when_all_handlers_are_those_of_functions_whose_calls_
         core.tick(number + 1.0)
     assert (core.incoming.running, core.incoming.left_over) == (1, 1)
     core.received(6, request(1, seconds=60.0), 3.5)
-    assert [message.kind for message in sent(core)] == [wire.LATE] * 2, "the functions may return soon"
+    assert [message.kind for message in sent(core)] == [wire.DEADLINE_PASSED] * 2, "the functions may return soon"
     core.tick(core.next_deadline())
     (refused,) = sent(core)
     assert (refused.kind, "no further one is started" in refused.text) == (wire.NO_RESULT, True)

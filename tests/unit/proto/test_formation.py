@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
 from covey.lab.world import SimulatedWorld
-from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation, joiners
+from covey.proto.formation import MOST_PAST_LIVES, PROPOSALS_LIMIT, Formation, joiners
 from covey.proto.formation.joiners import rank_order
 from covey.proto.lineages import Lineages
 from covey.wire.formation import Answer, FoundingMember, Here, Outcome, Phase, Propose, Row, Standing, Terms
@@ -300,7 +300,7 @@ def test_lives_that_a_peer_hears_count_in_whatever_order_it_names_them() -> None
 def test_the_announcement_to_a_new_link_names_only_that_link_if_there_are_many_and_the_next_one_names_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joiners, "CROWD", 2)
+    monkeypatch.setattr(joiners, "CROWD_OF_JOINERS", 2)
     core = Formation(member("b"), OPEN, random.Random(1), 0.0)
     core.tick(0.0)
     heard = []
@@ -490,10 +490,10 @@ def test_proposals_with_nodes_that_nobody_has_met_are_bounded() -> None:
     core = Formation(member("b"), OPEN, random.Random(1), 0.0)
     core.link_up(id_of("a"), member("a").life, 0.0)
     core.received(id_of("a"), here("a", "b"), 0.0)
-    for number in range(3 * REMEMBERED):
+    for number in range(3 * PROPOSALS_LIMIT):
         proposal = Propose(number.to_bytes(16, "big"), (member("a"), member("b"), member("c")))
         core.received(id_of("a"), proposal, 0.1)
-    assert 0 < len(core._deciding._held) <= REMEMBERED
+    assert 0 < len(core._deciding._held) <= PROPOSALS_LIMIT
 
 
 def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:

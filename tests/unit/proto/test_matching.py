@@ -15,7 +15,7 @@ from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteP
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import HEADER_COST, MessageSend, Operation, Receive
 from covey.proto.message_link import MessageSizes
-from covey.proto.message_stream import PIECE_BYTES
+from covey.proto.message_stream import PAYLOAD_PIECE_BYTES
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
 
@@ -105,7 +105,7 @@ def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int
     rng = random.Random(seed)
     size, tags = 3, 3
     world = World(size, rng)
-    sizes = [0, 1, 100, 5000, EAGER_BYTES - 1, EAGER_BYTES, LARGE, 150_000, PIECE_BYTES + 77]
+    sizes = [0, 1, 100, 5000, EAGER_BYTES - 1, EAGER_BYTES, LARGE, 150_000, PAYLOAD_PIECE_BYTES + 77]
     sent: list[tuple[int, int, int, bytes, MessageSend]] = []
     receives: list[list[Receive]] = [[] for _ in range(size)]
     interrupts = seed % 3 == 0  # receives are withdrawn while their message is landing, and when it is there
@@ -197,7 +197,7 @@ def test_empty_messages_and_headers_of_large_ones_are_bounded_too() -> None:
 
 def test_large_messages_nobody_asks_for_hold_up_no_other_tag() -> None:
     world = World(2)
-    large = [content(seed, 3 * PIECE_BYTES) for seed in range(4)]
+    large = [content(seed, 3 * PAYLOAD_PIECE_BYTES) for seed in range(4)]
     sends = [world.send(each, 0, 1, tag=seed) for seed, each in enumerate(large)]
     small = world.matchers[1].receive(0, 9)
     world.send(b"small", 0, 1, tag=9)
@@ -213,7 +213,7 @@ def test_large_messages_nobody_asks_for_hold_up_no_other_tag() -> None:
 def test_a_small_message_overtakes_the_rest_of_a_large_one() -> None:
     world = World(2)
     large, small = world.matchers[1].receive(0, 1), world.matchers[1].receive(0, 2)
-    world.send(content(1, 10 * PIECE_BYTES), 0, 1, tag=1)
+    world.send(content(1, 10 * PAYLOAD_PIECE_BYTES), 0, 1, tag=1)
     world.push(0, 1)
     world.pull(0, 1)
     world.push(1, 0)
@@ -227,7 +227,7 @@ def test_a_small_message_overtakes_the_rest_of_a_large_one() -> None:
     assert small in world.over
     assert large not in world.over
     world.settle()
-    assert payload(large) == content(1, 10 * PIECE_BYTES)
+    assert payload(large) == content(1, 10 * PAYLOAD_PIECE_BYTES)
 
 
 def test_any_takes_the_earliest_announced_message_of_all_sources() -> None:
@@ -296,8 +296,8 @@ def test_a_message_that_does_not_fit_is_consumed_and_named(length: int, early: b
 
 def test_a_receive_withdrawn_while_its_message_lands_leaves_it_to_the_next_in_order() -> None:
     world = World(2)
-    messages = [content(seed, 2 * PIECE_BYTES) for seed in range(2)]
-    out = bytearray(2 * PIECE_BYTES)
+    messages = [content(seed, 2 * PAYLOAD_PIECE_BYTES) for seed in range(2)]
+    out = bytearray(2 * PAYLOAD_PIECE_BYTES)
     receive = world.matchers[1].receive(0, 1, memoryview(out))
     for data in messages:
         world.send(data, 0, 1, 1)
@@ -366,7 +366,7 @@ def test_messages_that_are_complete_outlive_their_sender() -> None:
     world.send(b"complete", 0, 2, tag=1)
     world.send(content(1, LARGE), 0, 2, tag=1)
     landing = world.matchers[2].receive(0, 7)
-    world.send(content(2, 3 * PIECE_BYTES), 0, 2, tag=7)
+    world.send(content(2, 3 * PAYLOAD_PIECE_BYTES), 0, 2, tag=7)
     for pair in [(0, 2), (2, 0), (0, 2)]:
         world.push(*pair)
         world.pull(*pair)

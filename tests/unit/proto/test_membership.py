@@ -17,7 +17,7 @@ from covey.proto import ballot
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumAwaited, QuorumLost, SendToNode
 from covey.proto.commit import Commit
-from covey.proto.membership import FINISH_TOGETHER, MOST_AHEAD, PAST_VIEWS, Membership
+from covey.proto.membership import FINISH_TOGETHER, MOST_BALLOTS_AHEAD, PAST_VIEWS, Membership
 from covey.proto.membership.leader import DRIFT, LEASE, Lease
 from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
 from covey.wire.membership import (
@@ -849,7 +849,7 @@ def test_an_answer_that_cannot_be_is_a_protocol_error_and_changes_nothing(change
 
 
 def test_no_member_uses_up_the_ballots_of_the_others() -> None:
-    far = MOST_AHEAD * 5
+    far = MOST_BALLOTS_AHEAD * 5
     for message in (
         Prepare(LINEAGE, 1, far),
         Accept(far, View(LINEAGE, 1, (0,), 0)),

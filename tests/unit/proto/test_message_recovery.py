@@ -42,7 +42,7 @@ LISTENED = RESERVED_TAGS + 1
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few hundred bytes go through all that otherwise takes megabytes."""
-    monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(message_stream, "PAYLOAD_PIECE_BYTES", PIECE)
     monkeypatch.setattr(message_link, "ACK_BATCH", ACK_BATCH)
 
 

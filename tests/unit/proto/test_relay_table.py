@@ -12,7 +12,7 @@ from tests.support.seeds import seeds
 from covey.proto import relay_table
 from covey.proto.relay_table import CloseConnection, JoinConnections, RelayTable, SendTo
 from covey.wire.relay import (
-    TOKENS_LIMIT,
+    LISTED_TOKENS_LIMIT,
     CallJoined,
     IncomingCall,
     ListedTokens,
@@ -56,7 +56,7 @@ def test_a_call_for_a_token_that_its_cluster_has_not_registered_is_refused(clust
     table.registered(1, HOME if cluster == LAB else LAB, ONE, is_listed=True, now=0.0)
     table.effects()
     table.called(2, cluster, ONE, 1.0)
-    assert table.effects() == [SendTo(2, RelayRefusal(relay_table.UNKNOWN)), CloseConnection(2)]
+    assert table.effects() == [SendTo(2, RelayRefusal(relay_table.UNKNOWN_TOKEN)), CloseConnection(2)]
 
 
 def test_a_call_is_taken_once_and_only_with_its_id() -> None:
@@ -80,8 +80,8 @@ def test_a_call_that_is_not_taken_in_time_is_refused() -> None:
     table.called(2, LAB, ONE, 1.0)
     table.called(3, LAB, ONE, 2.0)
     table.effects()
-    assert table.next_deadline() == 1.0 + relay_table.CALL_SECONDS
-    table.tick(1.0 + relay_table.CALL_SECONDS)
+    assert table.next_deadline() == 1.0 + relay_table.WAITING_CALL_SECONDS
+    table.tick(1.0 + relay_table.WAITING_CALL_SECONDS)
     assert table.effects() == [SendTo(2, RelayRefusal(relay_table.UNANSWERED)), CloseConnection(2)]
     assert table.waiting == 1
 
@@ -90,7 +90,7 @@ def test_calls_that_wait_for_one_node_are_bounded_and_do_not_affect_another() ->
     table = new_table()
     table.registered(1, LAB, ONE, is_listed=True, now=0.0)
     table.registered(2, LAB, OTHER, is_listed=True, now=0.0)
-    for caller in range(3, 3 + relay_table.CALLS_AT_ONCE):
+    for caller in range(3, 3 + relay_table.WAITING_CALLS_LIMIT):
         table.called(caller, LAB, ONE, 1.0)
     table.effects()
     table.called(1000, LAB, ONE, 1.0)
@@ -130,13 +130,15 @@ def test_nodes_are_told_of_listed_tokens_of_their_own_cluster() -> None:
 
 def test_a_list_of_tokens_is_bounded() -> None:
     table = new_table()
-    for number in range(TOKENS_LIMIT + 10):
+    for number in range(LISTED_TOKENS_LIMIT + 10):
         table.registered(number, LAB, number.to_bytes(16, "big"), is_listed=True, now=0.0)
     table.effects()
     table.registered(5000, LAB, ONE, is_listed=False, now=0.0)
     _, listed = table.effects()
     assert isinstance(listed, SendTo)
-    assert listed.message == ListedTokens(tuple(each.to_bytes(16, "big") for each in range(10, TOKENS_LIMIT + 10)))
+    assert listed.message == ListedTokens(
+        tuple(each.to_bytes(16, "big") for each in range(10, LISTED_TOKENS_LIMIT + 10))
+    )
 
 
 def test_news_of_tokens_are_bounded_and_a_new_node_hears_of_all() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.proto.restore import WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
-from covey.wire.manifest import CHUNK_BYTES, Manifest, ManifestEntry, Tagger
+from covey.proto.restore import DONOR_WINDOW_BYTES, WINDOW_CHUNKS, Fetch, Orders, differing, elect, listed, objection
+from covey.wire.manifest import STATE_CHUNK_BYTES, Manifest, ManifestEntry, Tagger
 
 TAGGER = Tagger([b"a", b"b"])
 
@@ -86,16 +86,16 @@ def test_names_that_differ_are_those_with_other_contents_kinds_or_missing_on_one
 
 
 def test_chunks_are_compared_one_by_one_and_numbered_alike() -> None:
-    old = np.arange(CHUNK_BYTES // 8 * 2 + 5)
+    old = np.arange(STATE_CHUNK_BYTES // 8 * 2 + 5)
     new = old.copy()
     new[-1] += 1
     winner, mine = manifest(a=[7], w=old), manifest(w=new)
     chunks = winner.chunks()
     assert [(c.name, c.start, c.stop) for c in chunks] == [
         ("a", 0, 8),
-        ("w", 0, CHUNK_BYTES),
-        ("w", CHUNK_BYTES, 2 * CHUNK_BYTES),
-        ("w", 2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 40),
+        ("w", 0, STATE_CHUNK_BYTES),
+        ("w", STATE_CHUNK_BYTES, 2 * STATE_CHUNK_BYTES),
+        ("w", 2 * STATE_CHUNK_BYTES, 2 * STATE_CHUNK_BYTES + 40),
     ]
     assert [mine.lacks(chunk, winner) for chunk in chunks] == [True, False, False, True]
     assert Tagger([b"a", b"c"]).tag(old.view(np.uint8)) != TAGGER.tag(old.view(np.uint8))
@@ -108,9 +108,9 @@ def test_receivers_start_at_different_donors_and_spread_over_all() -> None:
 
 
 def test_no_donor_is_asked_for_more_than_a_window_and_the_window_moves() -> None:
-    large = Fetch(dict.fromkeys(range(100), CHUNK_BYTES), (0, 1), 0)
+    large = Fetch(dict.fromkeys(range(100), STATE_CHUNK_BYTES), (0, 1), 0)
     asked = large.ask()
-    assert len(asked) == 2 * WINDOW_BYTES // CHUNK_BYTES
+    assert len(asked) == 2 * DONOR_WINDOW_BYTES // STATE_CHUNK_BYTES
     assert large.ask() == []
     large.arrived(*asked[0], is_right=True)
     assert large.ask() == [(0, len(asked))]
@@ -132,7 +132,7 @@ def test_a_donor_sends_two_chunks_at_a_time_to_each_receiver_in_the_order_of_the
 @in_turn(seed=range(300))
 def test_whatever_donors_do_each_chunk_comes_once_or_nobody_is_left(seed: int) -> None:
     rng = random.Random(seed)
-    sizes = {chunk: rng.choice((1, 1000, CHUNK_BYTES)) for chunk in rng.sample(range(500), rng.randint(0, 60))}
+    sizes = {chunk: rng.choice((1, 1000, STATE_CHUNK_BYTES)) for chunk in rng.sample(range(500), rng.randint(0, 60))}
     donors = tuple(rng.sample(range(9), rng.randint(1, 4)))
     dies_after = {donor: rng.choice((0, 1, 5, 20, 1000)) for donor in donors}
     lies = {donor: rng.choice((0.0, 0.0, 0.05)) for donor in donors}

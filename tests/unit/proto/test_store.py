@@ -127,7 +127,7 @@ def test_a_store_that_is_full_refuses_and_has_room_again_when_something_is_delet
     while isinstance(answer := ask(store, put(f"{number}", value)), wire.Done):
         number += 1
     assert "is full" in refusal(answer)
-    assert number * wire.VALUE_LIMIT <= limits.BYTES_LIMIT < (number + 1) * (wire.VALUE_LIMIT + 1000)
+    assert number * wire.VALUE_LIMIT <= limits.STORE_BYTES_LIMIT < (number + 1) * (wire.VALUE_LIMIT + 1000)
     assert "is full" in refusal(ask(store, wire.Push("q", value)))
     assert ask(store, put("0", value)) == wire.Done()  # instead of what was there
     ask(store, wire.Delete("0"))
@@ -141,7 +141,7 @@ def test_a_store_that_is_full_refuses_and_has_room_again_when_something_is_delet
 
 def test_entries_without_value_are_bounded_and_none_of_several_is_set_if_there_is_no_room_for_all() -> None:
     store = KeyValueStore()
-    for first in range(0, limits.ENTRIES_LIMIT, 1 << 12):
+    for first in range(0, limits.STORE_ENTRIES_LIMIT, 1 << 12):
         ask(store, wire.Put(tuple((f"{number}", b"") for number in range(first, first + (1 << 12)))))
     assert "is full" in refusal(ask(store, wire.Put((("0", b"changed"), ("one more", b"")))))
     assert ask(store, wire.Get(("0",))) == wire.Done((b"",))
@@ -217,7 +217,7 @@ def test_what_one_member_waits_for_is_bounded_and_the_others_may_still_wait() ->
     while not (replies := store.ask(1, number, wire.Await(keys))):
         number += 1
     assert "wait" in refusal(replies[0].answer)
-    assert number == limits.WAITING_LIMIT // sum(limits.OVERHEAD_BYTES + 4 * len(key) for key in keys)
+    assert number == limits.WAITING_BYTES_LIMIT // sum(limits.ENTRY_OVERHEAD_BYTES + 4 * len(key) for key in keys)
     assert store.ask(2, 0, wire.Await(keys)) == []
     store.withdraw(1, 0)
     assert store.ask(1, number, wire.Await(keys)) == []

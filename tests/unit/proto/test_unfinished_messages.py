@@ -28,7 +28,7 @@ FRAMES = b"".join(
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(message_stream, "PAYLOAD_PIECE_BYTES", PIECE)
 
 
 def give(data: bytes, to: Matcher) -> None:

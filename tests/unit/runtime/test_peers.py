@@ -9,7 +9,10 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
+from covey.runtime.clocks import ClockOffsets
+from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
+from covey.runtime.tasks import Tasks
 from covey.runtime.views.health_monitor import HealthMonitor
 from covey.wire.messages import Card, Contact
 
@@ -92,16 +95,16 @@ def test_the_readers_of_each_state() -> None:
 def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> None:
     peer = peer_after(READY)
     told: list[str] = []
-    table = SimpleNamespace(tell_of_peer=lambda kind, _peer: told.append(kind))
-    node: Any = SimpleNamespace(
-        host="here",
-        peers={1: peer},
-        send=lambda *_: None,
-        is_closing=False,
-        generation_table=table,
-        config=GroupConfig(),
+    listener: Any = SimpleNamespace()
+    monitor = HealthMonitor(
+        PeerTable(Seat(0), {Seat(1): peer}),
+        "here",
+        GroupConfig(),
+        listener,
+        tell_of_peer=lambda kind, _peer: told.append(kind),
+        clocks=ClockOffsets(),
+        tasks=Tasks("a test"),
     )
-    monitor = HealthMonitor(node, lambda *_: None, lambda *_: None, lambda *_: None)
     monitor.watch(peer)
     monitor.link_up(peer)
     assert not peer.is_suspected

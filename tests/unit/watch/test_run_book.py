@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.watch.answers import Heard, LookRound, MachineHeard
+from covey.watch.answers import HeardProcess, LookRound, MachineHeard
 from covey.watch.books import RUNS_LIMIT, RunBooks
 from covey.wire.progress import Doubt, GroupProgress, PeerProgress, RankProgress, Readings, ReportRow
 from covey.wire.reports import PastEvent
@@ -33,8 +33,8 @@ def progress(rank: int, now: float = 0.0, *, sequence: int = 1, busy: float = 0.
     return msgspec.structs.replace(told, **more) if more else told
 
 
-def heard(told: RankProgress | None, rank: int, now: float, machine: str = "n", **more: Any) -> Heard:
-    return Heard(f"p{rank}", "train", "train:1", machine, 1000 + rank, "0.6", 100.0 + now, told, **more)
+def heard(told: RankProgress | None, rank: int, now: float, machine: str = "n", **more: Any) -> HeardProcess:
+    return HeardProcess(f"p{rank}", "train", "train:1", machine, 1000 + rank, "0.6", 100.0 + now, told, **more)
 
 
 class Watch:
@@ -43,7 +43,7 @@ class Watch:
     def __init__(self) -> None:
         self.books = RunBooks("home", own_id="n")
 
-    def look(self, now: float, *each: Heard, **more: Any) -> Overview:
+    def look(self, now: float, *each: HeardProcess, **more: Any) -> Overview:
         machines = (MachineHeard("n", "north", is_here=True), MachineHeard("a", "attic"))
         return self.books.overview([LookRound(1000.0 + now, 100.0 + now, "home", each, machines, **more)])
 
@@ -187,7 +187,7 @@ def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() ->
 def test_many_runs_are_forgotten_in_order_and_names_that_repeat_have_ids_of_their_own() -> None:
     watch = Watch()
     for number in range(RUNS_LIMIT + 20):
-        each = Heard(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", 100.0 + 10 * number, progress(0))
+        each = HeardProcess(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", 100.0 + 10 * number, progress(0))
         overview = watch.look(10.0 * number, each)
     assert len(overview.runs) <= RUNS_LIMIT
     assert len({run.id for run in overview.runs}) == len(overview.runs)

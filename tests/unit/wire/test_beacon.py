@@ -84,7 +84,7 @@ def test_an_announcement_shows_nothing_that_two_of_them_have_in_common_but_port_
     assert {name for name in one if one[name] == two[name]} == {b"v", b"p", b"4", b"6"}
     assert set(one) == {b"v", b"n", b"p", b"4", b"6", b"t"}
     assert one[b"n"] == NONCE.hex().encode()
-    assert len(bytes.fromhex(one[b"t"].decode())) == beacon.TAG_BYTES
+    assert len(bytes.fromhex(one[b"t"].decode())) == beacon.BEACON_TAG_BYTES
     assert KEY not in b"".join(one.values())
 
 

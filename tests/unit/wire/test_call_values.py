@@ -22,7 +22,7 @@ from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.lab.fuzz.call_targets import HandleDouble, PlainConverter
 from covey.wire import calls as wire
-from covey.wire.call_values import ANYTHING, PART_BYTES, Signature, ValueDecoder, decoded, pack
+from covey.wire.call_values import ANY_VALUE, PART_BYTES, Signature, ValueDecoder, decoded, pack
 
 CONVERTER = PlainConverter()
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_sent_is_refused_with_a_remedy() -> None:
 def test_bytes_that_no_sender_makes_are_an_error_of_the_protocol() -> None:
     for body in (b"", b"\xc1", msgspec.msgpack.encode(Ext(1, b"abc")), msgspec.msgpack.encode(Ext(9, b"abc"))):
         with pytest.raises(RemoteProtocolError):
-            ANYTHING.decode(body, [body], CONVERTER)
+            ANY_VALUE.decode(body, [body], CONVERTER)
 
 
 def test_arguments_are_bound_as_python_binds_them() -> None:

@@ -148,7 +148,14 @@ def test_every_message_about_calls_is_listed_with_its_tag_and_fields() -> None:
 def test_the_kinds_of_failed_calls_and_the_tags_and_limits_of_calls_are_as_written() -> None:
     names = ["raised", "unknown name", "wrong arguments", "too large", "past the deadline", "cancelled"]
     names += ["the node leaves", "a result that cannot be sent"]
-    kinds = (calls.RAISED, calls.UNKNOWN, calls.ARGUMENTS, calls.TOO_LARGE, calls.LATE, calls.CANCELLED)
+    kinds = (
+        calls.RAISED,
+        calls.UNKNOWN_FUNCTION,
+        calls.ARGUMENTS,
+        calls.TOO_LARGE,
+        calls.DEADLINE_PASSED,
+        calls.CANCELLED,
+    )
     listed = ", ".join(
         f"{kind} {name}" for kind, name in zip((*kinds, calls.CLOSING, calls.NO_RESULT), names, strict=True)
     )
@@ -165,9 +172,11 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     rows = table("Transfers of collectives", "bytes")
     sizes = [int(row[0]) for row in rows]
     assert sum(sizes) == header.HEADER_BYTES == 64
-    formats = (header.PREFIX, header.SUFFIX, frame.LENGTH, seal.LENGTH, framed._FIXED)
+    formats = (header.HEADER_PREFIX, header.HEADER_SUFFIX, frame.LENGTH, seal.RECORD_LENGTH, framed._FIXED)
     assert {each.format[0] for each in formats} == {"<"}, "numbers are little-endian"
-    codes = re.findall(r"\d*[a-zA-Z]", header.PREFIX.format.replace("xxx", "3x") + header.SUFFIX.format.lstrip("<"))
+    codes = re.findall(
+        r"\d*[a-zA-Z]", header.HEADER_PREFIX.format.replace("xxx", "3x") + header.HEADER_SUFFIX.format.lstrip("<")
+    )
     assert sizes == [struct.calcsize("<" + code) for code in codes]
     zeros = ["x" in code for code in codes]
     assert [row[1].startswith("zero") for row in rows] == zeros
@@ -187,14 +196,15 @@ def test_every_frame_of_messages_is_listed_with_its_kind() -> None:
 
 
 def test_the_keys_of_an_announcement_are_those_that_are_made() -> None:
-    made = beacon.make(b"k" * 32, b"n" * beacon.NONCE_BYTES, 9, ["192.0.2.1", "2001:db8::1"])
+    made = beacon.make(b"k" * 32, b"n" * beacon.BEACON_NONCE_BYTES, 9, ["192.0.2.1", "2001:db8::1"])
     assert [name for row in table("Multicast", "key") for name in named(row[0])] == [
         name.decode() for name in (b"v", b"n", b"p", b"4", b"6", b"t")
     ]
     assert set(made) == {b"v", b"n", b"p", b"4", b"6", b"t"}
     for said in (
-        f"service `{beacon.SERVICE}`", f"version, `{beacon.VERSION.decode()}`", f"{beacon.NONCE_BYTES} random bytes in",
-        f"at most {beacon.MOST_ADDRESSES} in all", f"the first {beacon.TAG_BYTES} bytes of HMAC-SHA256",
+        f"service `{beacon.SERVICE}`", f"version, `{beacon.BEACON_VERSION.decode()}`",
+        f"{beacon.BEACON_NONCE_BYTES} random bytes in",
+        f"at most {beacon.MOST_ADDRESSES} in all", f"the first {beacon.BEACON_TAG_BYTES} bytes of HMAC-SHA256",
         f"the label is `{beacon._LABEL.decode()}`",
     ):  # fmt: skip
         assert said in WORDS
@@ -239,7 +249,7 @@ def test_what_a_here_tells_is_as_written() -> None:
 
 
 NUMBERS = (
-    f"starts with {door.CHALLENGE_BYTES + door.ANSWER_BYTES} bytes",
+    f"starts with {door.CHALLENGE_BYTES + door.DOOR_ANSWER_BYTES} bytes",
     f"{door.CHALLENGE_BYTES} random bytes C",
     "purpose (" + ", ".join(f"{int(purpose)} {purpose.name.lower()}" for purpose in door.Purpose) + ")",
     f"{door.BOUND_BYTES} bytes B",
@@ -251,30 +261,30 @@ NUMBERS = (
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
     f"up to {TEXT_LIMIT} characters (calls and first causes {8 * TEXT_LIMIT})",
     ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.ProcessState),
-    f"length of the plaintext ({seal.LENGTH.size} bytes), ciphertext, tag ({seal.TAG_BYTES} bytes)",
-    f"AES-{8 * seal.KEY_BYTES}-GCM",
+    f"length of the plaintext ({seal.RECORD_LENGTH.size} bytes), ciphertext, tag ({seal.SEAL_TAG_BYTES} bytes)",
+    f"AES-{8 * seal.SEAL_KEY_BYTES}-GCM",
     f"up to {formation.MAX_ENDINGS} lineages that are over",
-    f"A lineage is {lineage.ID_BYTES - lineage.RANDOM_BYTES} bytes of milliseconds since 1970, big-endian, and "
+    f"A lineage is {lineage.LINEAGE_BYTES - lineage.RANDOM_BYTES} bytes of milliseconds since 1970, big-endian, and "
     f"{lineage.RANDOM_BYTES} random bytes",
-    f"another `lineage` ({lineage.ID_BYTES} bytes)",
+    f"another `lineage` ({lineage.LINEAGE_BYTES} bytes)",
     f"At most {messages.MAX_MEMBERS} members, {membership.MAX_GROUPS} groups in a promise, "
     f"{membership.MAX_VERDICTS} verdicts in a view",
-    f"A ballot more than 2^{agreement.MOST_AHEAD.bit_length() - 1} above",
+    f"A ballot more than 2^{agreement.MOST_BALLOTS_AHEAD.bit_length() - 1} above",
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
     f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and a random secret ({lane_dialler.SECRET_BYTES} bytes)",
-    f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
+    f"a token ({host_rendezvous.RUN_TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
-    f"up to {relay.TOKENS_LIMIT}, and later each new one",
-    f"send `TakeCall` with these {relay.CALL_BYTES} random bytes",
-    f"every {relay_table.ASK_SECONDS:.0f} s from the relay on a registration; the node repeats it, and "
+    f"up to {relay.LISTED_TOKENS_LIMIT}, and later each new one",
+    f"send `TakeCall` with these {relay.CALL_ID_BYTES} random bytes",
+    f"every {relay_table.ASK_REGISTERED_EVERY:.0f} s from the relay on a registration; the node repeats it, and "
     f"{relay_table.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
     f"the label `{relay._LABEL.decode()}`",
-    f"A call that is not taken within {relay_table.CALL_SECONDS:.0f} s",
+    f"A call that is not taken within {relay_table.WAITING_CALL_SECONDS:.0f} s",
 )
 
 

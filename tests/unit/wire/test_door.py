@@ -20,7 +20,7 @@ def test_the_holder_of_the_key_gets_in_for_the_purpose_it_names(
     challenge: bytes, purpose: door.Purpose, salt: bytes
 ) -> None:
     answer = door.answer(KEY, challenge, purpose, salt)
-    assert len(answer) == door.ANSWER_BYTES
+    assert len(answer) == door.DOOR_ANSWER_BYTES
     assert door.check(KEY, challenge, answer) is purpose
 
 
@@ -42,7 +42,7 @@ def test_an_answer_is_good_for_one_challenge_only(
             door.check(KEY, another, replayed)
 
 
-@given(challenges, purposes, salts, st.integers(0, 8 * door.ANSWER_BYTES - 1))
+@given(challenges, purposes, salts, st.integers(0, 8 * door.DOOR_ANSWER_BYTES - 1))
 def test_an_answer_with_one_bit_flipped_opens_nothing(
     challenge: bytes, purpose: door.Purpose, salt: bytes, bit: int
 ) -> None:
@@ -52,7 +52,7 @@ def test_an_answer_with_one_bit_flipped_opens_nothing(
         door.check(KEY, challenge, bytes(answer))
 
 
-@given(challenges, st.binary(max_size=2 * door.ANSWER_BYTES))
+@given(challenges, st.binary(max_size=2 * door.DOOR_ANSWER_BYTES))
 def test_no_other_bytes_open_the_door_or_break_it(challenge: bytes, given_bytes: bytes) -> None:
     with pytest.raises(AuthError):
         door.check(KEY, challenge, given_bytes)
@@ -74,7 +74,7 @@ def test_an_answer_shows_nothing_that_two_connections_have_in_common() -> None:
 
 
 def test_the_numbers_on_the_wire_never_change() -> None:
-    assert (door.CHALLENGE_BYTES, door.ANSWER_BYTES) == (16, 48)
+    assert (door.CHALLENGE_BYTES, door.DOOR_ANSWER_BYTES) == (16, 48)
     assert {purpose.name: purpose.value for purpose in door.Purpose} == {"LINK": 1, "LANE": 2, "PROBE": 3}
     answer = door.answer(bytes(32), bytes(16), door.Purpose.LANE, bytes(15))
     assert answer[:16].hex() == "02" + "00" * 15

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.header import HEADER_BYTES, MAGIC, PREFIX, SUFFIX, TransferHeader, unpack
+from covey.wire.header import HEADER_BYTES, HEADER_PREFIX, HEADER_SUFFIX, MAGIC, TransferHeader, unpack
 
 U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 HEADERS = st.builds(TransferHeader, U8, U8, U16, U32, U8, U64, U64, U64, U64, U64)
@@ -26,9 +26,9 @@ def test_different_headers_have_different_bytes(one: TransferHeader, other: Tran
 
 def test_what_transfers_of_one_plan_share_stands_in_front() -> None:
     first, second = TransferHeader(1, 2, 3, 4, 0, 5, 6, 7, 0, 80), TransferHeader(1, 2, 3, 4, 0, 5, 6, 7, 1, 90)
-    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 0, 5, 6)
-    assert first.pack() == prefix + SUFFIX.pack(7, 0, 80)
-    assert second.pack() == prefix + SUFFIX.pack(7, 1, 90)
+    prefix = HEADER_PREFIX.pack(MAGIC, 1, 2, 3, 4, 0, 5, 6)
+    assert first.pack() == prefix + HEADER_SUFFIX.pack(7, 0, 80)
+    assert second.pack() == prefix + HEADER_SUFFIX.pack(7, 1, 90)
 
 
 @given(st.binary(max_size=100))

@@ -11,7 +11,7 @@ import pytest
 from covey.base.errors import RemoteProtocolError
 from covey.runtime.events import KEPT, Event, Events
 from covey.runtime.past_events import decode_last, encode_last
-from covey.wire.reports import BYTES_LIMIT, EVENTS_LIMIT, decode_past
+from covey.wire.reports import EVENTS_BYTES_LIMIT, EVENTS_LIMIT, decode_past
 
 LOSS = Event("lost", 12.5, 3, 2, (1, 4), ("rank 1 (otter)", "rank 4 (lynx)"), {"detect": 0.0, "agree": 31.25}, "why")
 
@@ -50,7 +50,7 @@ def test_long_events_are_told_up_to_so_many_bytes_the_latest_of_them() -> None:
     long = replace(LOSS, kind="refused", text="x" * 1000)
     log = known(*(replace(long, view=view) for view in range(EVENTS_LIMIT)))
     body = encode_last(log)
-    assert BYTES_LIMIT - 2000 < len(body) < BYTES_LIMIT + 100
+    assert EVENTS_BYTES_LIMIT - 2000 < len(body) < EVENTS_BYTES_LIMIT + 100
     assert decode_last(body)[-1].view == EVENTS_LIMIT - 1
     assert len(decode_last(encode_last(known(replace(LOSS, names=("n" * 9000,) * 128))))) == 0
 

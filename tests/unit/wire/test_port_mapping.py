@@ -8,7 +8,7 @@ import pytest
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire.port_mapping import (
-    MOST_BYTES,
+    PCP_DATAGRAM_BYTES,
     PcpMapping,
     PmpAddress,
     PmpMapping,
@@ -56,7 +56,7 @@ def test_answers_are_read() -> None:
         b"\x02",
         b"\x01" + ANSWER[1:],
         ANSWER[:-1],
-        ANSWER + bytes(MOST_BYTES),
+        ANSWER + bytes(PCP_DATAGRAM_BYTES),
         b"\x02\x01" + ANSWER[2:],
         ANSWER[:36] + b"\x11" + ANSWER[37:],
         b"\0\x80\0\0\0\0\0\x07",

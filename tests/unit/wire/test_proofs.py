@@ -7,7 +7,7 @@ from covey.wire import door
 from covey.wire.proofs import PROOF_BYTES, accept_proof, dial_proof, lane_proof, proofs_equal
 
 TOKEN, OTHER = b"t" * 32, b"u" * 32
-DOOR_BYTES = door.CHALLENGE_BYTES + door.ANSWER_BYTES
+DOOR_BYTES = door.CHALLENGE_BYTES + door.DOOR_ANSWER_BYTES
 DOOR, ANOTHER_DOOR = b"d" * DOOR_BYTES, b"e" * DOOR_BYTES
 NONCE, ANOTHER_NONCE = b"n" * 32, b"m" * 32
 LANE, ANOTHER_LANE = b"l" * 16, b"k" * 16

@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.frame import LENGTH, frame
 from covey.wire.relay import (
+    LISTED_TOKENS_LIMIT,
     RELAY_LIMIT,
     RELAY_SPEAKS,
-    TOKENS_LIMIT,
     CallToken,
     ListedTokens,
     RelayKey,
@@ -87,5 +87,5 @@ def test_a_registration_is_no_call() -> None:
 
 
 def test_the_longest_message_fits_into_a_frame() -> None:
-    longest = frame(encode_relay(ListedTokens((TOKEN,) * TOKENS_LIMIT)))
+    longest = frame(encode_relay(ListedTokens((TOKEN,) * LISTED_TOKENS_LIMIT)))
     assert len(longest) - LENGTH.size <= RELAY_LIMIT

@@ -13,10 +13,10 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire.seal import (
     ACCEPTOR,
     DIALLER,
-    KEY_BYTES,
     NEXT_KEY,
-    OVERHEAD_BYTES,
     RECORD_LIMIT,
+    RECORD_OVERHEAD_BYTES,
+    SEAL_KEY_BYTES,
     ForgedError,
     Opener,
     Sealer,
@@ -29,7 +29,7 @@ KEY = lane_keys(SECRET, LANE, 0)[DIALLER]
 
 
 def seal(sealer: Sealer, data: bytes) -> bytearray:
-    record = bytearray(len(data) + OVERHEAD_BYTES)
+    record = bytearray(len(data) + RECORD_OVERHEAD_BYTES)
     assert sealer.seal(data, memoryview(record)) == len(record)
     return record
 
@@ -77,7 +77,7 @@ def test_every_lane_stream_and_direction_has_a_key_of_its_own() -> None:
         for key in lane_keys(secret, lane, stream)
     ]
     assert len(set(keys)) == len(keys) == 48
-    assert {len(key) for key in keys} == {KEY_BYTES}
+    assert {len(key) for key in keys} == {SEAL_KEY_BYTES}
 
 
 def test_equal_data_is_sealed_differently_each_time() -> None:
@@ -130,7 +130,7 @@ def test_a_length_that_no_record_has_is_refused_before_anything_else(length: int
 @pytest.mark.parametrize("size", [0, RECORD_LIMIT + 1])
 def test_what_could_not_be_opened_is_not_sealed(size: int) -> None:
     with pytest.raises(ValueError, match=str(size)):
-        pair()[0].seal(bytes(size), memoryview(bytearray(size + OVERHEAD_BYTES)))
+        pair()[0].seal(bytes(size), memoryview(bytearray(size + RECORD_OVERHEAD_BYTES)))
 
 
 def test_both_ends_change_the_key_in_step_and_the_old_one_opens_nothing_new() -> None:
@@ -167,7 +167,7 @@ def test_a_key_that_was_left_behind_cannot_be_computed_from_the_one_in_use() -> 
     seal(sealer, b"first")
     sealer.renew()
     record = seal(sealer, b"second")
-    next_key = hmac.digest(KEY, b"covey/1/lane/next\x01", "sha256")[:KEY_BYTES]
+    next_key = hmac.digest(KEY, b"covey/1/lane/next\x01", "sha256")[:SEAL_KEY_BYTES]
     nonce, head = bytes(11) + b"\x01", b"\x06\x00\x00\x80"
     covered = LANE + b"\x00\x00\x00\x00" + b"\x00" + nonce + head
     assert record == head + AESGCM(next_key).encrypt(nonce, b"second", covered)
@@ -195,7 +195,7 @@ def test_a_peer_that_keeps_a_key_for_too_long_is_cut_off() -> None:
         opened(opener, seal(sealer, b"too many"))
 
 
-@given(data=st.binary(min_size=OVERHEAD_BYTES + 1, max_size=200))
+@given(data=st.binary(min_size=RECORD_OVERHEAD_BYTES + 1, max_size=200))
 def test_nothing_a_stranger_makes_up_opens(data: bytes) -> None:
     try:
         length = record_length(data)
@@ -204,4 +204,4 @@ def test_nothing_a_stranger_makes_up_opens(data: bytes) -> None:
     with pytest.raises((ForgedError, ValueError)):
         pair()[1].open(memoryview(data), bytearray(length))
     with pytest.raises(ForgedError):  # and not with a fitting length either
-        opened(pair()[1], (len(data) - OVERHEAD_BYTES).to_bytes(4, "little") + data[4:])
+        opened(pair()[1], (len(data) - RECORD_OVERHEAD_BYTES).to_bytes(4, "little") + data[4:])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
 
 DEADLINE_SECONDS: Final = 9.8
-PLAIN_WIDTH: Final = 100
+REPORT_WIDTH: Final = 100
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -76,7 +76,7 @@ def _print(text: RenderableType) -> None:
     if out.is_terminal:
         return out.print(text)
     if "COLUMNS" not in os.environ:
-        out.width = PLAIN_WIDTH
+        out.width = REPORT_WIDTH
     with out.capture() as captured:
         out.print(text)
     for line in captured.get().splitlines():  # without trailing blanks

@@ -7,7 +7,7 @@ from typing import Final
 
 from covey.base.config import EffectiveSetting  # noqa: TC001 - a dataclass field, which msgspec reads
 
-FORMAT: Final = 1
+FACTS_FORMAT: Final = 1
 """Version of the JSON layout; keys are only ever added."""
 
 

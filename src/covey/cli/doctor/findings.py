@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from covey.cli.doctor.facts import Facts, NetworkFacts, SeedFacts
 
-CLOCK_SECONDS: Final = 5.0
+CLOCK_DIFFERENCE_SECONDS: Final = 5.0
 MOST_DROPPED: Final = 50
 """Up to this many dropped packets are normal, for example when many nodes start at once on one machine."""
 MOST_TOO_MANY: Final = 50
@@ -347,7 +347,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
     for node in facts.nodes:
-        if abs(node.clock_offset) > CLOCK_SECONDS:
+        if abs(node.clock_offset) > CLOCK_DIFFERENCE_SECONDS:
             direction = "ahead of" if node.clock_offset > 0 else "behind"
             yield Finding(
                 "note",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.text import spell_rate
 from covey.cli.doctor.facts import LimitingLink
 from covey.cli.doctor.finding import Finding
-from covey.plan.choose import DEFAULT_SIZES
+from covey.plan.choose import DEFAULT_PLAN_SIZES
 from covey.plan.fit import fit
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 NBYTES: Final = 64 << 20
 """The sum whose time is predicted: the gradients of a small model."""
-ITEM_BYTES: Final = 4
-LEAST_GAIN: Final = 1.2
+FLOAT_BYTES: Final = 4
+LEAST_SPEEDUP: Final = 1.2
 """How many times faster a sum must become for a link to be worth a finding."""
 MEDIA: Final = {"wireless": "is on Wi-Fi", "wired": "is on a cable", "virtual": "is on a virtual network"}
 
@@ -39,7 +39,7 @@ def limit_of(run: str, found: RunNetwork) -> LimitingLink | None:
         return None
     slow, following = hosts[:2]
     before, then = _seconds(found.network), _seconds(_faster(found.network, slow, _speed(following)))
-    if before < LEAST_GAIN * then:
+    if before < LEAST_SPEEDUP * then:
         return None
     return LimitingLink(
         run=run,
@@ -82,7 +82,7 @@ def _faster(network: Network, host: NetworkHost, speed: float) -> Network:
 
 
 def _seconds(network: Network) -> float:
-    return fit(network, NBYTES // ITEM_BYTES, ITEM_BYTES, DEFAULT_SIZES)[0].fitted.seconds
+    return fit(network, NBYTES // FLOAT_BYTES, FLOAT_BYTES, DEFAULT_PLAN_SIZES)[0].fitted.seconds
 
 
 def slow_machines(facts: Facts) -> Iterator[Finding]:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.peers.visit import Visit
 
-SEARCH_SECONDS: Final = 2.5
+DOCTOR_SEARCH_SECONDS: Final = 2.5
 """How long to search. Multicast DNS repeats its question twice in the first second; answers take at most one more."""
 REACH_ANSWER_SECONDS: Final = 4.0
 """How long other nodes have to answer."""
-ENOUGH_SECONDS: Final = 8.0
+LAST_MEASUREMENT_SECONDS: Final = 8.0
 """No measurement starts later than this."""
 POLITE_SECONDS: Final = 1.5
 """How long to stay connected for another doctor, which may have started later and still be examining this one."""
@@ -76,7 +76,7 @@ class NodeSearch:
         self._own = usable_interfaces(config.interfaces)
         self._token = secrets.token_bytes(16)
         """Shows other nodes that the probes come from this process."""
-        self._until = time.monotonic() + ENOUGH_SECONDS
+        self._until = time.monotonic() + LAST_MEASUREMENT_SECONDS
         self.interfaces: tuple[NetworkFacts, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
         self.seeds: tuple[SeedFacts, ...] = ()
@@ -94,7 +94,7 @@ class NodeSearch:
             control.run(listener.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
                 self._tell("looking for other nodes")
-                visit.look(SEARCH_SECONDS)
+                visit.look(DOCTOR_SEARCH_SECONDS)
                 self._tell("trying connections in both directions")
                 self._examine(visit, listener)
                 if any(node.purpose == "visitor" for node in self.nodes):

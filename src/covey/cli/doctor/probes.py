@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from covey.base.errors import ConnectError
 from covey.net.router import port_mapping
 from covey.net.router.upnp import UpnpPort
-from covey.wire.port_mapping import NONCE_BYTES
+from covey.wire.port_mapping import PCP_NONCE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.net.discovery.interfaces import Interface
 
-PORT: Final = 5353
+MDNS_PORT: Final = 5353
 GROUP4, GROUP6 = "224.0.0.251", "ff02::fb"
-MOST_SOURCES: Final = 256
+SOURCES_COUNTED: Final = 256
 _COVEY: Final = b"\x06_covey\x04_tcp"
 UNUSED_PORT: Final = 9
 """The port of the discard service."""
-ENOUGH_SECONDS: Final = 8.0
+ROUTER_SECONDS: Final = 8.0
 """From the first question: the whole examination has little more."""
 
 
@@ -78,7 +78,7 @@ class MulticastListener(asyncio.DatagramProtocol):
             heard.own += 1
             return
         heard.others += 1
-        if _COVEY in data and len(data) > 12 and len(heard.speakers) < MOST_SOURCES:
+        if _COVEY in data and len(data) > 12 and len(heard.speakers) < SOURCES_COUNTED:
             is_answer = bool(data[2] & 0x80)
             heard.speakers[ip] = heard.speakers.get(ip, False) or is_answer
 
@@ -97,14 +97,14 @@ def _listen4(interfaces: Sequence[Interface]) -> socket.socket | None:
     """Return one socket for all interfaces, because each of several sockets would receive the packets of all."""
     own = [next((net.ip.packed for net in each.networks if net.version == 4), b"") for each in interfaces]
     groups = [socket.inet_aton(GROUP4) + ip for ip in own if ip]
-    return _join(socket.AF_INET, (GROUP4, PORT), socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, groups)
+    return _join(socket.AF_INET, (GROUP4, MDNS_PORT), socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, groups)
 
 
 def _listen6(interface: Interface) -> socket.socket | None:
     if not any(net.version == 6 for net in interface.networks):
         return None
     group = socket.inet_pton(socket.AF_INET6, GROUP6) + struct.pack("@I", interface.index)
-    address = (GROUP6, PORT, 0, interface.index)
+    address = (GROUP6, MDNS_PORT, 0, interface.index)
     return _join(socket.AF_INET6, address, socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, [group])
 
 
@@ -149,7 +149,7 @@ class RouterQuestion:
 
     def __init__(self) -> None:
         self._facts = RouterFacts(problem="the router has not answered in time")
-        self._until, self._ending = time.monotonic() + ENOUGH_SECONDS, threading.Event()
+        self._until, self._ending = time.monotonic() + ROUTER_SECONDS, threading.Event()
         self._thread = threading.Thread(target=self._ask, name="covey-doctor-router", daemon=True)
 
     def __enter__(self) -> Self:
@@ -165,10 +165,10 @@ class RouterQuestion:
         return self._facts
 
     def _ask(self) -> None:
-        nonce, upnp = secrets.token_bytes(NONCE_BYTES), UpnpPort(UNUSED_PORT, self._ending)
+        nonce, upnp = secrets.token_bytes(PCP_NONCE_BYTES), UpnpPort(UNUSED_PORT, self._ending)
         try:
             gateway = port_mapping.default_gateway()
-            said = port_mapping.ask_gateway(gateway, UNUSED_PORT, nonce, 0, port_mapping.TRIES[:2], upnp)
+            said = port_mapping.ask_gateway(gateway, UNUSED_PORT, nonce, 0, port_mapping.ANSWER_WAITS[:2], upnp)
         except (ConnectError, OSError) as error:
             self._facts = RouterFacts(problem=str(error))
         else:

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.doctor.facts import FORMAT
+from covey.cli.doctor.facts import FACTS_FORMAT
 from covey.cli.doctor.waits import duration
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yell
 ROOMY: Final = 84
 """Terminal width from which tables show all their columns."""
 MOST_NODES: Final = 20
-MOST_SOURCES: Final = 3
+SOURCES_SHOWN: Final = 3
 
 
 def as_json(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
     """Return everything as plain values."""
-    return {"format": FORMAT, **msgspec.to_builtins(facts), "findings": msgspec.to_builtins(found)}
+    return {"format": FACTS_FORMAT, **msgspec.to_builtins(facts), "findings": msgspec.to_builtins(found)}
 
 
 def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
@@ -237,8 +237,8 @@ def _summary(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    rest = len(names) - MOST_SOURCES
-    return ", ".join(names[:MOST_SOURCES]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - SOURCES_SHOWN
+    return ", ".join(names[:SOURCES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _milliseconds(seconds: float) -> str:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
 
 FILE_LIMIT_BYTES: Final = 1 << 26
-TOGETHER_SECONDS: Final = 60.0
+SAME_MOMENT_SECONDS: Final = 60.0
 """Files of one run that were written within this time are about the same moment."""
-ROWS: Final = 20
+LONGEST_WAITS: Final = 20
 """Rows of the table: the longest waits."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -133,7 +133,7 @@ def latest_of(place: Path, run: str = "") -> list[Flight]:
     newest_at = 0.0
     for path in files:
         at = path.stat().st_mtime
-        if flights and newest_at - at > TOGETHER_SECONDS:
+        if flights and newest_at - at > SAME_MOMENT_SECONDS:
             break
         flight = read(path)
         if flights and (flight.run, flight.run_id) != (flights[0].run, flights[0].run_id):
@@ -215,7 +215,7 @@ def report(timeline: Timeline, width: int | None) -> str:
     if longest:
         rows = [
             (str(rank), str(late), _time(sum(waits)), _time(max(waits)), str(len(waits)))
-            for (rank, late), waits in longest[:ROWS]
+            for (rank, late), waits in longest[:LONGEST_WAITS]
         ]
         titles = ("RANK", "WAITED FOR", "IN ALL", "LONGEST", "OPERATIONS")
         parts.append(table([Column(title, list(cells)) for title, *cells in zip(titles, *rows, strict=True)], width))

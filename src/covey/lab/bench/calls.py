@@ -22,7 +22,7 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
 from covey.cli.terminal import FittedTable
-from covey.lab.bench.sweep import LANES, format_bytes
+from covey.lab.bench.sweep import MEASURED_LANES, format_bytes
 from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ class CallTrial:
     """Libraries that make the same small calls."""
 
     def __post_init__(self) -> None:
-        if self.lanes not in LANES:
-            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(LANES)}")
+        if self.lanes not in MEASURED_LANES:
+            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(MEASURED_LANES)}")
         if unknown := set(self.against) - set(AGAINST):
             raise ConfigError(
                 f"cannot compare calls with {', '.join(sorted(unknown))}; choose from {', '.join(AGAINST)}"

@@ -27,19 +27,27 @@ from covey.lab.bench.network.command import (
     require_run,
     run_network,
 )
-from covey.lab.bench.network.terms import PAIR_SECONDS, QUICK_SIZES, SIZES
+from covey.lab.bench.network.terms import DEFAULT_SIZES_TEXT, PAIR_SECONDS, QUICK_SIZES
 from covey.lab.bench.plot import draw
 from covey.lab.bench.processes import require_libraries, require_torch
 from covey.lab.bench.progress import counting
 from covey.lab.bench.report import Measurement, as_json, line, table
-from covey.lab.bench.sweep import LANES, Sweep, parse_names, parse_numbers, parse_operations, parse_size, parse_sizes
+from covey.lab.bench.sweep import (
+    MEASURED_LANES,
+    Sweep,
+    parse_names,
+    parse_numbers,
+    parse_operations,
+    parse_size,
+    parse_sizes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 BETWEEN = "Between machines"
-ONE_LANE = f"One of {', '.join(LANES)}."
+ONE_LANE = f"One of {', '.join(MEASURED_LANES)}."
 CODECS = "none,fp16,bf16,fp8,int8,int4,onebit,topk(0.01),randomk(0.01),powersgd(4)"
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -51,12 +59,14 @@ def bench(
     op: Annotated[
         str, typer.Option(help="Operations, separated by commas, or [bold]all[/].", show_default="all_reduce")
     ] = "",
-    sizes: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=SIZES)] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=DEFAULT_SIZES_TEXT)
+    ] = "",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.", show_default="2")] = "",
     lanes: Annotated[
         str | None,
         typer.Option(
-            help=f"covey's lanes: {', '.join(LANES)}. In a run: one, for all pairs, instead of the best for each.",
+            help=f"covey's lanes: {', '.join(MEASURED_LANES)}. In a run: one for all pairs, not the best of each.",
             show_default="shm,tcp",
         ),
     ] = None,
@@ -168,7 +178,7 @@ def bench(
     require_run(of_nodes | {"--pair-seconds": pair_seconds})
     sweep = Sweep(
         operations=parse_operations(op or "all_reduce"),
-        sizes=parse_sizes(sizes or (QUICK_SIZES if quick else SIZES)),
+        sizes=parse_sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES_TEXT)),
         ranks=parse_numbers("--ranks", ranks or "2"),
         lanes=parse_names("shm,tcp" if lanes is None else lanes),
         opponents=parse_names(against),

@@ -44,7 +44,7 @@ LONG_SECONDS: Final = 2.0
 FAR_TOO_LONG: Final = 3600.0
 BAR_WIDTH: Final = 560
 BAR_HEIGHT: Final = 15
-LEFT: Final = 150
+LEFT_MARGIN: Final = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ def draw(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> str:
     """Return an SVG: for each link a bar for each codec, as long as its all_reduce takes."""
     links = [link for link in trial.links if all(link in each.seconds for each in outcomes)]
     height = 70 + len(links) * (40 + (BAR_HEIGHT + 5) * len(outcomes))
-    width = LEFT + BAR_WIDTH + 170
+    width = LEFT_MARGIN + BAR_WIDTH + 170
     title = f"all_reduce of {trial.nbytes / 2**20:g} MiB, {trial.size} ranks, {trial.lanes}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -228,12 +228,12 @@ def draw(trial: CodecTrial, outcomes: Sequence[CodecOutcome]) -> str:
         for each in outcomes:
             length = BAR_WIDTH * each.seconds[link] / longest
             kind = "plain" if each.codec == "none" else "bar"
-            parts.append(f'<text text-anchor="end" x="{LEFT - 8}" y="{down + 12}">{escape(each.codec)}</text>')
+            parts.append(f'<text text-anchor="end" x="{LEFT_MARGIN - 8}" y="{down + 12}">{escape(each.codec)}</text>')
             parts.append(
-                f'<rect class="{kind}" x="{LEFT}" y="{down}" width="{length:.1f}" height="{BAR_HEIGHT}" rx="2"/>'
+                f'<rect class="{kind}" x="{LEFT_MARGIN}" y="{down}" width="{length:.1f}" height="{BAR_HEIGHT}" rx="2"/>'
             )
             said = f"{1e3 * each.seconds[link]:,.0f} ms"
-            parts.append(f'<text class="note" x="{LEFT + length + 8:.1f}" y="{down + 12}">{said}</text>')
+            parts.append(f'<text class="note" x="{LEFT_MARGIN + length + 8:.1f}" y="{down + 12}">{said}</text>')
             down += BAR_HEIGHT + 5
         down += 12
     return "\n".join([*parts, "</svg>", ""])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
 from covey.cli.terminal import FittedTable
-from covey.lab.bench.sweep import LANES, MAX_RANKS
+from covey.lab.bench.sweep import MAX_RANKS, MEASURED_LANES
 from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
 
 LAYERS: Final = 8
-BATCH: Final = 8
+DDP_BATCH: Final = 8
 STEPS: Final = 3
 """Steps of one backend before the turn of the other."""
 TOLERANCE: Final = 1e-4
@@ -45,8 +45,8 @@ class Trial:
     def __post_init__(self) -> None:
         if not 2 <= self.size <= MAX_RANKS:
             raise ConfigError(f"-n must be from 2 to {MAX_RANKS}, not {self.size}")
-        if self.lanes not in LANES:
-            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(LANES)}")
+        if self.lanes not in MEASURED_LANES:
+            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(MEASURED_LANES)}")
         if self.rounds < 1 or self.parameters < LAYERS:
             raise ConfigError("at least one round is needed, and a parameter in every layer")
 
@@ -108,7 +108,7 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
         return time.perf_counter() - began
 
     for turn in range(trial.rounds + 1):  # the first one warms up
-        batches = [torch.randn(BATCH, width, generator=samples) for _ in range(STEPS)]
+        batches = [torch.randn(DDP_BATCH, width, generator=samples) for _ in range(STEPS)]
         for name in groups if turn % 2 else reversed(groups):
             dist.barrier()
             taken = [step(name, inputs) for inputs in batches]

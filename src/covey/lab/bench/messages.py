@@ -59,7 +59,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Order = PrepareOrder | TimeOrder
 Answer = EngineUp | ValuesRight | Measured | Failed
 
-LINE_BYTES: Final = 1 << 20
+MESSAGE_LINE_BYTES: Final = 1 << 20
 """Longer than any message: a round has at most a thousand numbers."""
 
 
@@ -89,7 +89,7 @@ class RankChannel:
 
     def _line(self, deadline: float | None = None) -> bytes:
         while (end := self._pending.find(b"\n")) < 0:
-            if len(self._pending) > LINE_BYTES:
+            if len(self._pending) > MESSAGE_LINE_BYTES:
                 raise RemoteProtocolError("a benchmark rank sent a line without end")
             if deadline is not None:
                 self.sock.settimeout(max(0.001, deadline - time.monotonic()))

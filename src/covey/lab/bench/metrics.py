@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 OPERATION: Final = OPERATIONS.index("all_reduce")
-NUMBER: Final = 200
+ROUND_OPERATIONS: Final = 200
 """Operations of a round."""
-ROUNDS: Final = 2000
-READS: Final = 50
+RECORDING_ROUNDS: Final = 2000
+SAMPLE_READS: Final = 50
 
 
 class Cost(NamedTuple):
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
     """What it should cost at most, in seconds; None if there is no limit."""
 
 
-def recording_seconds(recorder: Any, rounds: int = ROUNDS) -> float:
+def recording_seconds(recorder: Any, rounds: int = RECORDING_ROUNDS) -> float:
     """Return what a recorder adds to one operation: the fastest of many rounds, without the call itself."""
 
     def operation() -> None:
@@ -47,14 +47,14 @@ def recording_seconds(recorder: Any, rounds: int = ROUNDS) -> float:
             recorder.received(1, 4)
         recorder.end(0, False)
 
-    return _fastest(operation, NUMBER, rounds) - _fastest(lambda: None, NUMBER, rounds)
+    return _fastest(operation, ROUND_OPERATIONS, rounds) - _fastest(lambda: None, ROUND_OPERATIONS, rounds)
 
 
 def _fastest(function: Callable[[], Any], number: int, rounds: int) -> float:
     return min(timeit.repeat(function, number=number, repeat=rounds)) / number
 
 
-def measure(rounds: int = ROUNDS) -> list[Cost]:
+def measure(rounds: int = RECORDING_ROUNDS) -> list[Cost]:
     """Measure the recorders of this machine, and reading the numbers of a group with a full ring."""
     found = []
     if native().module is not None:
@@ -68,8 +68,10 @@ def measure(rounds: int = ROUNDS) -> list[Cost]:
         group.recorder.sent(1, sequence)
         group.recorder.end(0, False)
     process.register(group)
-    found.append(Cost("reading the metrics", _fastest(samples, 1, READS), None))
-    found.append(Cost(f"reading {RECORDS:,} operations", _fastest(lambda: encode(flight([group])), 1, READS), None))
+    found.append(Cost("reading the metrics", _fastest(samples, 1, SAMPLE_READS), None))
+    found.append(
+        Cost(f"reading {RECORDS:,} operations", _fastest(lambda: encode(flight([group])), 1, SAMPLE_READS), None)
+    )
     group.is_over = True
     return found
 

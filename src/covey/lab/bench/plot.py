@@ -25,7 +25,7 @@ ROW_HEIGHT: Final = 350
 TOP: Final = 116
 LEFT_EDGES: Final = (72, 556)
 
-COLOURS: Final = {
+LINE_COLOURS: Final = {
     "covey": ("#0f766e", "#2dd4bf"),
     "covey shm": ("#0f766e", "#2dd4bf"),
     "covey unix": ("#7c3aed", "#a78bfa"),
@@ -145,7 +145,7 @@ def _series_style(names: Sequence[str], variant: int) -> str:
     page = ("#ffffff", "#0f172a")[variant]
     rules = []
     for name in names:
-        colour, slug = COLOURS[name][variant], _slug(name)
+        colour, slug = LINE_COLOURS[name][variant], _slug(name)
         rules.append(
             f"{'  ' * variant}    .{slug} {{ stroke: {colour}; }} .{slug}-dot {{ fill: {colour}; stroke: {page}; }}\n"
         )

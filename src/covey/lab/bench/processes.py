@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from covey.lab.bench.sweep import Case, Contender, Sweep
     from covey.runtime.processes import Children
 
-START_SECONDS: Final = 90.0
+RANKS_START_SECONDS: Final = 90.0
 """For interpreters to start, libraries to load and ranks to join; several contenders start at the same time."""
-STOP_SECONDS: Final = 5.0
+RANKS_END_SECONDS: Final = 5.0
 """For ranks to end by themselves once their socket is closed at the end of the sweep."""
-GRACE_SECONDS: Final = 1.0
+OTHERS_REPORT_SECONDS: Final = 1.0
 """For the other ranks to report after the first one failed (the first report is not always the cause), and for all to
 end when the sweep is interrupted."""
 TAIL_LINES: Final = 15
@@ -84,7 +84,7 @@ class RankProcesses:
         self._handles: dict[int, int] = {}
         self._children: Children
         self._cleanup = ExitStack()
-        self._patience = GRACE_SECONDS
+        self._patience = OTHERS_REPORT_SECONDS
 
     def __enter__(self) -> Self:
         """Start the processes; `await_hello` waits for them."""
@@ -104,7 +104,7 @@ class RankProcesses:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._patience = STOP_SECONDS if error is None else GRACE_SECONDS
+        self._patience = RANKS_END_SECONDS if error is None else OTHERS_REPORT_SECONDS
         self._cleanup.close()
 
     def await_hello(self) -> None:
@@ -114,7 +114,7 @@ class RankProcesses:
             RankFailedError: a process ended before that; the message ends with its last output.
             DeadlineError: some did not connect in time.
         """
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + RANKS_START_SECONDS
         while len(self._channels) < self.size:
             self._listener.settimeout(0.1)
             try:
@@ -145,7 +145,7 @@ class RankProcesses:
     def _ask(self, order: Order, kind: type[A], case: Case, *, iterations: int) -> list[A]:
         for channel in self._channels.values():
             with suppress(ConnectionError):  # the missing answer of a dead rank is reported below
-                channel.sock.settimeout(STOP_SECONDS)
+                channel.sock.settimeout(RANKS_END_SECONDS)
                 channel.send(order)
         patience = 60 + iterations * self.size * case.bytes / 20e6
         deadline = time.monotonic() + patience
@@ -158,7 +158,7 @@ class RankProcesses:
                     answers[rank] = answer
                     continue
                 if not trouble:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + OTHERS_REPORT_SECONDS)
                 trouble[rank] = answer.error if isinstance(answer, Failed) else ""
         if trouble:
             if answers and all(trouble.values()):
@@ -175,7 +175,7 @@ class RankProcesses:
     def _died_after_answering(self, answered: Iterable[int]) -> list[int]:
         """Return the ranks whose connection closed after their answer; another rank's operation may fail for that."""
         ranks = {self._channels[rank].sock: rank for rank in answered}
-        closed, _, _ = select.select(list(ranks), [], [], GRACE_SECONDS)  # no rank speaks before the next order
+        closed, _, _ = select.select(list(ranks), [], [], OTHERS_REPORT_SECONDS)  # no rank speaks before the next order
         return [ranks[sock] for sock in closed]
 
     def _answer(self, channel: RankChannel, deadline: float) -> Answer | None:
@@ -190,7 +190,9 @@ class RankProcesses:
             raise self._failure("while starting", ended)
         if time.monotonic() > deadline:
             late = tuple(rank for rank in range(self.size) if rank not in self._channels)
-            what = f"{self.contender.name}: {_ranks(late)} did not start within the timeout of {START_SECONDS:.0f} s"
+            what = (
+                f"{self.contender.name}: {_ranks(late)} did not start within the timeout of {RANKS_START_SECONDS:.0f} s"
+            )
             raise DeadlineError(what + self._last_output(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
@@ -203,7 +205,7 @@ class RankProcesses:
         code, end = None, "ended"
         if self.contender.engine != "mpi":
             code = self._children.await_end(
-                next(child for child in self._children if child.name == rank), GRACE_SECONDS
+                next(child for child in self._children if child.name == rank), OTHERS_REPORT_SECONDS
             )
             if code is not None:
                 end = f"exited with code {code}" if code >= 0 else describe_end(code)

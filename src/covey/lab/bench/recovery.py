@@ -20,7 +20,7 @@ from covey.cli.layout import Column
 from covey.cli.terminal import FittedTable
 from covey.lab import ONE_THREAD
 from covey.lab.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
-from covey.lab.bench.sweep import LANES, MAX_RANKS, format_bytes
+from covey.lab.bench.sweep import MAX_RANKS, MEASURED_LANES, format_bytes
 from covey.lab.chaos.processes import JobProcesses
 from covey.runtime.processes import OutputTail
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.lab.chaos.processes import JobProcess, Told
 
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
-PATIENCE_SECONDS: Final = 60.0
+STEP_SECONDS: Final = 60.0
 """How long each step of the drill may take."""
 WARM_UP: Final = 3
 """Operations that all ranks return together before one is killed."""
@@ -51,8 +51,8 @@ class Drill:
     def __post_init__(self) -> None:
         if not 2 <= self.size <= MAX_RANKS:
             raise ConfigError(f"-n must be from 2 to {MAX_RANKS}, not {self.size}")
-        if self.lanes not in LANES:
-            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(LANES)}")
+        if self.lanes not in MEASURED_LANES:
+            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(MEASURED_LANES)}")
         if self.kills < 1:
             raise ConfigError(f"at least one kill is needed, not {self.kills}")
         assert SCALES * PERIOD * MAX_RANKS * (MAX_RANKS + 1) // 2 < 1 << 24
@@ -207,7 +207,7 @@ class _Scene:
         return [each.at - each.began for each in self.reports.returned.get(pid, ()) if each.generation == generation]
 
     def _await(self, what: str, is_so: Callable[[], bool], may_end: JobProcess | None = None) -> None:
-        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        give_up_at = time.monotonic() + STEP_SECONDS
         while not is_so():
             turn = self.job.turn(give_up_at)
             self.told += [event for _, event in turn.told]
@@ -220,7 +220,7 @@ class _Scene:
                         exit_code=worker.code,
                     )
             if time.monotonic() > give_up_at:
-                raise DeadlineError(f"the timeout of {PATIENCE_SECONDS:.0f} s ended before {what}")
+                raise DeadlineError(f"the timeout of {STEP_SECONDS:.0f} s ended before {what}")
 
 
 def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from covey.lab.bench.sweep import COMPARED_LANES, Case, Contender, Sweep, format
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-FORMAT: Final = 1
+BENCH_FORMAT: Final = 1
 """Version of the JSON layout."""
 GIB: Final = 1 << 30
 
@@ -147,7 +147,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return everything that was measured, down to each iteration of each rank, as plain values."""
     return {
-        "format": FORMAT,
+        "format": BENCH_FORMAT,
         "machine": machine,
         "versions": versions,
         "settings": {

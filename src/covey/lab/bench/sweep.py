@@ -13,14 +13,14 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-LANES: Final = settings.LANES[1:]
+MEASURED_LANES: Final = settings.LANES[1:]
 """Without `auto`."""
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
-COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure", "quic")}
+COMPARED_LANES: Final = {"gloo": MEASURED_LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure", "quic")}
 """The covey lanes that each opponent is compared with: those of the same kind; for gloo, which has only TCP, all."""
 
-DTYPES: Final = {
+MEASURED_DTYPES: Final = {
     dtype.name: dtype
     for dtype in arithmetic.DTYPES
     if dtype.name in ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -49,7 +49,7 @@ class Operation:
     """A rank may finish before the others begin, so an untimed barrier keeps iterations apart."""
 
 
-OPERATIONS: Final = {
+MEASURED_OPERATIONS: Final = {
     operation.name: operation
     for operation in (
         Operation("all_reduce", lambda n: 2 * (n - 1) / n),
@@ -90,12 +90,12 @@ class Case:
         """Elements of the operation's larger buffer on one rank."""
         if self.operation.name == "barrier":
             return 0
-        wanted = max(1, self.size_bytes // DTYPES[self.dtype].itemsize)
+        wanted = max(1, self.size_bytes // MEASURED_DTYPES[self.dtype].itemsize)
         return max(1, round(wanted / self.ranks)) * self.ranks if self.operation.in_parts else wanted
 
     @property
     def bytes(self) -> int:
-        return self.elements * DTYPES[self.dtype].itemsize
+        return self.elements * MEASURED_DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
         size = f" {format_bytes(self.size_bytes)}" if self.elements else ""
@@ -115,10 +115,10 @@ class CaseGrid:
     """What one round of one contender should take; its iterations follow from the warm-up."""
 
     def __post_init__(self) -> None:
-        _choose("operation", self.operations, OPERATIONS)
-        _choose("dtype", (self.dtype,), DTYPES)
+        _choose("operation", self.operations, MEASURED_OPERATIONS)
+        _choose("dtype", (self.dtype,), MEASURED_DTYPES)
         if not self.operations:
-            raise ConfigError(f"nothing to measure: name an operation, such as {', '.join(OPERATIONS)}")
+            raise ConfigError(f"nothing to measure: name an operation, such as {', '.join(MEASURED_OPERATIONS)}")
         if self.repetitions < 1:
             raise ConfigError(f"at least one repetition is needed, not {self.repetitions}")
 
@@ -126,9 +126,9 @@ class CaseGrid:
         """Yield the cases for one number of ranks, operation by operation, sizes rising."""
         for name, size in product(self.operations, sorted(self.sizes)):
             if name != "barrier":
-                yield Case(OPERATIONS[name], size, ranks, self.dtype)
+                yield Case(MEASURED_OPERATIONS[name], size, ranks, self.dtype)
             elif size == min(self.sizes):
-                yield Case(OPERATIONS[name], 0, ranks, self.dtype)
+                yield Case(MEASURED_OPERATIONS[name], 0, ranks, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +145,7 @@ class Sweep(CaseGrid):
 
     def __post_init__(self) -> None:
         CaseGrid.__post_init__(self)
-        _choose("lane", self.lanes, LANES)
+        _choose("lane", self.lanes, MEASURED_LANES)
         _choose("opponent", self.opponents, OPPONENTS)
         if not self.lanes and not self.opponents:
             raise ConfigError("nothing to measure: name a lane or an opponent")
@@ -181,7 +181,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def parse_operations(text: str) -> tuple[str, ...]:
     """Split a list of operations; `all` stands for every one."""
-    return tuple(OPERATIONS) if text.strip() == "all" else parse_names(text)
+    return tuple(MEASURED_OPERATIONS) if text.strip() == "all" else parse_names(text)
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:

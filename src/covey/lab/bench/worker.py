@@ -20,7 +20,7 @@ import numpy as np
 
 from covey.lab.bench.engines import CollectiveEngine, Step, open_engine
 from covey.lab.bench.messages import EngineUp, Failed, Measured, PrepareOrder, RankChannel, TimeOrder, ValuesRight
-from covey.lab.bench.sweep import DTYPES, OPERATIONS
+from covey.lab.bench.sweep import MEASURED_DTYPES, MEASURED_OPERATIONS
 from covey.lab.bench.values import fill, first_wrong
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FAILURE_CHARACTERS = 8000
-FAREWELL_SECONDS = 3.0
+LIBRARY_CLOSE_SECONDS = 3.0
 """How long the library may take to close in good order after the front has ended."""
 
 
@@ -59,7 +59,7 @@ def end_with(front: socket.socket) -> None:
 
     def watch() -> None:
         poll.poll()
-        time.sleep(FAREWELL_SECONDS)
+        time.sleep(LIBRARY_CLOSE_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="front-watch", daemon=True).start()
@@ -82,10 +82,10 @@ def serve(engine: CollectiveEngine, channel: RankChannel, busy: BusyThread | Non
 
 def prepare(engine: CollectiveEngine, order: PrepareOrder, busy: BusyThread | None) -> Callable[[int], Measured]:
     """Bind the operation to fresh buffers, check one result, and return what times a round of it."""
-    operation, elements = OPERATIONS[order.operation], order.elements
+    operation, elements = MEASURED_OPERATIONS[order.operation], order.elements
     part = elements // engine.size if operation.in_parts else elements
-    x = np.empty(part if operation.name == "all_gather" else elements, DTYPES[order.dtype])
-    out = np.empty(part if operation.name == "reduce_scatter" else elements, DTYPES[order.dtype])
+    x = np.empty(part if operation.name == "all_gather" else elements, MEASURED_DTYPES[order.dtype])
+    out = np.empty(part if operation.name == "reduce_scatter" else elements, MEASURED_DTYPES[order.dtype])
     step, landed = engine.bind(operation.name, x, out)
     fill(x, engine.rank)
     out.fill(0)

@@ -25,11 +25,11 @@ from covey.lab.chaos import orders
 from covey.lab.chaos.checker import Circumstances, check
 from covey.lab.chaos.faults import ChaosTerms, plan
 from covey.lab.chaos.hosts import HostInjector, Hosts
-from covey.lab.chaos.injector import HOLD_SECONDS
-from covey.lab.chaos.operations import MOST_RANKS
+from covey.lab.chaos.injector import ENOUGH_MEMBERS_SECONDS
+from covey.lab.chaos.operations import EXACT_RANKS
 from covey.lab.chaos.processes import EVENTS_CHECK_EVERY, EventFile, Processes, kill_all, started_for
 from covey.lab.chaos.report import ChaosStory, ProcessEnding
-from covey.lab.chaos.workload import STOP, VARIABLE, Settings
+from covey.lab.chaos.workload import STOP_FILE, VARIABLE, Settings
 from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ WORKLOAD_RESTARTS: Final = 20
 """Restarts of each process; more than the faults of any plan need."""
 FORM_SECONDS: Final = 90.0
 """How long the processes may take to form the first generation."""
-TOGETHER_SECONDS: Final = 90.0
+REUNION_SECONDS: Final = 90.0
 """How long all live processes may take, after the last fault, to be in one generation."""
 FINISH_SECONDS: Final = 60.0
 STEPS_TOGETHER: Final = 3
 ORDER_SECONDS: Final = 3.0
 """How long an injected fault waits for a process to reach its trigger point."""
 CIRCUMSTANCES: Final = "circumstances.json"
-EVENTS: Final = "events"
+EVENTS_FILE: Final = "events"
 TOUCHES: Final = {"stop": "stop", "pause": "stop", "slow": "stop", "host-stop": "stop", "leave": "leave", "cut": "cut"}
 """Kind of fault → what the checker has to know of a process that suffered it."""
 ENDS: Final = {"over": "finished", "left": "left", "quorum": "failed", "failed": "failed"}
@@ -98,8 +98,8 @@ def draw(
         crowd: tuple[int, ...] = (processes or chance.choice([3, 4, 4, 5, 6]),)
     else:
         crowd = (processes,) * hosts if processes is not None else tuple(chance.choice([1, 1, 2]) for _ in range(hosts))
-    if sum(crowd) > MOST_RANKS:
-        raise ConfigError(f"--check is for 2 to {MOST_RANKS} processes in all; got {sum(crowd)}")
+    if sum(crowd) > EXACT_RANKS:
+        raise ConfigError(f"--check is for 2 to {EXACT_RANKS} processes in all; got {sum(crowd)}")
     return Scene(
         terms=ChaosTerms(
             seed=seed,
@@ -137,7 +137,7 @@ class CheckedRun:
         self._children = Children()
         self.keepers: dict[int, Child] = {}
         self._processes = Processes(self.folder)
-        self._events = EventFile(os.path.join(self.folder, EVENTS))
+        self._events = EventFile(os.path.join(self.folder, EVENTS_FILE))
         self._injector = HostInjector(self, plan(scene.terms), say, min_alive=scene.terms.min_alive)
         self.story.injected, self.story.log = self._injector.injected, self._injector.log
         self._touched: dict[str, set[str]] = defaultdict(set)
@@ -214,7 +214,7 @@ class CheckedRun:
         home, temp = (self._own(f"{what}{host}") for what in ("home", "t"))
         env |= {VARIABLE: msgspec.json.encode(settings).decode(), "COVEY_PATIENCE": f"{scene.patience:g}"}
         env |= {"COVEY_HOME": home, "TMPDIR": temp, "XDG_RUNTIME_DIR": temp}
-        env["COVEY_EVENTS"] = os.path.join(self.folder, EVENTS)
+        env["COVEY_EVENTS"] = os.path.join(self.folder, EVENTS_FILE)
         return env | ({} if self.hosts is None else {"COVEY_SECRET_FILE": os.path.join(self.folder, "secret")})
 
     def _own(self, name: str) -> str:
@@ -236,7 +236,7 @@ class CheckedRun:
         injector.begin(self.story.began)
         injector.say(f"{size} processes are at work")
         faults = plan(self.scene.terms)
-        longest = (faults[-1].at if faults else 0.0) + len(faults) * HOLD_SECONDS + 120.0
+        longest = (faults[-1].at if faults else 0.0) + len(faults) * ENOUGH_MEMBERS_SECONDS + 120.0
         self._until(lambda: injector.is_over, longest, "faults are not over")
         obeyed_by = time.monotonic() + ORDER_SECONDS
         self._until(
@@ -248,10 +248,10 @@ class CheckedRun:
             injector.say(f"{count} orders fitted no process")
         injector.say("all faults are over")
         healed = time.monotonic()
-        self._until(lambda: self._is_whole_again(healed), TOGETHER_SECONDS, "the processes do not come together again")
+        self._until(lambda: self._is_whole_again(healed), REUNION_SECONDS, "the processes do not come together again")
         injector.say(f"together again after {time.monotonic() - healed:.1f} s")
         self._is_finishing = True
-        open(os.path.join(self.folder, STOP), "w").close()
+        open(os.path.join(self.folder, STOP_FILE), "w").close()
         self._until(self._have_keepers_ended, FINISH_SECONDS, "the run does not finish")
         self._look_for_leftovers()
 

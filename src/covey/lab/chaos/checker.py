@@ -167,7 +167,7 @@ class _Checker:
 
     def raises_for_want_of_a_root(self) -> Iterator[str]:
         for name, raised in self._all(OperationRaised):
-            if raised.operation.kind not in operations.ROOTED:
+            if raised.operation.kind not in operations.ROOTED_OPERATIONS:
                 yield f"{name}: PeerLostError in an operation that has no root: {_tell(raised)}"
             elif raised.is_root_live:
                 yield f"{name}: PeerLostError, but the root is live: {_tell(raised)}"

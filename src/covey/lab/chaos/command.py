@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.lab.chaos.faults import Where
     from covey.lab.chaos.report import ChaosStory
 
-PLAIN_WIDTH: Final = 140
+CHAOS_WIDTH: Final = 140
 """Line width without a terminal."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -224,7 +224,7 @@ def _tell(stories: Sequence[ChaosStory], *, as_json: bool) -> int:
 def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PLAIN_WIDTH
+        console.width = CHAOS_WIDTH
     return console
 
 

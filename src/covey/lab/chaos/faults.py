@@ -42,7 +42,7 @@ class FaultKind(NamedTuple):
     """How many members must be there."""
 
 
-KINDS: Final = {
+FAULT_KINDS: Final = {
     "kill": FaultKind("a process is killed", 8, EVERYWHERE),
     "two": FaultKind("two processes are killed at once", 4, CHECKED, 3),
     "most": FaultKind("all processes but one are killed at once", 2, ("machine",), 3),
@@ -98,13 +98,13 @@ EXTRA: Final = 2
 """Most processes that join beyond those that the job began with."""
 BARREN: Final = 20
 """The plan ends after this many draws in a row without a feasible fault, as with one member and no newcomer."""
-RETURN_SECONDS: Final = 1.5
+RESTART_SECONDS: Final = 1.5
 """Roughly how long a restarted process takes to become a member."""
 
 
 def known(where: Where) -> dict[str, FaultKind]:
     """Return the kinds of faults that are possible there."""
-    return {name: kind for name, kind in KINDS.items() if where in kind.where}
+    return {name: kind for name, kind in FAULT_KINDS.items() if where in kind.where}
 
 
 def touched_by(kind: str, count: int) -> int:
@@ -236,7 +236,7 @@ class _Planner:
     def _round(self) -> list[str]:
         """Return every chosen kind, as often as it weighs, in random order."""
         is_equal = self._terms.where == "command"
-        kinds = [kind for kind in self._terms.chosen for _ in range(1 if is_equal else KINDS[kind].weight)]
+        kinds = [kind for kind in self._terms.chosen for _ in range(1 if is_equal else FAULT_KINDS[kind].weight)]
         return self._random.sample(kinds, len(kinds))
 
     def _next(self, number: int, bag: list[str]) -> PlannedFault | None:
@@ -259,7 +259,7 @@ class _Planner:
             return False
         if kind == "all" and self._has_left:
             return False  # `covey run` takes a process that exited with 0 for one that finished the work of the run
-        return count >= KINDS[kind].least and count - touched_by(kind, count) >= self._terms.min_alive
+        return count >= FAULT_KINDS[kind].least and count - touched_by(kind, count) >= self._terms.min_alive
 
     def _suffer(self, fault: PlannedFault) -> None:
         """Let the model be as the job will be after a fault."""
@@ -267,14 +267,14 @@ class _Planner:
         self._has_left = self._has_left or fault.kind == "leave"
         for each in pick(members, fault.target, touched_by(fault.kind, len(members))):
             if fault.kind in ("stop", "pause", "slow"):
-                each.back_at = self._now + fault.seconds + (RETURN_SECONDS if fault.kind in LOSSES else 0.0)
+                each.back_at = self._now + fault.seconds + (RESTART_SECONDS if fault.kind in LOSSES else 0.0)
             elif fault.kind != "leave" and each.restarts:
                 each.restarts -= 1
-                each.back_at = self._now + RETURN_SECONDS
+                each.back_at = self._now + RESTART_SECONDS
             else:
                 self._there.remove(each)
         if fault.kind == "join":
-            self._there.append(_Modelled(self._now + RETURN_SECONDS, self._terms.restarts))
+            self._there.append(_Modelled(self._now + RESTART_SECONDS, self._terms.restarts))
 
 
 def draw_order(chance: random.Random) -> Order:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.lab.chaos.injector import Action, Victim
     from covey.runtime.processes import Child
 
-PREFIX: Final = "covey-chaos"
+HOSTS_PREFIX: Final = "covey-chaos"
 UNUSED_LINK_ADDRESS: Final = "02:00:00:00:ff:ff"
 NO_IPV6: Final = "for f in all default; do echo 1 > /proc/sys/net/ipv6/conf/$f/disable_ipv6; done"
 MOST_HOSTS: Final = 16
@@ -52,7 +52,7 @@ class Hosts:
     def __init__(self, count: int) -> None:
         if not 2 <= count <= MOST_HOSTS:
             raise ConfigError(f"--hosts {count} must be from 2 to {MOST_HOSTS}")
-        self._lan = Lan(count, prefix=PREFIX)
+        self._lan = Lan(count, prefix=HOSTS_PREFIX)
         self._cuts: dict[tuple[int, int], int] = {}
         """How often each direction is cut: faults may overlap."""
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.lab.chaos.cutting import cut
-from covey.lab.chaos.faults import KINDS, SLOW_PULSE, between, pick, touched_by
+from covey.lab.chaos.faults import FAULT_KINDS, SLOW_PULSE, between, pick, touched_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.lab.chaos.faults import PlannedFault
 
-HOLD_SECONDS: Final = 30.0
+ENOUGH_MEMBERS_SECONDS: Final = 30.0
 """How long a fault waits until enough processes are members; between two generations none is."""
 
 
@@ -167,7 +167,7 @@ class Injector:
         members = [each for each in self._job.members() if each.pid not in self._disturbed]
         obstacle = self.obstacle(fault, len(members))
         late = now - self._began_at - fault.at
-        if obstacle and late < HOLD_SECONDS:
+        if obstacle and late < ENOUGH_MEMBERS_SECONDS:
             return
         del self._faults[0]
         self._began_at += late  # the pauses between faults stay as they were drawn
@@ -180,7 +180,7 @@ class Injector:
 
     def obstacle(self, fault: PlannedFault, count: int) -> str:
         """Return why a fault is not possible with so many undisturbed members; empty if it is."""
-        if count < KINDS[fault.kind].least:
+        if count < FAULT_KINDS[fault.kind].least:
             return f"only {count} processes are at work"
         if count - touched_by(fault.kind, count) < self._min_alive:
             return "too few others are at work"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 PERIOD: Final = 89
-MOST_RANKS: Final = 16
+EXACT_RANKS: Final = 16
 """Most ranks for which the sums of 8-byte numbers are exact."""
 MOST_RANKS_OF_SHORT: Final = 8
 """Most ranks for which the sums of 4-byte numbers are exact."""
-ROOTED: Final = ("reduce", "broadcast", "gather", "scatter")
+ROOTED_OPERATIONS: Final = ("reduce", "broadcast", "gather", "scatter")
 """Operations that fail without their root."""
 ALIKE: Final = ("all_reduce", "mean", "broadcast", "all_gather", "objects", "barrier", "split", "vote")
 """Operations that return the same on all ranks."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EVENTS_CHECK_EVERY: Final = 0.02
 """How often the events of the run are read while nothing is printed."""
-READ_BYTES: Final = 1 << 16
+EVENTS_READ_BYTES: Final = 1 << 16
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class EventFile:
 
     def read(self) -> list[Told]:
         """Return the events that were added."""
-        while data := os.read(self._file, READ_BYTES):
+        while data := os.read(self._file, EVENTS_READ_BYTES):
             self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
         return [_told.decode(line) for line in lines if line]
@@ -236,7 +236,7 @@ class Watched:
 
     def read(self) -> list[Obeyed]:
         """Read new records; return the orders that the process obeyed."""
-        while data := os.read(self._file, READ_BYTES):
+        while data := os.read(self._file, EVENTS_READ_BYTES):
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         obeyed = []

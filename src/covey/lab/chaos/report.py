@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from covey.lab.chaos.injector import Injected
     from covey.lab.chaos.processes import Told
 
-SLACK: Final = 0.05
+MATCH_SECONDS: Final = 0.05
 """Tolerance in seconds when a recovery is matched with an earlier fault."""
 OUT_OF_TIME: Final = 124
 """The exit code of a job that did not end in time, the same as that of timeout(1)."""
-SHOWN: Final = 12
+PROBLEMS_SHOWN: Final = 12
 """How many problems of one run are shown."""
-FIGURES: Final = (
+SHOWN_FIGURES: Final = (
     *("operations", "operations after a loss", "raised", "messages", "generations", "processes", "excluded"),
 )
 """Figures of a checked run that are shown as text."""
@@ -180,7 +180,7 @@ def outcomes(story: ChaosStory) -> tuple[list[FaultOutcome], list[Recovery]]:
         due = max(1, recovery.lost)
         for outcome in found:
             is_due = outcome.missing and outcome.view == recovery.kind and (story.survives or not outcome.text)
-            if due and is_due and outcome.injected.at <= recovery.ended + SLACK:
+            if due and is_due and outcome.injected.at <= recovery.ended + MATCH_SECONDS:
                 explained = min(due, outcome.missing)
                 due, outcome.missing = due - explained, outcome.missing - explained
                 _recover(outcome, recovery, story)
@@ -305,10 +305,10 @@ def verdict(story: ChaosStory) -> RenderableType:
         return Text(f"the job {end}", style)
     word = "passed" if story.code == 0 else "FAILED"
     what = word if story.terms is None else f"seed {story.terms.seed}: {word} in {story.seconds:.0f} s"
-    lines = [f"note: {note}" for note in story.notes[:SHOWN]]
+    lines = [f"note: {note}" for note in story.notes[:PROBLEMS_SHOWN]]
     if story.problems:
-        lines += story.problems[:SHOWN]
-        lines += [f"and {len(story.problems) - SHOWN} more"] if len(story.problems) > SHOWN else []
+        lines += story.problems[:PROBLEMS_SHOWN]
+        lines += [f"and {len(story.problems) - PROBLEMS_SHOWN} more"] if len(story.problems) > PROBLEMS_SHOWN else []
         lines += ["what was done:", *(f"  {line}" for line in story.log)] if story.log else []
         lines += [f"records of the processes: {story.folder}", "`covey chaos --records FOLDER` checks them again"]
     return Group(
@@ -318,7 +318,7 @@ def verdict(story: ChaosStory) -> RenderableType:
 
 
 def spell_figures(figures: Counter[str]) -> str:
-    return ", ".join(f"{figures[name]} {name}" for name in FIGURES)
+    return ", ".join(f"{figures[name]} {name}" for name in SHOWN_FIGURES)
 
 
 def _table(story: ChaosStory, found: Sequence[FaultOutcome]) -> FittedTable:

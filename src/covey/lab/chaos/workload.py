@@ -47,7 +47,7 @@ VARIABLE: Final = "CHAOS_SETTINGS"
 COUNTS: Final = (1, 17, 251, 4097, 65537)
 STATE_COUNT: Final = 251
 MESSAGE_SECONDS: Final = 60.0
-STOP: Final = "stop"
+STOP_FILE: Final = "stop"
 """A file of this name in the run's folder asks all processes to finish."""
 
 
@@ -177,7 +177,7 @@ class Workload:
         self.write(Stepped(state["story"], group.generation, state["step"], self.digest(), pending, at))
 
     def is_asked_to_stop(self) -> bool:
-        return os.path.exists(os.path.join(self._settings.folder, STOP))
+        return os.path.exists(os.path.join(self._settings.folder, STOP_FILE))
 
     def draws_large(self, chance: random.Random) -> bool:
         return chance.random() < self._settings.large
@@ -219,7 +219,7 @@ class GroupWorkload:
     def _draw(self, kind: str, chance: random.Random) -> CheckedOperation:
         size = self._group.size
         count = min(chance.choice(COUNTS), 5000 if kind in ("all_to_all", "all_gather") else COUNTS[-1])
-        root = chance.randrange(size) if kind in operations.ROOTED else -1
+        root = chance.randrange(size) if kind in operations.ROOTED_OPERATIONS else -1
         dtype = "f8" if kind == "mean" else chance.choice(operations.dtypes_for(size))
         if kind == "mean" and size > operations.MOST_RANKS_OF_SHORT:
             kind = "all_reduce"

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from covey.runtime.processes import Child
 
-SILENCE = 60.0
+SILENCE_SECONDS = 60.0
 """Seconds without a report from any node after which the demo fails. Nodes report many times a second."""
 KILL_AFTER = 0.4
 """The share of the steps, or of the time, after which a node is killed."""
 ABSENCE = 0.5
 """Seconds before a killed node is started again: long enough to see that the others continue."""
-RESTARTS = 5
+RESTARTS_LIMIT = 5
 """How often a node is restarted."""
 
 
@@ -96,7 +96,7 @@ class _Nodes:
     def reports(self) -> Iterator[tuple[int, Report]]:
         for node in range(self._plan.nodes):
             yield self._start(node)
-        give_up_at = time.monotonic() + SILENCE
+        give_up_at = time.monotonic() + SILENCE_SECONDS
         while self._due or any(worker.is_running for worker in self._workers.values()):
             now = time.monotonic()
             printed = self._run.children.outputs(max(0.0, min([give_up_at, *self._due.values()]) - now))
@@ -104,13 +104,13 @@ class _Nodes:
             if not printed and not ended and now >= give_up_at:
                 missing = tuple(node for node, worker in self._workers.items() if worker.is_running)
                 raise DeadlineError(
-                    f"no report from nodes {missing} within the timeout of {SILENCE:.0f} s", late=missing
+                    f"no report from nodes {missing} within the timeout of {SILENCE_SECONDS:.0f} s", late=missing
                 )
             rest = [each for child in ended for each in self._run.children.rest_of(child)]
             for each in (*printed, *rest):
                 worker = self._workers[each.child.name]
                 for report in worker.read(each.target, each.data):
-                    give_up_at = time.monotonic() + SILENCE
+                    give_up_at = time.monotonic() + SILENCE_SECONDS
                     yield worker.node, report
                     if self._is_time_to_kill(report):
                         yield self._kill()
@@ -163,7 +163,7 @@ class _Nodes:
 
     def _can_come_back(self, worker: _Worker) -> bool:
         others = any(other.is_running and not other.is_finished for other in self._workers.values())
-        return others and self._restarts[worker.node] < RESTARTS and bool(self._run.survives())
+        return others and self._restarts[worker.node] < RESTARTS_LIMIT and bool(self._run.survives())
 
 
 class _Worker:

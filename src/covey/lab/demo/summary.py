@@ -32,7 +32,7 @@ rounding differs."""
 NOISE, PRICE = 0.02, 0.4
 """How much they may differ if samples were lost with a node: NOISE, which another seed causes as well, plus PRICE times
 the lost share of all samples. At most 0.3 times the share was measured, in runs that lost 5 to 30 % of the samples."""
-LOSSY = 0.02
+LOSSY_DIFFERENCE = 0.02
 """The part of the loss by which they may differ besides if gradients were compressed."""
 
 
@@ -117,7 +117,7 @@ def tolerance(team: Progress, alone: Progress) -> float:
     mine, other = _last_points(team, alone)
     share = 1 - mine.samples / other.samples
     limit = NOISE + PRICE * share if share else ROUNDING
-    return limit + LOSSY * other.loss if team.codec else limit
+    return limit + LOSSY_DIFFERENCE * other.loss if team.codec else limit
 
 
 def _last_points(team: Progress, alone: Progress) -> tuple[LossPoint, LossPoint]:

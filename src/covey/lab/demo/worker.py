@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
 
-BATCH = 256
+DEMO_BATCH = 256
 HELD_OUT_STRIDE = 2
 """Evaluating every second held-out character is as accurate as all of them, and takes half the time."""
-RETURN_SECONDS = 30.0
+LOST_NODES_SECONDS = 30.0
 """How long nodes that are done wait for nodes that were lost."""
 POLL_SECONDS = 0.02
-SMALLEST = 1024
+SMALLEST_GRADIENT = 1024
 """Bytes of the smallest gradient that is compressed: the model is small, and its compression is to be seen."""
 
 
@@ -97,7 +97,7 @@ class _Node:
 
     def __init__(self, task: Task, tell: Callable[[Told], None]) -> None:
         self._task, self._tell = task, tell
-        self._policy = make_policy(task.compress or None, smallest=SMALLEST)
+        self._policy = make_policy(task.compress or None, smallest=SMALLEST_GRADIENT)
         self._book = model.load()
         self._contexts, self._targets = model.examples(self._book.training)
         self._parameters = model.initial(len(self._book.alphabet), task.seed + task.lots[0])
@@ -126,7 +126,7 @@ class _Node:
         held_out = self._judge(group)
         lane = "+".join(sorted(set(group.lanes().values())))
         gradient_bytes = sum(array.nbytes for array in self._parameters.values())
-        batch = BATCH * len(self._task.lots)
+        batch = DEMO_BATCH * len(self._task.lots)
         self._tell(
             JoinedReport(
                 *(group.generation, group.rank, self.state["step"], lane, batch, gradient_bytes, held_out),
@@ -144,7 +144,7 @@ class _Node:
         started = time.perf_counter()
         number = self.state["step"] + 1
         draws = (np.random.default_rng((self._task.seed, lot, number)) for lot in self._task.lots)
-        batch = np.concatenate([draw.integers(len(self._targets), size=BATCH) for draw in draws])
+        batch = np.concatenate([draw.integers(len(self._targets), size=DEMO_BATCH) for draw in draws])
         loss, gradients = model.loss_and_gradients(self._parameters, self._contexts[batch], self._targets[batch])
         computed = time.perf_counter()
         before = group.compression
@@ -174,12 +174,14 @@ class _Node:
     def wait(self, group: Group) -> None:
         """Wait a moment for nodes that are restarted."""
         if not self._give_up_at:
-            self._give_up_at = time.monotonic() + RETURN_SECONDS
+            self._give_up_at = time.monotonic() + LOST_NODES_SECONDS
             self._tell(WaitingReport())
         time.sleep(POLL_SECONDS)
         began = time.perf_counter()
         if not group.agree(time.monotonic() < self._give_up_at):
-            raise TimeoutError(f"not all {self._task.nodes} nodes were there within {RETURN_SECONDS:.0f} s of the end")
+            raise TimeoutError(
+                f"not all {self._task.nodes} nodes were there within {LOST_NODES_SECONDS:.0f} s of the end"
+            )
         self._notice(group, "wait", time.perf_counter() - began)
 
     def finish(self, group: Group) -> None:

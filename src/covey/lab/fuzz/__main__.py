@@ -19,8 +19,8 @@ from covey.lab.fuzz.targets import Target, all_targets
 INPUT_SECONDS = 10
 """Seconds for one input; libFuzzer reports a longer one as endless."""
 MEMORY_MIB = 2048
-MOST_BYTES = 1 << 16
-BATCH = 2000
+GUIDED_INPUT_BYTES = 1 << 16
+INPUTS_AT_ONCE = 2000
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def _guided(target: Target, seconds: float, folder: Path) -> bool:
         f"-artifact_prefix={folder}/",
         f"-timeout={INPUT_SECONDS}",
         f"-rss_limit_mb={MEMORY_MIB}",
-        f"-max_len={MOST_BYTES}",
+        f"-max_len={GUIDED_INPUT_BYTES}",
         "-print_final_stats=1",
         "-verbosity=0",
     ]
@@ -73,7 +73,7 @@ def _guided(target: Target, seconds: float, folder: Path) -> bool:
 def _by_chance(target: Target, seconds: float, folder: Path) -> bool:
     count, end_at = 0, time.monotonic() + seconds
     for seed in itertools.count(1):
-        for data in inputs(target, BATCH, seed):
+        for data in inputs(target, INPUTS_AT_ONCE, seed):
             count += 1
             try:
                 check(target, data, is_measured=count % 10 == 0)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec.msgpack import Ext
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.call_values import ANYTHING, Reference, Signature, decoded, pack
+from covey.wire.call_values import ANY_VALUE, Reference, Signature, decoded, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,7 @@ def read_arguments(data: bytes) -> None:
 
 def read_result(data: bytes) -> None:
     """Decode a result without an annotation."""
-    ANYTHING.decode(data, [data, PART], _CONVERTER)
+    ANY_VALUE.decode(data, [data, PART], _CONVERTER)
 
 
 PROMISED: Final = (TypeError, RemoteProtocolError)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from covey.lab.fuzz.targets import Target
 
-MOST_BYTES: Final = 1 << 14
+MUTATED_INPUT_BYTES: Final = 1 << 14
 """The largest valid input that is mutated: larger ones would take all the time."""
 MEMORY_FACTOR: Final = 128
 """Bytes of memory for each byte of input: an empty dict is one byte of msgpack, and some eighty in memory."""
@@ -33,7 +33,7 @@ def inputs(target: Target, count: int, seed: int | str = 0) -> Iterator[bytes]:
     chance = random.Random(f"{target.name} {seed}")
     mutator, seeds = Mutator(chance), target.seeds()
     yield from seeds
-    small = [each for each in seeds if len(each) <= MOST_BYTES]
+    small = [each for each in seeds if len(each) <= MUTATED_INPUT_BYTES]
     for _ in range(count):
         yield change(target, mutator, chance.choice(small), small)
 

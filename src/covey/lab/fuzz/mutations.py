@@ -30,8 +30,8 @@ INTEGERS: Final = (
     (1 << 64) - 1,
 )
 FLOATS: Final = (math.nan, math.inf, -math.inf, -0.0, 1e308, 5e-324, -1.5)
-TEXTS: Final = ("", "\x00", "\x1b]0;title\x07\r\n", "\u202e", "\U0010ffff" * 20, "x" * 101, "x" * 1001, "x" * 9000)
-BYTES: Final = (b"", b"\xff", bytes(15), bytes(17), bytes(31), bytes(33), bytes(65), bytes(1 << 13))
+ODD_TEXTS: Final = ("", "\x00", "\x1b]0;title\x07\r\n", "\u202e", "\U0010ffff" * 20, "x" * 101, "x" * 1001, "x" * 9000)
+ODD_BYTES: Final = (b"", b"\xff", bytes(15), bytes(17), bytes(31), bytes(33), bytes(65), bytes(1 << 13))
 OTHERS: Final[tuple[Any, ...]] = (
     None,
     True,
@@ -147,7 +147,7 @@ class Mutator:
             case 0 | 1:
                 place[key] = self.alike(value)
             case 2:
-                place[key] = _copy(chance.choice([*INTEGERS, *FLOATS, *TEXTS, *BYTES, *OTHERS]))
+                place[key] = _copy(chance.choice([*INTEGERS, *FLOATS, *ODD_TEXTS, *ODD_BYTES, *OTHERS]))
             case 3:
                 del place[key]
             case 4 if isinstance(place, list):
@@ -195,9 +195,9 @@ class Mutator:
             case float():
                 return chance.choice([atom + 1, -atom, *FLOATS])
             case str():
-                return chance.choice([atom[:-1], atom + "x", *TEXTS])
+                return chance.choice([atom[:-1], atom + "x", *ODD_TEXTS])
             case bytes():
-                return chance.choice([chance.randbytes(len(atom)), atom[::-1], *BYTES])
+                return chance.choice([chance.randbytes(len(atom)), atom[::-1], *ODD_BYTES])
         return atom
 
 

@@ -49,7 +49,7 @@ from covey.wire import (
     seal,
     secret,
 )
-from covey.wire.manifest import TAG_BYTES, Manifest, ManifestEntry
+from covey.wire.manifest import STATE_TAG_BYTES, Manifest, ManifestEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,7 +171,7 @@ def _read_datagram(data: bytes) -> quic.FirstPacket:
 
 
 def _cid() -> bytes:
-    return quic.proving_cid(KEY, bytes(quic.NONCE_BYTES))
+    return quic.proving_cid(KEY, bytes(quic.CID_NONCE_BYTES))
 
 
 def _write_datagram(first: quic.FirstPacket) -> bytes:
@@ -323,11 +323,11 @@ def _read_proof(data: bytes) -> bool:
 def _open_records(data: bytes) -> list[bytes]:
     opener, view, opened = seal.Opener(KEY[:16], LANE, 0, 0, rekey_every=REKEY_EVERY), memoryview(data), []
     at = 0
-    while at + seal.OVERHEAD_BYTES < len(data):
-        end = at + seal.record_length(data, at) + seal.OVERHEAD_BYTES
+    while at + seal.RECORD_OVERHEAD_BYTES < len(data):
+        end = at + seal.record_length(data, at) + seal.RECORD_OVERHEAD_BYTES
         if end > len(data):
             break
-        into = bytearray(end - at - seal.OVERHEAD_BYTES)
+        into = bytearray(end - at - seal.RECORD_OVERHEAD_BYTES)
         opener.open(view[at:end], into)
         opened.append(bytes(into))
         at = end
@@ -337,7 +337,7 @@ def _open_records(data: bytes) -> list[bytes]:
 def _seal_records(bodies: list[bytes]) -> bytes:
     sealer, sealed = seal.Sealer(KEY[:16], LANE, 0, 0, rekey_every=REKEY_EVERY), b""
     for body in bodies:
-        into = bytearray(len(body) + seal.OVERHEAD_BYTES)
+        into = bytearray(len(body) + seal.RECORD_OVERHEAD_BYTES)
         sealer.seal(body, memoryview(into))
         sealed += bytes(into)
     return sealed
@@ -348,7 +348,7 @@ def _sealed_seeds() -> list[bytes]:
     never_renewed = seal.Sealer(KEY[:16], LANE, 0, 0)
     late = b""
     for _ in range(2 * REKEY_EVERY):
-        into = bytearray(seal.OVERHEAD_BYTES + 4)
+        into = bytearray(seal.RECORD_OVERHEAD_BYTES + 4)
         never_renewed.seal(b"late", memoryview(into))
         late += bytes(into)
     return [*streams, late, streams[2][25:], struct.pack("<I", 0) + bytes(40), struct.pack("<I", 1 << 30) + bytes(40)]
@@ -423,15 +423,15 @@ def _typed_seeds() -> list[bytes]:
 
 
 _BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
-UNLIKE: Final = ManifestEntry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(TAG_BYTES))
-OWN: Final = Manifest(
+UNLIKE: Final = ManifestEntry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(STATE_TAG_BYTES))
+OWN_MANIFEST: Final = Manifest(
     is_fresh=False,
     entries=(
-        ManifestEntry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        ManifestEntry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
-        ManifestEntry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        ManifestEntry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
-        ManifestEntry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
+        ManifestEntry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
     ),
 )
 """The manifest that a claimed one is compared with."""
@@ -443,12 +443,12 @@ def _read_manifest(data: bytes) -> Manifest:
     manifest.check()
     for chunk in manifest.chunks():
         assert not manifest.lacks(chunk, manifest), "a state lacks what it has"
-        OWN.lacks(chunk, manifest)
+        OWN_MANIFEST.lacks(chunk, manifest)
     assert len(manifest.digest) == 16
     for name, entry in manifest.by_name.items():
         assert entry.kind
         assert entry.is_same(entry)
-        assert not entry.is_same(OWN.by_name.get(name, UNLIKE))
+        assert not entry.is_same(OWN_MANIFEST.by_name.get(name, UNLIKE))
     return manifest
 
 
@@ -525,7 +525,7 @@ def _read_packet(data: bytes) -> None:
     if filtered.passes(data, "10.0.0.1", 0.0) and is_response:
         reader._read(data)
     # One source has a burst, and all together have one; dropped packets are counted.
-    for count in range(int(sieve.TOTAL_BURST) + 1 if sieve._COVEY in data and len(data) < 60 else 0):
+    for count in range(int(sieve.ALL_PACKETS_BURST) + 1 if sieve._COVEY in data and len(data) < 60 else 0):
         filtered.passes(data, f"10.0.0.{count % 8}", 0.0)
     assert len(heard) <= sieve.MOST_RECORDS
 

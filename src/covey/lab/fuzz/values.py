@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-TEXTS: Final = (
+LIKELY_TEXTS: Final = (
     "",
     "a",
     "run",
@@ -106,12 +106,12 @@ class Maker:
         least, most = kind.min_length or 0, kind.max_length
         fitting = [
             text
-            for text in (*TEXTS, *("y" * most for most in [most] if most is not None))
+            for text in (*LIKELY_TEXTS, *("y" * most for most in [most] if most is not None))
             if len(text) >= least and (most is None or len(text) <= most)
             if kind.pattern is None or re.search(kind.pattern, text)
         ]
         if not fitting:
-            raise TypeError(f"no text is known that fits {kind}: add one to TEXTS")
+            raise TypeError(f"no text is known that fits {kind}: add one to LIKELY_TEXTS")
         return self._chance.choice(fitting)
 
 

@@ -5,7 +5,7 @@ only appended. Each line holds the SHA-256 of the line before it, and `audit/hea
 last one, so `audit_reader.verify` finds lines that were changed, removed, moved or added. There is no key in this: a
 process with the rights of this user can write the whole log anew.
 
-A full file is renamed and a new one begun; the last `KEPT` old ones stay, and the chain continues across them.
+A full file is renamed and a new one begun; the last `OLD_FILES` old ones stay, and the chain continues across them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-EVENTS: Final = {
+AUDITED_EVENTS: Final = {
     "met": "a node of the cluster was met",
     "visited": "a node came that takes part in no run (`covey status`, `covey doctor`, a keeper)",
     "began": "a process of this machine is in the first generation of a run",
@@ -72,13 +72,13 @@ EVENTS: Final = {
 
 LOG_FORMAT: Final = 1
 """The format of the log."""
-MOST_BYTES: Final = 4 << 20
+AUDIT_FILE_BYTES: Final = 4 << 20
 """A file gets no larger than this."""
-KEPT: Final = 4
+OLD_FILES: Final = 4
 """Old files that stay."""
-TEXT_LIMIT: Final = 300
+AUDIT_TEXT_LIMIT: Final = 300
 """Characters of a name, an address or a reason."""
-LINE_LIMIT: Final = 16 << 10
+AUDIT_LINE_LIMIT: Final = 16 << 10
 """Bytes of a line, for readers: covey writes no longer ones."""
 ONCE_BYTES: Final = 256 << 10
 """How much of the end of the log is searched for an entry that another process may have written already."""
@@ -137,13 +137,13 @@ class Note:
     time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        assert self.event in EVENTS, f"list the event {self.event!r} in EVENTS"
+        assert self.event in AUDITED_EVENTS, f"list the event {self.event!r} in EVENTS"
 
     def entry(self, number: int, previous: str) -> AuditEntry:
         """Return the entry with this number, after a line with that hash."""
         moment = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         texts = (self.cluster, self.run, self.name, self.address, self.reason)
-        cluster, run, name, address, reason = (printable(text, TEXT_LIMIT) for text in texts)
+        cluster, run, name, address, reason = (printable(text, AUDIT_TEXT_LIMIT) for text in texts)
         return AuditEntry(
             number, moment, cluster, self.event, run, self.generation, self.node.hex(), self.life.hex(), name,
             address, reason, self.count, os.getpid(), previous,
@@ -240,7 +240,7 @@ def _append(folder: Path, notes: Sequence[Note]) -> None:
         lines, number, last = _chain(news, number, tail.hash)
         data = b"\n" * tail.is_torn + lines
         first = head.first if head else 1
-        if size and size + len(data) > MOST_BYTES:
+        if size and size + len(data) > AUDIT_FILE_BYTES:
             first = _turn_over(folder, Head(first, tail.number, tail.hash, 0))
             os.close(descriptor)
             descriptor = open_log(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -268,7 +268,7 @@ def _amends(notes: Sequence[Note], tail: _Tail, head: Head | None) -> Iterator[N
     """Yield notes about damage at the end of the log, which come before new entries."""
     cluster = notes[0].cluster if notes else ""
     if tail.is_torn:
-        yield Note(cluster, "torn", reason=EVENTS["torn"])
+        yield Note(cluster, "torn", reason=AUDITED_EVENTS["torn"])
     if head is None and tail.number:
         yield Note(cluster, "gap", reason="the file `head` was missing or damaged; entries may have been removed")
     elif head is not None and head.number > tail.number:
@@ -293,10 +293,10 @@ def _not_yet_noted(descriptor: int, size: int, notes: Sequence[Note]) -> Iterato
 def _tail_of(folder: Path, descriptor: int, size: int) -> _Tail:
     """Return the end of the log: of its last file, or of the one before if that is empty."""
     if size:
-        start = max(0, size - 2 * LINE_LIMIT)
+        start = max(0, size - 2 * AUDIT_LINE_LIMIT)
         return _tail(os.pread(descriptor, size - start, start), is_whole=start == 0)
     with contextlib.suppress(FileNotFoundError):
-        return _tail(read_log(file_at(folder, 1))[-2 * LINE_LIMIT :], is_whole=False)
+        return _tail(read_log(file_at(folder, 1))[-2 * AUDIT_LINE_LIMIT :], is_whole=False)
     return _Tail(0, START, START, False)
 
 
@@ -315,10 +315,10 @@ def _turn_over(folder: Path, head: Head) -> int:
 
     The head is updated before the oldest file is removed, so that all entries that it promises exist at any moment.
     """
-    oldest = [_first_number(file_at(folder, age)) for age in range(KEPT - 1, -1, -1)]
+    oldest = [_first_number(file_at(folder, age)) for age in range(OLD_FILES - 1, -1, -1)]
     first = next((number for number in oldest if number), head.first)
     _write_head(folder, msgspec.structs.replace(head, first=first))
-    for age in range(KEPT - 1, -1, -1):
+    for age in range(OLD_FILES - 1, -1, -1):
         with contextlib.suppress(FileNotFoundError):
             os.replace(file_at(folder, age), file_at(folder, age + 1))
     return first
@@ -328,7 +328,7 @@ def _first_number(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         descriptor = open_log(path, os.O_RDONLY)
         try:
-            start = os.pread(descriptor, LINE_LIMIT, 0)
+            start = os.pread(descriptor, AUDIT_LINE_LIMIT, 0)
         finally:
             os.close(descriptor)
         entry = parse(start.partition(b"\n")[0])
@@ -382,7 +382,7 @@ def made_folder() -> Path:
 
 
 def file_at(folder: Path, age: int) -> Path:
-    """Return the file that entries are appended to, or an older one: `KEPT` is the oldest."""
+    """Return the file that entries are appended to, or an older one: `OLD_FILES` is the oldest."""
     return folder / (f"log.{age}.jsonl" if age else "log.jsonl")
 
 
@@ -395,7 +395,7 @@ def open_log(path: Path, flags: int) -> int:
             raise
         raise ConfigError(f"{path} is a symbolic link; move it away") from error
     try:
-        check_private(path, os.fstat(descriptor), most=4 * MOST_BYTES)
+        check_private(path, os.fstat(descriptor), most=4 * AUDIT_FILE_BYTES)
     except BaseException:
         os.close(descriptor)
         raise

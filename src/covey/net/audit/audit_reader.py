@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.text import printable
 from covey.net.audit.audit_log import (
-    KEPT,
-    LINE_LIMIT,
+    AUDIT_LINE_LIMIT,
+    AUDIT_TEXT_LIMIT,
+    OLD_FILES,
     START,
-    TEXT_LIMIT,
     AuditEntry,
     file_at,
     hash_of,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from covey.net.audit.audit_log import Head
 
-PROBLEMS_LIMIT: Final = 20
+AUDIT_PROBLEMS_LIMIT: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AuditVerdict:
     last: str
     """The hash of the last line: if a copy is kept elsewhere, a rewritten log is noticed."""
     problems: tuple[str, ...]
-    """Lines that were changed, removed, moved or added; at most `PROBLEMS_LIMIT`."""
+    """Lines that were changed, removed, moved or added; at most `AUDIT_PROBLEMS_LIMIT`."""
     remarks: tuple[str, ...]
     """Lines that were cut off when they were written."""
 
@@ -96,7 +96,7 @@ def _verify(lines: Iterable[tuple[str, bytes]], head: Head | None) -> AuditVerdi
         elif entry.previous != previous:
             problems.append(f"{where}: entry {number}, before entry {entry.number}, was changed")
         if entry.event == "gap":
-            problems.append(f"{where}: {printable(entry.reason, TEXT_LIMIT)}")
+            problems.append(f"{where}: {printable(entry.reason, AUDIT_TEXT_LIMIT)}")
         number, previous = entry.number, own
         if head is not None and number == head.number:
             hash_at_head = own
@@ -110,9 +110,9 @@ def _verify(lines: Iterable[tuple[str, bytes]], head: Head | None) -> AuditVerdi
         problems.append(f"entry {head.number} was changed")
     if head is not None and first > head.first:
         problems.append(f"the oldest entries are missing: {head.first} to {first - 1}")
-    more = len(problems) - PROBLEMS_LIMIT
+    more = len(problems) - AUDIT_PROBLEMS_LIMIT
     if more > 0:
-        problems[PROBLEMS_LIMIT:] = [f"and {more} more"]
+        problems[AUDIT_PROBLEMS_LIMIT:] = [f"and {more} more"]
     return AuditVerdict(count, previous if count else "", tuple(problems), tuple(remarks))
 
 
@@ -144,7 +144,7 @@ class Follower:
         while piece := os.read(self._descriptor, 1 << 20):
             data += piece
         *lines, rest = data.split(b"\n")
-        self._rest = rest[-LINE_LIMIT:]
+        self._rest = rest[-AUDIT_LINE_LIMIT:]
         return [entry for line in lines if (entry := parse(line)) is not None]
 
     def _was_turned_over(self) -> bool:
@@ -168,7 +168,7 @@ class Follower:
 
 def _lines(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield every line, oldest first, and where it is."""
-    for age in range(KEPT, -1, -1):
+    for age in range(OLD_FILES, -1, -1):
         path = file_at(folder, age)
         with contextlib.suppress(FileNotFoundError):
             lines = read_log(path).split(b"\n")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NODES_LIMIT: Final = 256
 FOLDERS_LIMIT: Final = 64
 """Folders of other clusters that are cleaned up."""
-AGE_SECONDS: Final = 60.0
+YOUNG_SOCKET_SECONDS: Final = 60.0
 """Younger sockets are left alone: their process may be about to listen."""
 _HOST_LETTERS: Final = 3
 """Letters of a socket's name that stand for the host; the path must stay short."""
@@ -222,7 +222,7 @@ class HostRegistry(LockHolder):
 def _remove_if_dead(path: Path) -> None:
     """Remove a socket at which no process listens any more."""
     status = path.lstat()
-    if not stat.S_ISSOCK(status.st_mode) or time.time() < status.st_mtime + AGE_SECONDS:
+    if not stat.S_ISSOCK(status.st_mode) or time.time() < status.st_mtime + YOUNG_SOCKET_SECONDS:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

@@ -22,7 +22,7 @@ from covey.net.host.descriptors import explain
 from covey.net.host.folders import host_folder, writing_to
 from covey.net.host.locks import LockHolder, only_one
 
-TOKEN_BYTES: Final = 32
+RUN_TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
 
 
@@ -191,11 +191,11 @@ def _shared_token(folder: Path) -> bytes:
     if not path.exists():
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.write(descriptor, os.urandom(TOKEN_BYTES))
+            os.write(descriptor, os.urandom(RUN_TOKEN_BYTES))
         finally:
             os.close(descriptor)
     token = path.read_bytes()
-    if len(token) != TOKEN_BYTES:
+    if len(token) != RUN_TOKEN_BYTES:
         raise ConfigError(f"{path} is damaged; remove {folder} and start again")
     return token
 

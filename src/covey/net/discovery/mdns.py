@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Beacon", "Observation"]
 
-LOOK_EVERY: Final = 2.0
+INTERFACES_CHECK_EVERY: Final = 2.0
 """Seconds between checks of the interfaces."""
 MOST_FOREIGN: Final = 16
 MOST_KNOWN: Final = 4096
@@ -103,7 +103,7 @@ class Beacon:
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(INTERFACES_CHECK_EVERY)
             await self._try_to_look()
 
     async def _try_to_look(self) -> None:
@@ -145,7 +145,9 @@ class Beacon:
 
     def _txt(self, interface: Interface) -> dict[bytes, bytes]:
         """Return an announcement of this node on one of its interfaces, with a fresh tag."""
-        made = beacon.make(self._keys[0], secrets.token_bytes(beacon.NONCE_BYTES), self._port, interface.addresses)
+        made = beacon.make(
+            self._keys[0], secrets.token_bytes(beacon.BEACON_NONCE_BYTES), self._port, interface.addresses
+        )
         self._is_news(bytes.fromhex(made[b"t"].decode()))
         return made
 

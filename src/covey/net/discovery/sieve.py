@@ -13,9 +13,9 @@ MOST_BYTES: Final = 1500
 """Bytes of a packet; covey sends at most half of that."""
 MOST_RECORDS: Final = 16
 """Records of a packet, questions included."""
-SOURCE_RATE, SOURCE_BURST = 20.0, 60.0
+PACKET_RATE, PACKET_BURST = 20.0, 60.0
 """Packets from one address: rate a second, and burst. Several nodes may share it, and send a few as they start."""
-TOTAL_RATE, TOTAL_BURST = 200.0, 400.0
+ALL_PACKETS_RATE, ALL_PACKETS_BURST = 200.0, 400.0
 """The same for all addresses together: addresses can be forged."""
 _HEADER_BYTES: Final = 12
 _TRUNCATED: Final = 0x02
@@ -29,8 +29,8 @@ class Sieve:
     def __init__(self) -> None:
         self.dropped = 0
         """Packets about covey that did not pass."""
-        self._by_source = Buckets(SOURCE_RATE, SOURCE_BURST)
-        self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
+        self._by_source = Buckets(PACKET_RATE, PACKET_BURST)
+        self._total = Bucket(ALL_PACKETS_RATE, ALL_PACKETS_BURST)
 
     def passes(self, packet: bytes, source: str, now: float) -> bool:
         """Tell whether a packet is worth parsing."""

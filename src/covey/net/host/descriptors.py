@@ -24,7 +24,7 @@ T = TypeVar("T")
 LEAST_PRUNED: Final = 256
 MOST_SPARED: Final = 64
 """Descriptors that are reserved for the run, if the limit is high enough; else an eighth of the limit."""
-SCARCE_SECONDS: Final = 5.0
+FREE_DESCRIPTOR_SECONDS: Final = 5.0
 """How long an operation waits for a free descriptor before it fails: the program may close files in between."""
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _NO_THREAD: Final = "can't start new thread"

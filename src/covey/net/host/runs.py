@@ -31,13 +31,13 @@ from covey.net.host.locks import LockHolder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PREFIX: Final = "covey-run-"
+RUN_FOLDER_PREFIX: Final = "covey-run-"
 LOCK: Final = "keeper.lock"
 TOKEN: Final = "token"
 """The file with what proves membership."""
-LIMIT_BYTES: Final = 75
+FOLDER_PATH_BYTES: Final = 75
 """Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
-AGE_SECONDS: Final = 60.0
+YOUNG_FOLDER_SECONDS: Final = 60.0
 """Folders that changed within this time are left alone: their keeper may be about to lock them."""
 LOOKED_AT: Final = 4096
 """The most names that are read in one folder."""
@@ -45,7 +45,7 @@ _TRIES: Final = 100
 ABOUT: Final = "about"
 TOKEN_LIMIT: Final = 64
 ABOUT_LIMIT: Final = 1000
-MOST_RANKS: Final = 1 << 16
+LOCAL_RANKS_LIMIT: Final = 1 << 16
 
 
 class RunFolder(LockHolder):
@@ -78,8 +78,8 @@ class RunFolder(LockHolder):
         for base in base_folders():
             try:
                 for _ in range(_TRIES if _is_guarded(base) else 0):
-                    folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
-                    if len(os.fsencode(folder)) > LIMIT_BYTES:
+                    folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX, dir=base)
+                    if len(os.fsencode(folder)) > FOLDER_PATH_BYTES:
                         os.rmdir(folder)
                         problems[base] = "its path is too long for a socket's"
                         break
@@ -133,7 +133,9 @@ def sweep(base: str) -> None:
         OSError: `base` cannot be read.
     """
     with os.scandir(base) as entries:
-        names = [entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(PREFIX)]
+        names = [
+            entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(RUN_FOLDER_PREFIX)
+        ]
     for name in names:
         with contextlib.suppress(OSError):
             _sweep_one(os.path.join(base, name))
@@ -161,7 +163,7 @@ def _sweep_one(folder: str) -> None:
     status = os.lstat(folder)
     if not is_of_this_user(status):
         return
-    is_old = time.time() >= status.st_mtime + AGE_SECONDS
+    is_old = time.time() >= status.st_mtime + YOUNG_FOLDER_SECONDS
     with contextlib.ExitStack() as held:
         try:
             lock = _open(os.path.join(folder, LOCK), held)
@@ -239,7 +241,9 @@ def local_runs() -> list[LocalRunFound]:
     found = []
     for base in dict.fromkeys(map(os.path.realpath, base_folders())):
         with contextlib.suppress(OSError), os.scandir(base) as entries:
-            names = [entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(PREFIX)]
+            names = [
+                entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(RUN_FOLDER_PREFIX)
+            ]
             for name in names:
                 with contextlib.suppress(OSError, ValueError):
                     found.append(_read_about(os.path.join(base, name)))
@@ -264,7 +268,7 @@ def _read_about(folder: str) -> LocalRunFound:
     if not is_of_this_user(os.lstat(folder)) or not has_keeper(folder):
         raise ValueError("not a run of this user that goes on")
     pid, size, name = _read(os.path.join(folder, ABOUT), ABOUT_LIMIT).decode().split(" ", 2)
-    if not 0 < int(size) < MOST_RANKS:
+    if not 0 < int(size) < LOCAL_RANKS_LIMIT:
         raise ValueError(f"{size} ranks")
     return LocalRunFound(name, int(pid), int(size), folder)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-FILE: Final = "links"
+FIGURES_FILE: Final = "links"
 OLDEST_SECONDS: Final = 7 * 24 * 3600.0
 """Figures that are older are not used: by then, an access point may stand elsewhere."""
 AHEAD_SECONDS: Final = 60.0
@@ -36,17 +36,17 @@ _said: set[str] = set()
 def read_figures(machine: bytes) -> tuple[SavedFigure, ...]:
     """Return what this machine keeps; `machine` is its key."""
     try:
-        saved = decode_saved_figures(folders.read_private(folders.existing() / FILE))
+        saved = decode_saved_figures(folders.read_private(folders.existing() / FIGURES_FILE))
     except FileNotFoundError:
         return ()
     except NewerFormatError as error:
-        _say(f"what was measured of links earlier is not used: {newer_file(folders.existing() / FILE, error)}")
+        _say(f"what was measured of links earlier is not used: {newer_file(folders.existing() / FIGURES_FILE, error)}")
         return ()
     except (ConfigError, ValueError) as error:
         _say(f"what was measured of links earlier is not used: {error}")
         return ()
     if saved.machine != machine:
-        _say(f"what {folders.existing() / FILE} says of links is not used: another machine has written it")
+        _say(f"what {folders.existing() / FIGURES_FILE} says of links is not used: another machine has written it")
         return ()
     return saved.figures
 
@@ -58,11 +58,11 @@ def keep_figures(machine: bytes, figures: Sequence[SavedFigure]) -> None:
     """
     try:
         folder = folders.home()
-        with only_one(folder / f".{FILE}.lock"):
-            _refuse_newer(folder / FILE)
+        with only_one(folder / f".{FIGURES_FILE}.lock"):
+            _refuse_newer(folder / FIGURES_FILE)
             latest = {_link(each): each for each in sorted((*read_figures(machine), *figures), key=_time)}
             saved = sorted(latest.values(), key=_time)[-MAX_FIGURES:]
-            folders.write_private(folder / FILE, encode_saved_figures(SavedFigures(machine, tuple(saved))))
+            folders.write_private(folder / FIGURES_FILE, encode_saved_figures(SavedFigures(machine, tuple(saved))))
     except (ConfigError, OSError) as error:
         _say(f"what was measured of links is not kept for the next run: {error}")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import from_file
 from covey.base.errors import ConfigError
-from covey.base.settings import FILE
+from covey.base.settings import SETTINGS_FILE
 from covey.net.host.descriptors import explain
 from covey.net.host.folders import home_path
 
@@ -40,8 +40,10 @@ def settings_of_files() -> dict[str, dict[str, str]]:
     folders, users = _working_folder(), _users_folder()
     found = {}
     for folder in dict.fromkeys((folders, users)):
-        if folder is not None and (content := _read(folder / FILE)):
-            found[str(folder / FILE)] = from_file(content, str(folder / FILE), is_users=folder == users)
+        if folder is not None and (content := _read(folder / SETTINGS_FILE)):
+            found[str(folder / SETTINGS_FILE)] = from_file(
+                content, str(folder / SETTINGS_FILE), is_users=folder == users
+            )
     return found
 
 

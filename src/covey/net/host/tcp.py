@@ -53,7 +53,7 @@ _UNKNOWN: Final = 0xFFFFFFFF
 """What the kernel says of a round trip that it has not measured."""
 _SO_MAX_PACING_RATE: Final = 47
 """Of Linux; the socket module has no name for it."""
-LEAST_BYTES: Final = 1 << 20
+LEAST_SPEED_BYTES: Final = 1 << 20
 """A speed is known after so many bytes; the first ones travel while a connection still looks for its speed."""
 
 
@@ -141,7 +141,7 @@ def sending_speed(sock: Connection) -> float | None:
     if known is None:
         return None
     acked, busy = known
-    return acked / busy * 1e6 if acked >= LEAST_BYTES and busy else None
+    return acked / busy * 1e6 if acked >= LEAST_SPEED_BYTES and busy else None
 
 
 class SendingProgress(NamedTuple):
@@ -251,7 +251,7 @@ def can_pace() -> bool:
         return False
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            pace(sock, LEAST_BYTES)
+            pace(sock, LEAST_SPEED_BYTES)
     except OSError:
         return False
     return True

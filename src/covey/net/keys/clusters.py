@@ -15,7 +15,7 @@ from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.net.host.folders import existing, home, private_folder, read_private, write_private
 from covey.net.host.locks import only_one
 from covey.net.keys.identity import ID_BYTES
-from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
+from covey.wire.messages import WAITING_NODES_LIMIT, Charter, decode_control, encode
 from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, has_signed_names, is_signed
 from covey.wire.secret import CLUSTER_NAME, ClusterSecret, check_cluster_name
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-FORMAT: Final = 1
+CLUSTER_FORMAT: Final = 1
 """The format of cluster files."""
 MAX_KNOWN: Final = 1000
 GRACE: Final = 600
@@ -74,7 +74,7 @@ class Cluster:
 class _ClusterFormat(msgspec.Struct):
     """The one field of a cluster's file that every release reads first."""
 
-    version: int = FORMAT
+    version: int = CLUSTER_FORMAT
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,7 +96,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     waiting: dict[str, str] = {}
     """The names of machines that wait for the owner's approval, by id."""
     relays: list[str] = []
-    version: int = FORMAT
+    version: int = CLUSTER_FORMAT
     """The format of the file."""
 
     def cluster(self) -> Cluster:
@@ -246,7 +246,7 @@ def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
             file = _read(cluster_name)
             file.waiting.pop(machine.hex(), None)
             file.waiting[machine.hex()] = node_name
-            for oldest in list(file.waiting)[:-WAITING_LIMIT]:
+            for oldest in list(file.waiting)[:-WAITING_NODES_LIMIT]:
                 del file.waiting[oldest]
             _put(file)
 
@@ -288,7 +288,7 @@ def _read(name: str) -> _File:
     except FileNotFoundError:
         raise ConfigError(_unknown(name)) from None
     try:
-        check_format(msgspec.json.decode(data, type=_ClusterFormat).version, FORMAT)
+        check_format(msgspec.json.decode(data, type=_ClusterFormat).version, CLUSTER_FORMAT)
         file = msgspec.json.decode(data, type=_File)
         named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
         ids = [*file.cluster().denied, *map(bytes.fromhex, named)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
 
 OwnerKey = Ed25519PrivateKey
-GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
+SECRET_GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
 NO_OWNER: Final = (
     "it knows no owner of this cluster, so it takes no new secret from the network; run `covey enroll` there"
 )
@@ -129,7 +129,7 @@ def keep_secret(cluster: Cluster, own_id: bytes, message: NewSecret) -> Cluster:
         if saved.secret == secret and saved.serial == message.serial:
             return saved  # another process of this machine has stored it
         if saved.secret != cluster.secret:
-            raise ConfigError(GIVEN)
+            raise ConfigError(SECRET_GIVEN)
         if not saved.owner:
             raise ConfigError(NO_OWNER)
         words = rotation_words(saved.name, message.serial, message.grace, message.key, saved.secret.key, own_id)
@@ -140,5 +140,5 @@ def keep_secret(cluster: Cluster, own_id: bytes, message: NewSecret) -> Cluster:
         return clusters.with_secret(saved, secret, message.serial, message.grace)
 
     if not clusters.cluster_path(cluster.name).exists():
-        raise ConfigError(GIVEN)
+        raise ConfigError(SECRET_GIVEN)
     return clusters.update(cluster.name, change)

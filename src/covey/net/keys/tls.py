@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
 """Early enough for a machine whose clock starts in 2000 after each power cut."""
-PROTOCOL: Final = "covey/1"
+LINK_PROTOCOL: Final = "covey/1"
 RECORD_HEADER_BYTES: Final = 5
 _RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
 """The `random` of a ServerHello that asks for another ClientHello (RFC 8446, 4.1.3)."""
@@ -188,7 +188,7 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     Raises:
         AuthError: it uses another protocol, or has no Ed25519 certificate.
     """
-    if connection.selected_alpn_protocol() != PROTOCOL:
+    if connection.selected_alpn_protocol() != LINK_PROTOCOL:
         raise AuthError("the other side has an incompatible version of covey, or is another program")
     der = connection.getpeercert(binary_form=True)
     try:
@@ -207,7 +207,7 @@ def _context(
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # peers are identified by their keys
     context.verify_mode = ssl.CERT_REQUIRED
-    context.set_alpn_protocols([PROTOCOL])
+    context.set_alpn_protocols([LINK_PROTOCOL])
     context.load_verify_locations(cadata=root.public_bytes(serialization.Encoding.DER))
     key = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from covey.net.keys.clusters import Cluster
 
-FILE_NAME: Final = "trusted.json"
-FORMAT: Final = 1
+TRUST_FILE: Final = "trusted.json"
+TRUST_FORMAT: Final = 1
 """The version of the file."""
 
 
@@ -93,21 +93,21 @@ def forget(cluster: Cluster, machine: bytes) -> None:
 
 
 def _change(cluster: Cluster, change: Callable[[dict[str, _Entry]], object]) -> None:
-    with only_one(home() / f".{FILE_NAME}.lock"):
+    with only_one(home() / f".{TRUST_FILE}.lock"):
         file = _read()
         change(file.clusters.setdefault(cluster.tag, {}))
         write_private(_path(), msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n")
 
 
 def _path() -> Path:
-    return existing() / FILE_NAME
+    return existing() / TRUST_FILE
 
 
 def _read() -> _TrustFile:
     try:
         data = read_private(_path())
     except FileNotFoundError:
-        return _TrustFile(FORMAT)
+        return _TrustFile(TRUST_FORMAT)
     advice = f"remove {_path()}, and covey asks again before it sends files to a machine"
     damaged = ConfigError(f"the list of trusted machines {_path()} is damaged; {advice}")
     try:
@@ -117,7 +117,7 @@ def _read() -> _TrustFile:
     if version < 1:
         raise damaged
     try:
-        check_format(version, FORMAT)
+        check_format(version, TRUST_FORMAT)
     except NewerFormatError as error:
         raise newer_file(_path(), error) from None
     try:

@@ -9,7 +9,6 @@ from covey.net.host import tcp
 from covey.net.host.machine import native_crypto
 from covey.net.lanes import shm
 from covey.net.lanes.native import (
-    NativeResumableLane,
     NativeRingLane,
     NativeSealedLane,
     NativeStreamLane,
@@ -35,7 +34,7 @@ class LaneFactory:
         `kernel_copy` is the setting of this name.
         """
         self._kernel_copy = kernel_copy
-        self.is_native = native().module is not None and not (may_seal and native_crypto())
+        self.is_native: bool = native().module is not None and not (may_seal and native_crypto())
         self.ring_obstacle = shm.obstacle_here(is_native=self.is_native)
         """Why no lane of this process goes through shared memory; empty if it may."""
         self.bytes_per_second = 0
@@ -52,44 +51,62 @@ class LaneFactory:
         """Make one end of a socket for messages through shared memory."""
         return RingSocket(memory, capacity, doorbell, first=first, is_native=self.is_native)
 
-    def stream(self, sock: socket.socket, kind: str) -> StreamLane:
+    # Streams go on over other connections if `directs` tells of each whether it is direct; see `net.lanes.lasting`.
+
+    def stream(self, sock: socket.socket, kind: str, *, directs: Sequence[bool] | None = None) -> SocketLane:
         """Make one end of a lane over a stream socket."""
         self._slow_down([sock])
         if self.is_native:
-            return NativeStreamLane(sock, kind)
-        return StreamLane(sock, kind)
+            return NativeStreamLane(sock, kind, directs=directs)
+        if directs is None:
+            return StreamLane(sock, kind)
+        from covey.net.lanes.resumable import ResumableStreamLane  # of no use to ranks of one host
+
+        return ResumableStreamLane(sock, kind, directs=directs)
 
     def sealed(
-        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+        self,
+        socks: Sequence[socket.socket],
+        secret: bytes,
+        lane: bytes,
+        *,
+        dialler: bool,
+        directs: Sequence[bool] | None = None,
+        kind: str = "secure",
     ) -> SocketLane:
         """Make one end of a sealed lane."""
         self._slow_down(socks)
         if self.is_native:
-            return NativeSealedLane(socks, secret, lane, dialler=dialler, kind=kind)
-        from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
+            return NativeSealedLane(socks, secret, lane, dialler=dialler, directs=directs, kind=kind)
+        if directs is None:
+            from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
-        return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
+            return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
+        from covey.net.lanes.resumable import ResumableSealedLane
 
-    def resumable(
-        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, directs: Sequence[bool]
+        return ResumableSealedLane(socks, secret, lane, dialler=dialler, directs=directs, kind=kind)
+
+    def striped(
+        self,
+        socks: Sequence[socket.socket],
+        secret: bytes,
+        lane: bytes,
+        *,
+        dialler: bool,
+        directs: Sequence[bool] | None = None,
     ) -> SocketLane:
-        """Make one end of a sealed lane whose streams go on over other connections; see `net.lanes.resumable`."""
-        self._slow_down(socks)
-        if self.is_native:
-            return NativeResumableLane(socks, secret, lane, dialler=dialler, directs=directs)
-        from covey.net.lanes.resumable import ResumableLane
-
-        return ResumableLane(socks, secret, lane, dialler=dialler, directs=directs)
-
-    def striped(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> SocketLane:
         """Make one end of a lane over several networks."""
         from covey.net.lanes.striped import StripedLane, prepare
 
         self._slow_down(socks)
-        if not self.is_native:
+        if self.is_native:
+            prepare(socks)
+            return NativeStripedLane(socks, secret, lane, dialler=dialler, directs=directs)
+        if directs is None:
             return StripedLane(socks, secret, lane, dialler=dialler)
-        prepare(socks)
-        return NativeStripedLane(socks, secret, lane, dialler=dialler)
+        from covey.net.lanes.resumable import ResumableStripedLane
+
+        return ResumableStripedLane(socks, secret, lane, dialler=dialler, directs=directs)
 
     def _slow_down(self, socks: Sequence[socket.socket]) -> None:
         """Let the kernel space out what these sockets send together."""

@@ -18,16 +18,17 @@ from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.settings import KERNEL_COPY
 from covey.net.host.descriptors import track
+from covey.net.lanes.lasting import LeftConnections
 from covey.net.lanes.ring import RingLane
-from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset, prepare
+from covey.net.lanes.stream import SocketLane, close_without_reset, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from covey.net.lanes.lane import LanePath
 
 
-TOKEN_BYTES: Final = 32
+MEMORY_TOKEN_BYTES: Final = 32
 """That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
 PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
@@ -52,7 +53,7 @@ class NativeRingLane(RingLane):
     ) -> None:
         """`kernel_copy` is the setting of this name."""
         super().__init__(memory, capacity, doorbell, first=first, kind=kind)
-        token, how = os.urandom(TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
+        token, how = os.urandom(MEMORY_TOKEN_BYTES), KERNEL_COPY.index(kernel_copy)
         self.native = native().module.Ring(memory, capacity, doorbell.fileno(), first, token, how)
 
     def peek(self) -> bytes:
@@ -63,20 +64,6 @@ class NativeRingLane(RingLane):
             super().close()
         else:
             leave_to_extension(self._doorbell)
-
-
-class NativeStreamLane(StreamLane):
-    """A connected stream socket."""
-
-    def __init__(self, sock: socket.socket, kind: str) -> None:
-        super().__init__(sock, kind)
-        self.native = native().module.Stream(sock.fileno())
-
-    def close(self) -> None:
-        if self.native.close():
-            super().close()
-        else:
-            leave_to_extension(*self.sockets())
 
 
 @cache
@@ -148,53 +135,33 @@ def _with_keys(
     return tuple(streams)
 
 
-class NativeSealedLane(SocketLane):
-    """A lane over connected stream sockets, sealed by libcrypto; see `sealed.SealedLane`."""
+class _NativeSocketLane(SocketLane):
+    """Sockets that the extension uses. If it is told which are direct, their connections may be replaced.
+
+    What the control loop does with streams is described in `resumable`.
+    """
 
     def __init__(
-        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+        self,
+        socks: Sequence[socket.socket],
+        kind: str,
+        directs: Sequence[bool] | None,
+        make: Callable[..., Any],
+        what: Any,
     ) -> None:
         self.kind = kind
-        self.native = self._make(_with_keys(socks, secret, lane, dialler=dialler))
+        self._lock = threading.Lock()
+        """Between the thread that closes the lane and the control loop, which replaces connections."""
+        self._is_closed, self._left = False, LeftConnections()
+        self.is_resumable = directs is not None
+        self.native = make(what) if directs is None else make(what, tuple(directs))
         self._socks = [track(sock) for sock in socks]
-
-    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
-        return native().module.Sealed(streams)
 
     def sockets(self) -> Sequence[socket.socket]:
         return self._socks
 
     def peek(self) -> bytes:
         return bytes(self.native.peek())
-
-    def shutdown(self, how: int) -> None:
-        for sock in self._socks:
-            sock.shutdown(how)
-
-    def close(self) -> None:
-        if not self.native.close():
-            leave_to_extension(*self._socks)
-            return
-        unread = bytearray(1 << 16)
-        for sock in self._socks:
-            close_without_reset(sock, unread)
-
-
-class NativeResumableLane(NativeSealedLane):
-    """A sealed lane whose streams go on over other connections; see `resumable`."""
-
-    def __init__(
-        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, directs: Sequence[bool]
-    ) -> None:
-        """See `resumable.ResumableLane`."""
-        self._directs = tuple(directs)
-        self._lock = threading.Lock()
-        """Between the thread that closes the lane and the control loop, which replaces connections."""
-        self._is_closed = False
-        super().__init__(socks, secret, lane, dialler=dialler)
-
-    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
-        return native().module.Sealed(streams, self._directs)
 
     @property
     def is_closed(self) -> bool:
@@ -206,43 +173,41 @@ class NativeResumableLane(NativeSealedLane):
         return list(self.native.broken())
 
     def freeze(self, stream: int) -> None:
-        """See `resumable.ResumableLane.freeze`."""
+        """Use the connection of a stream no more, and count none of its acknowledgements."""
         self.native.freeze(stream)
 
     def leave(self, stream: int) -> int:
-        """See `resumable.ResumableLane.leave`."""
+        """Take what the connection of a frozen stream still has; return how many bytes the stream has brought."""
         with self._lock:
             if self._is_closed:
                 return int(self.native.received(stream))
             return int(self.native.drain(stream))
 
     def attach(self, stream: int, sock: socket.socket, position: int, *, is_direct: bool) -> bool:
-        """See `resumable.ResumableLane.attach`."""
+        """Go on with a frozen stream from this position, on a connection that the lane owns from now on."""
         prepare(sock)
         with self._lock:
             if self._is_closed or not self.native.attach(stream, sock.fileno(), position, is_direct):
                 return False
             before, self._socks[stream] = self._socks[stream], track(sock)
-        with contextlib.suppress(OSError):  # it has broken
-            before.shutdown(socket.SHUT_RDWR)  # which wakes a thread that polls it
-        before.close()
+            self._left.add(before)
         return True
 
     def push(self) -> bool:
-        """See `resumable.ResumableLane.push`."""
+        """Send again what is needed and can be sent; return whether there is more of it."""
         with self._lock:
             return not self._is_closed and bool(self.native.push())
 
     def acknowledge(self, stream: int, position: int) -> bool:
-        """See `resumable.ResumableLane.acknowledge`."""
+        """Note that the other end has all bytes of a stream before this position; return False if it cannot have."""
         return bool(self.native.acknowledge(stream, position))
 
     def received(self, stream: int) -> int:
-        """See `resumable.ResumableLane.received`."""
+        """Return how many bytes a stream has brought, on all connections."""
         return int(self.native.received(stream))
 
     def end(self, why: str) -> None:
-        """See `resumable.ResumableLane.end`."""
+        """Let the lane end, instead of waiting for another connection."""
         self.native.end(why)
         self.shutdown(socket.SHUT_RDWR)
 
@@ -254,14 +219,59 @@ class NativeResumableLane(NativeSealedLane):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            super().close()
+            self._left.close()
+            if not self.native.close():
+                leave_to_extension(*self._socks)
+                return
+            unread = bytearray(1 << 16)
+            for sock in self._socks:
+                close_without_reset(sock, unread)
 
 
-class NativeStripedLane(NativeSealedLane):
+class NativeStreamLane(_NativeSocketLane):
+    """A connected stream socket; see `stream.StreamLane`."""
+
+    def __init__(self, sock: socket.socket, kind: str, *, directs: Sequence[bool] | None = None) -> None:
+        """The lane is resumable if `directs` tells whether the connection is direct."""
+        prepare(sock)
+        super().__init__([sock], kind, directs, native().module.Stream, sock.fileno())
+
+
+class NativeSealedLane(_NativeSocketLane):
+    """A lane over connected stream sockets, sealed by libcrypto; see `sealed.SealedLane`."""
+
+    def __init__(
+        self,
+        socks: Sequence[socket.socket],
+        secret: bytes,
+        lane: bytes,
+        *,
+        dialler: bool,
+        directs: Sequence[bool] | None = None,
+        kind: str = "secure",
+    ) -> None:
+        """The lane is resumable if `directs` tells of each connection whether it is direct."""
+        keys = _with_keys(socks, secret, lane, dialler=dialler)
+        super().__init__(socks, kind, directs, native().module.Sealed, keys)
+
+
+class NativeStripedLane(_NativeSocketLane):
     """A lane over connected stream sockets on different networks; see `striped.StripedLane`."""
 
-    def _make(self, streams: tuple[tuple[Any, ...], ...]) -> Any:
-        return native().module.Striped(streams)
+    is_striped = True
+
+    def __init__(
+        self,
+        socks: Sequence[socket.socket],
+        secret: bytes,
+        lane: bytes,
+        *,
+        dialler: bool,
+        directs: Sequence[bool] | None = None,
+    ) -> None:
+        """See NativeSealedLane."""
+        keys = _with_keys(socks, secret, lane, dialler=dialler)
+        super().__init__(socks, "secure", directs, native().module.Striped, keys)
 
     def tend(self) -> None:
         """See `striped.StripedLane.tend`."""
@@ -288,8 +298,3 @@ class NativeStripedLane(NativeSealedLane):
 
         self.tend()
         return is_stuck(self._socks, self.native.streams()[1], has_moved=has_moved)
-
-    def shutdown(self, how: int) -> None:
-        for sock in self._socks:
-            with contextlib.suppress(OSError):  # it has broken
-                sock.shutdown(how)

@@ -48,7 +48,7 @@ class SealedLane(SocketLane):
         limit = self._limit = record_limit(len(socks))
         """The payload bytes in each record of a large transfer but the last."""
         self._pipes = [
-            self._make_pipe(sock, secret, lane, stream, dialler=dialler) for stream, sock in enumerate(socks)
+            SealedPipe(sock, secret, lane, stream, dialler=dialler, limit=limit) for stream, sock in enumerate(socks)
         ]
         self._out: Outgoing | None = None
         self._payload = _NOTHING
@@ -61,11 +61,8 @@ class SealedLane(SocketLane):
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
         """The scratch payload, viewed as elements of the dtype that was reduced last."""
 
-    def _make_pipe(self, sock: socket.socket, secret: bytes, lane: bytes, stream: int, *, dialler: bool) -> SealedPipe:
-        return SealedPipe(sock, secret, lane, stream, dialler=dialler, limit=self._limit)
-
     def sockets(self) -> Sequence[socket.socket]:
-        return [pipe.sock for pipe in self._pipes]
+        return [pipe.connection for pipe in self._pipes]
 
     def transmit(self, out: Outgoing) -> bool:
         pipes = self._pipes
@@ -172,8 +169,8 @@ class SealedLane(SocketLane):
                 return 0
         if self._readiness is None:
             return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
-        readers = [self._pipes[self._in_turn].sock] if receiving else []
-        writers = [pipe.sock for pipe in self._pipes if pipe.wants_to_send] if sending else []
+        readers = [self._pipes[self._in_turn].connection] if receiving else []
+        writers = [pipe.connection for pipe in self._pipes if pipe.wants_to_send] if sending else []
         if sending and not writers:
             return 0
         self._readiness.ask(readers, writers)

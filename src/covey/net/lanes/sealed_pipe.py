@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Final
 
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES
-from covey.net.lanes.stream import close_without_reset
+from covey.net.lanes.lasting import LastingSocket
+from covey.net.lanes.stream import close_without_reset, connection_of
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     ACCEPTOR,
     DIALLER,
-    LENGTH,
-    OVERHEAD_BYTES,
+    RECORD_LENGTH,
     RECORD_LIMIT,
+    RECORD_OVERHEAD_BYTES,
     REKEY_SECONDS,
     Opener,
     Sealer,
@@ -30,8 +31,8 @@ FIRST_BYTES: Final = HEADER_BYTES + SMALL_BYTES
 """The most plaintext in the first record of a transfer."""
 _AHEAD_BYTES: Final = 4096
 """How much is read past the end of a full record: enough for small ones that follow, little enough to copy."""
-_OUT_BYTES: Final = FIRST_BYTES + 64 * OVERHEAD_BYTES
-_IN_BYTES: Final = OVERHEAD_BYTES + _AHEAD_BYTES
+_OUT_BYTES: Final = FIRST_BYTES + 64 * RECORD_OVERHEAD_BYTES
+_IN_BYTES: Final = RECORD_OVERHEAD_BYTES + _AHEAD_BYTES
 """What a pipe has room for beside a record: to send, and to receive."""
 
 
@@ -45,7 +46,7 @@ class SealedPipe:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | LastingSocket,
         secret: bytes,
         lane: bytes,
         stream: int,
@@ -58,7 +59,7 @@ class SealedPipe:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = track(sock)
+        self.sock = sock if isinstance(sock, LastingSocket) else track(sock)
         keys = lane_keys(secret, lane, stream)
         mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
         self._sealer = Sealer(keys[mine], lane, stream, mine)
@@ -74,11 +75,18 @@ class SealedPipe:
     @property
     def has_room(self) -> bool:
         """Whether a record of the full length may be sealed now."""
-        return self.unsent <= FIRST_BYTES + OVERHEAD_BYTES
+        return self.unsent <= FIRST_BYTES + RECORD_OVERHEAD_BYTES
+
+    @property
+    def connection(self) -> socket.socket:
+        """What to poll."""
+        return connection_of(self.sock)
 
     @property
     def wants_to_send(self) -> bool:
         """Whether something is sealed that the kernel may take."""
+        if isinstance(self.sock, LastingSocket) and (self.sock.is_broken or self.sock.is_full):
+            return False
         return self.unsent > 0
 
     def seal(self, data: Bytes) -> None:
@@ -128,10 +136,10 @@ class SealedPipe:
         if self._head != self._tail:
             return None
         self._head, self._tail = 0, self.sock.recv_into(self._cipher_in)
-        if self._tail < OVERHEAD_BYTES:
+        if self._tail < RECORD_OVERHEAD_BYTES:
             return None if self._tail else 0
         length = record_length(self._cipher_in, 0, self._limit)
-        if length > len(into) or length + OVERHEAD_BYTES != self._tail:
+        if length > len(into) or length + RECORD_OVERHEAD_BYTES != self._tail:
             return None
         self._opener.open(self._cipher_in[: self._tail], into[:length])
         self._head = self._tail
@@ -140,14 +148,14 @@ class SealedPipe:
     def ready(self) -> int:
         """Return the plaintext length of the next record if all of it is here, else 0; ForgedError if it is invalid."""
         available = self._tail - self._head
-        if available < LENGTH.size:
+        if available < RECORD_LENGTH.size:
             return 0
         length = record_length(self._cipher_in, self._head, self._limit)
-        return length if length + OVERHEAD_BYTES <= available else 0
+        return length if length + RECORD_OVERHEAD_BYTES <= available else 0
 
     def open(self, into: Bytes) -> None:
         """Decrypt the record that is ready to `into`, which has its length; ForgedError if it was altered."""
-        end = self._head + len(into) + OVERHEAD_BYTES
+        end = self._head + len(into) + RECORD_OVERHEAD_BYTES
         self._opener.open(self._cipher_in[self._head : end], into)
         self._head = end
 

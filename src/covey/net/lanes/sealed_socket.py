@@ -47,7 +47,7 @@ class SealedSocket(MessageSocket):
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
         """Return an option of the socket."""
-        return self._pipe.sock.getsockopt(level, name, size)
+        return self._pipe.connection.getsockopt(level, name, size)
 
     def sendmsg(self, buffers: Sequence[Bytes]) -> int:
         """Send the first bytes of `buffers` and return how many.

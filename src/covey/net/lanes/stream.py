@@ -12,6 +12,7 @@ import numpy as np
 from covey.net.host import tcp
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
+from covey.net.lanes.lasting import LastingSocket
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -29,15 +30,24 @@ SPIN_BYTES = 1 << 17
 
 
 def is_resumable(lane: Any) -> bool:
-    """Tell whether the streams of a lane can go on over other connections (`net.lanes.resumable`)."""
-    return hasattr(lane, "attach")
+    """Tell whether the streams of a lane can go on over other connections (`net.lanes.lasting`)."""
+    return getattr(lane, "is_resumable", False)
+
+
+def is_striped(lane: Any) -> bool:
+    """Tell whether a lane goes over several networks."""
+    return getattr(lane, "is_striped", False)
 
 
 def dead_streams(lane: Any, *, has_moved: bool = False) -> list[int]:
-    """Return the streams of a resumable lane that wait for a connection, or whose path seems dead."""
+    """Return the streams of a resumable lane that wait for a connection, or whose path seems dead, and are needed.
+
+    A striped lane needs none of them while another one works.
+    """
     broken = set(lane.broken())
-    socks = enumerate(lane.sockets())
-    return [stream for stream, sock in socks if stream in broken or tcp.is_stuck(sock, has_moved=has_moved)]
+    socks = lane.sockets()
+    dead = [stream for stream, sock in enumerate(socks) if stream in broken or tcp.is_stuck(sock, has_moved=has_moved)]
+    return [] if is_striped(lane) and len(dead) < len(socks) else dead
 
 
 def prepare(sock: socket.socket) -> None:
@@ -49,6 +59,11 @@ def prepare(sock: socket.socket) -> None:
 
 class SocketLane:
     """The common part of lanes over sockets: spinning, and noticing a dead path."""
+
+    is_resumable = False
+    """Whether its streams can go on over other connections."""
+    is_striped = False
+    """Whether it goes over several networks."""
 
     def receive(self, incoming: Incoming) -> bool:
         raise NotImplementedError
@@ -77,12 +92,12 @@ class SocketLane:
 class StreamLane(SocketLane):
     """A connected stream socket. Takes ownership of the socket."""
 
-    def __init__(self, sock: socket.socket, kind: str) -> None:
+    def __init__(self, sock: socket.socket | LastingSocket, kind: str) -> None:
         sock.setblocking(False)
         if kind == "tcp":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.kind = kind
-        self._sock = track(sock)
+        self._sock = sock if isinstance(sock, LastingSocket) else track(sock)
         self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
         self._scratch_view = memoryview(self._scratch)
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
@@ -90,7 +105,7 @@ class StreamLane(SocketLane):
         self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
 
     def sockets(self) -> Sequence[socket.socket]:
-        return (self._sock,)
+        return (connection_of(self._sock),)
 
     def transmit(self, out: Outgoing) -> bool:
         sent = out.sent
@@ -188,12 +203,17 @@ class StreamLane(SocketLane):
         close_without_reset(self._sock, self._scratch_view)
 
 
-def close_without_reset(sock: socket.socket, scratch: memoryview | bytearray) -> None:
+def connection_of(sock: socket.socket | LastingSocket) -> socket.socket:
+    """Return what to poll for a socket that may be a lasting one."""
+    return sock.connection if isinstance(sock, LastingSocket) else sock
+
+
+def close_without_reset(sock: socket.socket | LastingSocket, scratch: memoryview | bytearray) -> None:
     """End the stream, read what has arrived into `scratch`, and close the socket, which is non-blocking.
 
     Closing with unread bytes resets the connection, and the reset can overtake what was sent.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, LaneClosedError):
         sock.shutdown(socket.SHUT_WR)
         while sock.recv_into(scratch):
             pass

@@ -17,6 +17,9 @@ Invariants, which hold for each direction by itself:
 By 1, all records in front of record n on its stream are less than WINDOW ahead of n: n was not acknowledged when it was
 put there. So the receiver, which waits for n, can always read until n comes.
 
+If all streams break, a lane that is resumable waits until one of them goes on over another connection
+(`net.lanes.lasting`).
+
 A slow stream never makes a transfer slower: it gets a record only if that arrives there before the fastest stream alone
 could have carried the transfer.
 """
@@ -39,18 +42,19 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.net.host import tcp
 from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
+from covey.net.lanes.lasting import LastingSocket
 from covey.net.lanes.sealed import Readiness
 from covey.net.lanes.sealed_pipe import FIRST_BYTES, SealedPipe
 from covey.net.lanes.stream import SocketLane
 from covey.wire.header import HEADER_BYTES
-from covey.wire.seal import OVERHEAD_BYTES, ForgedError
+from covey.wire.seal import RECORD_OVERHEAD_BYTES, ForgedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-NUMBER: Final = struct.Struct("<Q")
+STRIPE_NUMBER: Final = struct.Struct("<Q")
 STRIPE_BYTES: Final = 1 << 18
 """The most payload in a record: at 100 Mbit/s it takes 20 ms. The last record of a slow stream is waited for."""
 WINDOW: Final = 64
@@ -59,12 +63,12 @@ UNSENT_BYTES: Final = 1 << 18
 """How much the kernel takes ahead of what it can send: what it has taken is not given to another stream."""
 AHEAD_BYTES: Final = 1 << 22
 """A stream may lag behind the fastest one by the time that one takes for so much."""
-FORGET_SECONDS: Final = 10.0
+SLOW_STREAM_SECONDS: Final = 10.0
 """After which a stream that was too slow is tried again."""
 TEND_SECONDS: Final = 0.1
 SLEEP_SECONDS: Final = 0.002
 """Between looks for acknowledgements, for which there is nothing to poll."""
-PLAIN_AT: Final = 64 - NUMBER.size
+PLAIN_AT: Final = 64 - STRIPE_NUMBER.size
 """Where a record is opened in its memory, so that the payload is aligned."""
 
 
@@ -98,20 +102,50 @@ class _Stripe(SealedPipe):
     """One stream, with what is known of its path."""
 
     __slots__ = (
-        *("_acked_before", "_busy_before", "_measured_at", "acked", "cannot_send", "has_ended", "held", "is_suspect"),
-        *("sealed", "speed", "written"),
+        *("_acked", "_acked_before", "_busy_before", "_cannot_send", "_measured_at", "_written"),
+        *("has_ended", "held", "is_suspect", "sealed", "speed"),
     )
 
     def __init__(self, sock: socket.socket, secret: bytes, lane: bytes, stream: int, *, dialler: bool) -> None:
         super().__init__(sock, secret, lane, stream, dialler=dialler)
-        self.sealed = self.written = self.acked = 0
+        self.sealed = self._written = self._acked = 0
         """Bytes of all records, of those that the kernel took, and of those that the other machine's kernel has."""
-        self.cannot_send = self.has_ended = self.is_suspect = False
+        self._cannot_send = self.has_ended = self.is_suspect = False
         self.held: tuple[int, Array] | None = None
         """A record that is too far ahead."""
         self.speed = 0.0
         self._acked_before = self._busy_before = 0
         self._measured_at = 0.0
+
+    @property
+    def written(self) -> int:
+        return self.sock.sent if isinstance(self.sock, LastingSocket) else self._written
+
+    @property
+    def acked(self) -> int:
+        return self.sock.acked if isinstance(self.sock, LastingSocket) else self._acked
+
+    @property
+    def cannot_send(self) -> bool:
+        return self.sock.is_broken if isinstance(self.sock, LastingSocket) else self._cannot_send
+
+    @property
+    def can_read(self) -> bool:
+        is_broken = isinstance(self.sock, LastingSocket) and self.sock.is_broken
+        return not self.has_ended and self.held is None and not is_broken
+
+    @property
+    def has_spill(self) -> bool:
+        return isinstance(self.sock, LastingSocket) and self.sock.has_spill and self.held is None
+
+    def raise_if_over(self) -> None:
+        """Raise LaneClosedError if no other connection comes for this stream."""
+        if isinstance(self.sock, LastingSocket) and self.sock.over:
+            raise LaneClosedError(self.sock.over)
+
+    def breaks(self) -> None:
+        """Note that nothing can be sent on this connection."""
+        self._cannot_send = True
 
     @property
     def is_usable(self) -> bool:
@@ -126,9 +160,9 @@ class _Stripe(SealedPipe):
         except BlockingIOError:
             return False
         except OSError:
-            self.cannot_send = True
+            self.breaks()
             return False
-        self.written += taken
+        self._written += taken
         self._start += taken
         if self._start == self.unsent:
             self._start = self.unsent = 0
@@ -138,6 +172,9 @@ class _Stripe(SealedPipe):
         """Learn what the peer's kernel has, or that the stream has broken: then it tells nothing to rely on."""
         if self.cannot_send:
             return
+        if isinstance(self.sock, LastingSocket):
+            self.sock.look()
+            return
         try:
             (unacked,) = struct.unpack("i", fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4)))
         except (OSError, ValueError):
@@ -145,13 +182,13 @@ class _Stripe(SealedPipe):
         poll = select.poll()
         poll.register(self.sock, 0)
         if poll.poll(0):  # an error, or both directions have ended
-            self.cannot_send = True
+            self.breaks()
         else:
-            self.acked = max(self.acked, self.written - unacked)
+            self._acked = max(self._acked, self._written - unacked)
 
     def look_at_path(self, now: float) -> None:
         """Learn how fast the stream is, and whether its path seems dead."""
-        known = tcp.path_facts(self.sock)
+        known = tcp.path_facts(self.connection)
         if known is None:
             return
         self.is_suspect = known.is_suspect
@@ -159,7 +196,7 @@ class _Stripe(SealedPipe):
         if busy >= tcp.LEAST_BUSY_US and acked >= tcp.LEAST_BUSY_BYTES:
             speed = acked * 1e6 / busy
             self.speed = (self.speed + speed) / 2 if self.speed else speed
-        elif now >= self._measured_at + FORGET_SECONDS:
+        elif now >= self._measured_at + SLOW_STREAM_SECONDS:
             self.speed = 0.0
         else:
             return
@@ -184,6 +221,7 @@ class StripedLane(SocketLane):
     """
 
     kind = "secure"
+    is_striped = True
 
     def __init__(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> None:
         """See SealedLane."""
@@ -208,7 +246,7 @@ class StripedLane(SocketLane):
         self._trouble = ""
 
     def sockets(self) -> Sequence[socket.socket]:
-        return [stripe.sock for stripe in self._stripes]
+        return [stripe.connection for stripe in self._stripes]
 
     # Sending
 
@@ -216,6 +254,7 @@ class StripedLane(SocketLane):
         with self._lock:
             moved = self._tend()
             for stripe in self._stripes:
+                stripe.raise_if_over()
                 moved = stripe.flush() or moved
             for _ in self._stripes:
                 if out is self._out and self._assigned == out.nbytes:
@@ -231,7 +270,7 @@ class StripedLane(SocketLane):
                 moved = record.flush() or moved
             self._take_back()
             moved = self._repeat() or moved
-            if all(stripe.cannot_send for stripe in self._stripes):
+            if not self.is_resumable and all(stripe.cannot_send for stripe in self._stripes):
                 raise LaneClosedError(self._trouble or "no stream is left")
             is_on_its_way = any(stripe.is_usable and stripe.unsent for stripe in self._stripes)
             if out is self._out and self._assigned == out.nbytes and not is_on_its_way and not self._first_to_repeat():
@@ -249,7 +288,7 @@ class StripedLane(SocketLane):
             is_small = out.nbytes <= SMALL_BYTES
             payload = out.header + out.data.tobytes() if is_small else out.header
             self._out, self._assigned = out, out.nbytes if is_small else 0
-        self._sent[number] = _Sent(NUMBER.pack(number) + payload, None)
+        self._sent[number] = _Sent(STRIPE_NUMBER.pack(number) + payload, None)
         return number
 
     def _choose(self, length: int, nbytes: int) -> _Stripe | None:
@@ -270,7 +309,7 @@ class StripedLane(SocketLane):
     def _give(self, number: int, stripe: _Stripe) -> None:
         record = self._sent[number]
         stripe.seal(record.plain)
-        stripe.sealed += len(record.plain) + OVERHEAD_BYTES
+        stripe.sealed += len(record.plain) + RECORD_OVERHEAD_BYTES
         record.stripe, record.end = stripe, stripe.sealed
 
     def _reclaim(self) -> None:
@@ -347,7 +386,7 @@ class StripedLane(SocketLane):
             return moved
 
     def _deliver(self, incoming: Incoming, record: Array) -> None:
-        payload = record[PLAIN_AT + NUMBER.size :]
+        payload = record[PLAIN_AT + STRIPE_NUMBER.size :]
         if incoming.got < 0:
             if not HEADER_BYTES <= payload.size <= FIRST_BYTES:
                 what = f"no transfer starts with a record of {payload.size} bytes"
@@ -398,7 +437,8 @@ class StripedLane(SocketLane):
             return moved
         except OSError as error:
             stripe.has_ended, self._trouble = True, str(error)
-            stripe.cannot_send |= error.errno is not None  # else it ended in the middle of a record
+            if error.errno is not None:  # else it ended in the middle of a record
+                stripe.breaks()
             return moved
         self._open_arrived(stripe)
         return True
@@ -411,11 +451,11 @@ class StripedLane(SocketLane):
                 return False
             stripe.held, moved = None, True
         while stripe.held is None and (length := stripe.ready()):
-            if not NUMBER.size < length <= NUMBER.size + STRIPE_BYTES:
+            if not STRIPE_NUMBER.size < length <= STRIPE_NUMBER.size + STRIPE_BYTES:
                 raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
             record = np.empty(PLAIN_AT + length, np.uint8)
             stripe.open(memoryview(record)[PLAIN_AT:])
-            number = int(NUMBER.unpack_from(record, PLAIN_AT)[0])
+            number = int(STRIPE_NUMBER.unpack_from(record, PLAIN_AT)[0])
             if not self._place(number, record):
                 stripe.held = number, record
             moved = True
@@ -436,18 +476,20 @@ class StripedLane(SocketLane):
 
     def park(self, *, sending: bool, receiving: bool) -> int:
         with self._lock:
-            if receiving and self._expected in self._early:
+            if receiving and (self._expected in self._early or any(each.has_spill for each in self._stripes)):
                 return 0
-            readers = [each.sock for each in self._stripes if receiving and not each.has_ended and each.held is None]
-            writers = [each.sock for each in self._stripes if sending and each.is_usable and each.unsent]
-        if (sending and not writers) or not (readers or writers):
-            if readers:
-                select.select(readers, [], [], SLEEP_SECONDS)
-            else:
-                time.sleep(SLEEP_SECONDS)
-            return 0
-        self._readiness.ask(readers, writers)
-        return select.POLLIN
+            readers = [each.connection for each in self._stripes if receiving and each.can_read]
+            writers = [each.connection for each in self._stripes if sending and each.is_usable and each.unsent]
+            waits = (sending and not writers) or not (readers or writers)
+            if not waits or readers:
+                self._readiness.ask(readers, writers)  # the control loop changes it, too
+        if not waits:
+            return select.POLLIN
+        if readers:
+            select.select([self._readiness], [], [], SLEEP_SECONDS)
+        else:
+            time.sleep(SLEEP_SECONDS)
+        return 0
 
     def peek(self) -> bytes:
         with self._lock:
@@ -455,9 +497,9 @@ class StripedLane(SocketLane):
                 while self._expected not in self._early and self._read_all():
                     pass
             record = self._early.get(self._expected)
-            if record is None or not HEADER_BYTES <= record.size - PLAIN_AT - NUMBER.size <= FIRST_BYTES:
+            if record is None or not HEADER_BYTES <= record.size - PLAIN_AT - STRIPE_NUMBER.size <= FIRST_BYTES:
                 return b""
-            return record[PLAIN_AT + NUMBER.size :][:HEADER_BYTES].tobytes()
+            return record[PLAIN_AT + STRIPE_NUMBER.size :][:HEADER_BYTES].tobytes()
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
         self.tend()

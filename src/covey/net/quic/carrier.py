@@ -31,10 +31,10 @@ from covey.wire import quic
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PROTOCOL: Final = "covey-lane/1"
-NAME: Final = "covey.invalid"
+QUIC_PROTOCOL: Final = "covey-lane/1"
+CERTIFICATE_NAME: Final = "covey.invalid"
 """The name in all certificates. It means nothing."""
-WINDOW_BYTES: Final = 4 << 20
+QUIC_WINDOW_BYTES: Final = 4 << 20
 """What may be on the way in each direction: with a round trip of 40 ms, enough for 100 MB/s."""
 PACKET_BYTES: Final = 1232
 """The longest datagrams: with their headers they fit into the 1280 bytes that every network with IPv6 must carry, so
@@ -42,11 +42,11 @@ that none is swallowed on the way."""
 CONNECTION_IDLE_SECONDS: Final = 120.0
 """A connection on which nothing arrives for so long has ended. A process that computes without releasing the GIL is
 silent; views decide sooner whether it is lost."""
-UNSENT_BYTES: Final = 1 << 20
+CORE_UNSENT_BYTES: Final = 1 << 20
 """What the core holds at most that it has not sent once: more would only be copied earlier."""
 STRANGER_BYTES: Final = 4096
 """The window before the other end has proved the key on the stream: the proofs are shorter."""
-KEEPALIVE_SECONDS: Final = 5.0
+QUIC_KEEPALIVE_SECONDS: Final = 5.0
 """How often an end says something: routers forget silent connections, and an end that has moved is found by it."""
 REFUSED: Final = 1
 """The error code with which a connection is cut."""
@@ -62,13 +62,15 @@ class QuicCredentials:
         authority = Ed25519PrivateKey.from_private_bytes(seed)
         own = Ed25519PrivateKey.generate()
         root = signed_certificate(
-            authority, authority.public_key(), "covey authority", is_authority=True, host_name=NAME
+            authority, authority.public_key(), "covey authority", is_authority=True, host_name=CERTIFICATE_NAME
         )
-        leaf = signed_certificate(authority, own.public_key(), "covey node", is_authority=False, host_name=NAME)
+        leaf = signed_certificate(
+            authority, own.public_key(), "covey node", is_authority=False, host_name=CERTIFICATE_NAME
+        )
         pem = serialization.Encoding.PEM
         secret = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         self.dialling = _configuration(is_client=True)
-        self.dialling.server_name = NAME
+        self.dialling.server_name = CERTIFICATE_NAME
         self.dialling.load_verify_locations(cadata=root.public_bytes(pem))
         self.dialling.signature_algorithms = [SignatureAlgorithm.ED25519]
         self.accepting = _configuration(is_client=False)
@@ -78,11 +80,11 @@ class QuicCredentials:
 def _configuration(*, is_client: bool) -> QuicConfiguration:
     return QuicConfiguration(
         is_client=is_client,
-        alpn_protocols=[PROTOCOL],
+        alpn_protocols=[QUIC_PROTOCOL],
         connection_id_length=quic.CID_BYTES,
         idle_timeout=CONNECTION_IDLE_SECONDS,
-        max_data=WINDOW_BYTES + (WINDOW_BYTES >> 2),
-        max_stream_data=WINDOW_BYTES,
+        max_data=QUIC_WINDOW_BYTES + (QUIC_WINDOW_BYTES >> 2),
+        max_stream_data=QUIC_WINDOW_BYTES,
         max_datagram_size=PACKET_BYTES,
         probe_datagram_size=False,
     )
@@ -96,10 +98,10 @@ class Carrier:
         ends = (quic.DIALLER_BYTES, quic.DIALLER_LIMITS), (quic.ACCEPTOR_BYTES, quic.ACCEPTOR_LIMITS)
         (self._out, self._out_limits), (self._in, self._in_limits) = ends if is_dialler else ends[::-1]
         self._limits = quic.LimitReader()
-        self._window = WINDOW_BYTES if is_proved else STRANGER_BYTES
+        self._window = QUIC_WINDOW_BYTES if is_proved else STRANGER_BYTES
         self._written = self._arrived = self._taken = self._granted = 0
         self._unread: collections.deque[bytes] = collections.deque()
-        self._ping_at = now + KEEPALIVE_SECONDS
+        self._ping_at = now + QUIC_KEEPALIVE_SECONDS
         self._pings = 0
         self.is_open = False
         """Whether the handshake is over."""
@@ -145,7 +147,7 @@ class Carrier:
             if timer is not None and timer <= now:
                 self._connection.handle_timer(now)
             if self._ping_at <= now:
-                self._ping_at = now + KEEPALIVE_SECONDS
+                self._ping_at = now + QUIC_KEEPALIVE_SECONDS
                 if self.is_open and not self.is_over:
                     self._pings += 1
                     self._connection.send_ping(self._pings)
@@ -166,7 +168,7 @@ class Carrier:
         allowed = self._limits.limit - self._written
         if allowed <= 0:
             return 0
-        return max(0, min(allowed, UNSENT_BYTES - self._connection.get_send_buffer_size(self._out)))
+        return max(0, min(allowed, CORE_UNSENT_BYTES - self._connection.get_send_buffer_size(self._out)))
 
     def write(self, data: bytes | memoryview) -> None:
         """Send bytes, at most as many as there is `room` for."""
@@ -190,7 +192,7 @@ class Carrier:
 
     def proved(self) -> None:
         """Use the whole window: the other end has proved the key."""
-        self._window = WINDOW_BYTES
+        self._window = QUIC_WINDOW_BYTES
         self._grant()
 
     def close(self, error: str = "") -> None:

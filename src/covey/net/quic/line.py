@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from covey.net.quic.carrier import Address, Carrier, QuicCredentials
 
-PIECE_BYTES: Final = 1 << 18
+SOCKET_READ_BYTES: Final = 1 << 18
 """Bytes read from a socket with one call."""
 MOVED_SECONDS: Final = 10.0
-DEAD_SECONDS: Final = 30.0
+DEAD_PATH_SECONDS: Final = 30.0
 """After how much silence a path is taken to be dead: if the other machine is found on another network only, and
 otherwise. The other process may only be busy, and cannot answer meanwhile, as the kernel would for TCP. A connection
 that follows a changed address needs some probes, with growing pauses, which a busy machine sends late."""
-LINGER_SECONDS: Final = 5.0
+LAST_BYTES_SECONDS: Final = 5.0
 LONGEST_SECONDS: Final = 60.0
 """How long the last bytes of a lane that was closed are sent, although the other end still sends: while nothing comes
 from it, and in all."""
@@ -44,7 +44,7 @@ class QuicSocket(socket.socket):
 
     def is_silent(self, *, has_moved: bool) -> bool:
         """Tell whether the path is dead; if the other machine `has_moved` to another network, sooner."""
-        seconds = MOVED_SECONDS if has_moved else DEAD_SECONDS
+        seconds = MOVED_SECONDS if has_moved else DEAD_PATH_SECONDS
         return self.waits_since > 0 and time.monotonic() > self.waits_since + seconds
 
 
@@ -111,7 +111,7 @@ class Line:
 
     def _is_in_vain(self, now: float) -> bool:
         """Tell whether the last bytes of a lane that was closed will not arrive any more, or not soon."""
-        return now > max(self.deaf_since, self.heard_at) + LINGER_SECONDS or now > self.deaf_since + LONGEST_SECONDS
+        return now > max(self.deaf_since, self.heard_at) + LAST_BYTES_SECONDS or now > self.deaf_since + LONGEST_SECONDS
 
     @property
     def is_abandoned(self) -> bool:
@@ -154,7 +154,7 @@ class Line:
     def _from_socket(self, sock: socket.socket) -> None:
         while not self._heard_eof and (room := self.carrier.room()) > 0:
             try:
-                data = sock.recv(min(room, PIECE_BYTES))
+                data = sock.recv(min(room, SOCKET_READ_BYTES))
             except BlockingIOError:
                 return
             except OSError:

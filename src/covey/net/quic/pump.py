@@ -40,12 +40,12 @@ UNPROVED_AT_ONCE: Final = 32
 """Connections that have not proved the key on the stream; one too many ends the oldest."""
 PROVE_SECONDS: Final = 6.0
 """How long a connection may take to prove the key on the stream, and a dialled one to get an answer."""
-LINES_LIMIT: Final = 4096
+QUIC_LINES_LIMIT: Final = 4096
 RECEIVES_AT_ONCE: Final = 64
 """Calls that receive, before anything is sent."""
 DELIVER_SECONDS: Final = 60.0
 """How long closing waits until the other ends have received what was sent: a window over a slow line."""
-CLOSED: Final = "the QUIC connections of this process are closed"
+PUMP_CLOSED: Final = "the QUIC connections of this process are closed"
 HOPELESS_SECONDS: Final = 1.0
 """Closing does not wait for an end that says nothing for so long."""
 CLOSED_LINE_CHECK_EVERY: Final = 0.5
@@ -123,7 +123,7 @@ class QuicPump:
         """Have the thread do something; False if it has ended."""
         with self._lock:
             if self._closing_until or self._error:
-                self._error = self._error or CLOSED
+                self._error = self._error or PUMP_CLOSED
                 return False
             self._orders.append(order)
         self._ring()
@@ -136,7 +136,7 @@ class QuicPump:
     # The thread
 
     def _run(self) -> None:
-        error = CLOSED
+        error = PUMP_CLOSED
         try:
             while not self._is_over():
                 self._turn()
@@ -184,7 +184,7 @@ class QuicPump:
             carrier = line.carrier
             is_hopeless = not carrier.is_open or now > max(since, line.heard_at) + HOPELESS_SECONDS
             if carrier.is_delivered or is_hopeless:
-                carrier.close("" if carrier.is_delivered else CLOSED)
+                carrier.close("" if carrier.is_delivered else PUMP_CLOSED)
                 self._touched[line] = None
 
     def _next_due(self) -> float:
@@ -288,12 +288,12 @@ class QuicPump:
         return known
 
     def _dial(self, address: Address, door_key: bytes, lane: QuicSocket, ours: socket.socket, now: float) -> None:
-        if len(self._lines) >= LINES_LIMIT or self._error:
+        if len(self._lines) >= QUIC_LINES_LIMIT or self._error:
             lane.problem = self._error or "this process has too many QUIC connections"
             ours.close()
             return
         credentials = self._of(door_key)
-        cid = quic.proving_cid(door_key, secrets.token_bytes(quic.NONCE_BYTES))
+        cid = quic.proving_cid(door_key, secrets.token_bytes(quic.CID_NONCE_BYTES))
         carrier = dial(credentials.dialling, cid, address, now)
         line = Line(carrier, credentials, address, is_dialler=True, sock=ours)
         line.lane, line.prove_until = weakref.ref(lane), now + PROVE_SECONDS
@@ -350,7 +350,7 @@ class QuicPump:
                 self._udp.send([(found, arrived.source)])
             return
         proved = self._gatekeeper.comes(plain_source(arrived.source), arrived.local_ip)
-        if proved is None or len(self._lines) >= LINES_LIMIT or self._closing_until:
+        if proved is None or len(self._lines) >= QUIC_LINES_LIMIT or self._closing_until:
             self.refused += 1
             return
         self._first.entered(found)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from covey.net.quic.carrier import Address
 
-BUFFER_BYTES: Final = 4 << 20
+SOCKET_BUFFER_BYTES: Final = 4 << 20
 """What the kernel is asked to keep of what arrives; it may give less. More than a window would need no more."""
 SEGMENTS_LIMIT: Final = 44
 """Datagrams in one call: together shorter than the 64 KiB of one datagram."""
@@ -56,7 +56,7 @@ class UdpSocket:
                 self.sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
                 with contextlib.suppress(OSError):
-                    self.sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+                    self.sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
             self._segments = self._receives_many = self._tells_local = False
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):

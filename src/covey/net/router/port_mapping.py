@@ -23,8 +23,8 @@ from covey.net.host.descriptors import explain
 from covey.net.router.upnp import UpnpPort
 from covey.wire.port_mapping import (
     GATEWAY_PORT,
-    MOST_BYTES,
-    NONCE_BYTES,
+    PCP_DATAGRAM_BYTES,
+    PCP_NONCE_BYTES,
     RESULTS,
     GatewayAnswer,
     PcpMapping,
@@ -39,17 +39,17 @@ from covey.wire.port_mapping import (
 
 logger = logging.getLogger("covey")
 
-LIFETIME: Final = 7200
+MAPPING_SECONDS: Final = 7200
 """Seconds that are asked for; both RFCs recommend it, and the mapping ends with the process anyway."""
 LEAST_PAUSE, MOST_PAUSE = 10.0, 3600.0
 """Bounds of the time until the mapping is asked for again, whatever the router grants."""
 FAILED_PAUSE: Final = 60.0
 """How long to wait after the router has refused, or has not answered."""
-TRIES: Final = (0.25, 0.5, 1.0)
+ANSWER_WAITS: Final = (0.25, 0.5, 1.0)
 """Seconds that each try of one request waits for an answer."""
 UNMAP_SECONDS: Final = 3.0
 """How long closing waits until the router has removed the mapping."""
-ANSWERS_LIMIT: Final = 16
+DATAGRAMS_LIMIT: Final = 16
 """Datagrams that are read for one try: most routers send one."""
 ROUTES: Final = Path("/proc/net/route")
 ELSE: Final = "a relay works everywhere: covey relay"
@@ -84,7 +84,7 @@ class PortMapping:
         """What the router grants now. Any thread may read it."""
         self.problem = "the router has not answered yet"
         """Why nothing is mapped; empty if something is."""
-        self._port, self._nonce = port, secrets.token_bytes(NONCE_BYTES)
+        self._port, self._nonce = port, secrets.token_bytes(PCP_NONCE_BYTES)
         self._ending = threading.Event()
         self._upnp = UpnpPort(port, self._ending)
         self._thread = threading.Thread(target=self._keep, name="covey-port-mapping", daemon=True)
@@ -103,14 +103,16 @@ class PortMapping:
                 if self._upnp.external:
                     self._upnp.end()
                 else:
-                    ask_gateway(default_gateway(), self._port, self._nonce, 0, tries=TRIES[:1])
+                    ask_gateway(default_gateway(), self._port, self._nonce, 0, tries=ANSWER_WAITS[:1])
             self.mapped = None
 
     def _renew(self) -> float:
         """Ask once; return the seconds until the next time."""
         before, known = self.mapped, self.problem
         try:
-            self.mapped = ask_gateway(default_gateway(), self._port, self._nonce, LIFETIME, TRIES, self._upnp)
+            self.mapped = ask_gateway(
+                default_gateway(), self._port, self._nonce, MAPPING_SECONDS, ANSWER_WAITS, self._upnp
+            )
         except (ConnectError, OSError) as error:
             self.mapped = None
             self.problem = explain(error) if isinstance(error, OSError) else str(error)
@@ -163,7 +165,12 @@ def _other_gateway() -> str:
 
 
 def ask_gateway(
-    gateway: str, port: int, nonce: bytes, lifetime: int, tries: tuple[float, ...] = TRIES, upnp: UpnpPort | None = None
+    gateway: str,
+    port: int,
+    nonce: bytes,
+    lifetime: int,
+    tries: tuple[float, ...] = ANSWER_WAITS,
+    upnp: UpnpPort | None = None,
 ) -> Mapping:
     """Ask a router for a mapping of a TCP port; with a lifetime of 0, to end it, except one of UPnP.
 
@@ -220,9 +227,9 @@ def _exchange(
         with contextlib.suppress(ConnectionError, TimeoutError):  # nothing listens there, or nothing came
             sock.settimeout(seconds)
             sock.send(request)
-            for _ in range(ANSWERS_LIMIT):
+            for _ in range(DATAGRAMS_LIMIT):
                 with contextlib.suppress(RemoteProtocolError):
-                    answer = read_answer(sock.recv(MOST_BYTES + 1))
+                    answer = read_answer(sock.recv(PCP_DATAGRAM_BYTES + 1))
                     is_ours = not isinstance(answer, PcpMapping) or nonce is None or answer.nonce == nonce
                     if isinstance(answer, kinds) and is_ours:
                         return answer

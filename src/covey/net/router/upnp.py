@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.wire.upnp import (
     CONFLICT,
-    ERRORS,
     MOST_DOCUMENT_BYTES,
     MOST_SEARCH_BYTES,
     NOT_MAPPED,
     ONLY_PERMANENT,
     SEARCH_GROUP,
     SEARCH_PORT,
+    UPNP_ERRORS,
     RouterUrl,
     UpnpService,
     ask_call,
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 SEARCHES: Final = (1.25, 1.5)
 """Seconds that each search waits for answers: the router may take one before it sends."""
-FOUND_LIMIT: Final = 16
+SEARCH_ANSWERS_LIMIT: Final = 16
 """Answers of the router that are read for each search."""
 HTTP_SECONDS: Final = 3.0
 """For one exchange with the router, from the connection to the last byte: some are slow."""
 DELETE_SECONDS: Final = 2.0
 """For the exchange that takes the mapping back: a process waits for it at its end."""
-WAKE_SECONDS: Final = 0.25
+STILL_WANTED_EVERY: Final = 0.25
 """How often a search looks whether it is still wanted."""
-PORTS_TRIED: Final = 4
+OUTSIDE_PORTS_TRIED: Final = 4
 """Ports that the router is asked for, if others have the first ones."""
 DYNAMIC_PORTS: Final = range(49152, 65536)
-DESCRIPTION: Final = "covey"
+MAPPING_DESCRIPTION: Final = "covey"
 """What the page of the router shows beside the mapping."""
 
 
@@ -118,11 +118,11 @@ class UpnpPort:
     def _map(self, service: UpnpService, own: str, lifetime: int) -> tuple[int, int]:
         """Ask for the port that was granted before, the same as inside, or others; return it, and the seconds."""
         wanted, lease = self.external or self._port, lifetime
-        left, error = PORTS_TRIED, 0
+        left, error = OUTSIDE_PORTS_TRIED, 0
         while left:
             self._still_wanted()
             values = _outside(wanted) | {"NewInternalPort": self._port, "NewInternalClient": own, "NewEnabled": 1}
-            values |= {"NewPortMappingDescription": DESCRIPTION, "NewLeaseDuration": lease}
+            values |= {"NewPortMappingDescription": MAPPING_DESCRIPTION, "NewLeaseDuration": lease}
             error = _do(service, "AddPortMapping", HTTP_SECONDS, **values)
             if not error:
                 self._service, self.external = service, wanted
@@ -157,10 +157,10 @@ class UpnpPort:
                     return
 
     def _answers(self, sock: socket.socket, gateway: str, end: float) -> Iterator[bytes]:
-        left = FOUND_LIMIT
+        left = SEARCH_ANSWERS_LIMIT
         while left and (seconds := end - time.monotonic()) > 0:
             self._still_wanted()
-            sock.settimeout(min(seconds, WAKE_SECONDS))
+            sock.settimeout(min(seconds, STILL_WANTED_EVERY))
             with contextlib.suppress(TimeoutError, ConnectionError):
                 data, (sender, _) = sock.recvfrom(MOST_SEARCH_BYTES)
                 if sender == gateway:
@@ -177,7 +177,7 @@ def _outside(external: int) -> dict[str, str | int]:
 
 
 def _refusal(error: int) -> ConnectError:
-    return ConnectError(f"the router refuses: {ERRORS.get(error, f'its reason has the number {error}')}")
+    return ConnectError(f"the router refuses: {UPNP_ERRORS.get(error, f'its reason has the number {error}')}")
 
 
 def _do(service: UpnpService, name: str, seconds: float, **values: str | int) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from covey.proto.calling.effects import CallEffect, ReleaseObject
-from covey.proto.calling.incoming import HANDLERS, MESSAGE_BYTES, IncomingCalls
+from covey.proto.calling.incoming import CALL_PAYLOAD_BYTES, HANDLERS, IncomingCalls
 from covey.proto.calling.outgoing import OutgoingCalls
 from covey.wire import calls as wire
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Calling:
     """The calls that this node makes (`outgoing`) and serves (`incoming`). Peers are seats; one may be this node."""
 
-    def __init__(self, *, handlers: int = HANDLERS, message_bytes: int = MESSAGE_BYTES) -> None:
+    def __init__(self, *, handlers: int = HANDLERS, message_bytes: int = CALL_PAYLOAD_BYTES) -> None:
         self.waiting: deque[CallEffect] = deque()
         """The effects that `effects` returns. A driver with several threads may take them from its left end instead."""
         self.outgoing = OutgoingCalls(self.waiting)

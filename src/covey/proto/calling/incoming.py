@@ -7,8 +7,8 @@ leaves.
 A thread cannot be ended. So a function that still runs after the answer gives its handler back and is *left over*; so
 is the closing of a stream that was answered. As many functions may be left over as there are handlers; beyond that, a
 function keeps its handler, and a closing waits. A peer is refused whose calls would wait only for functions that have
-gone on for GRACE_SECONDS after the answer. So at most twice the number of handlers run, no peer has all of them, and
-whatever functions do, calls are answered.
+gone on for ANSWERED_CALLS_SECONDS after the answer. So at most twice the number of handlers run, no peer has all of
+them, and whatever functions do, calls are answered.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 HANDLERS: Final = 64
 """Functions that run at the same time on one node."""
-MESSAGE_BYTES: Final = 1 << 30
+CALL_PAYLOAD_BYTES: Final = 1 << 30
 """Bytes of the arguments, or of the result, of one call."""
 
-GRACE_SECONDS: Final = 5.0
+ANSWERED_CALLS_SECONDS: Final = 5.0
 """How long calls wait for functions whose own calls were answered to return."""
 
 
@@ -80,7 +80,7 @@ class _Served:
     is_answered: bool = False
     has_begun: bool = False
     is_stuck: bool = False
-    """Whether its function still has its handler GRACE_SECONDS after the answer."""
+    """Whether its function still has its handler ANSWERED_CALLS_SECONDS after the answer."""
 
 
 class IncomingCalls:
@@ -91,7 +91,7 @@ class IncomingCalls:
         effects: deque[CallEffect],
         *,
         handlers: int = HANDLERS,
-        message_bytes: int = MESSAGE_BYTES,
+        message_bytes: int = CALL_PAYLOAD_BYTES,
     ) -> None:
         """Serve up to `handlers` calls at a time, and arguments of up to `message_bytes` in all and for each call."""
         self._effects = effects
@@ -256,7 +256,7 @@ class IncomingCalls:
                 text = f"{served.request.name!r} was not done within its timeout of {served.request.seconds:.3g} s"
                 waits = served.state is _CallState.READY and not served.has_begun
                 text += f": it waited for one of {self.running} functions to return" if waits else ""
-                self._fail(served, wire.LATE, text)
+                self._fail(served, wire.DEADLINE_PASSED, text)
         self._proceed()
 
     def lost(self, peer: int, now: float) -> None:
@@ -355,7 +355,7 @@ class IncomingCalls:
         return served
 
     def _free_handler(self, served: _Served) -> None:
-        """Take the handler of a call that was answered; it has had GRACE_SECONDS at most since then, or is stuck."""
+        """Take the handler of a call that was answered ANSWERED_CALLS_SECONDS ago at most, or that is stuck."""
         self._handlers.give_back(served.peer)
         self.deadlines.discard((served.peer, served.number))
         if served.is_stuck:
@@ -379,7 +379,7 @@ class IncomingCalls:
             case _CallState.FETCHING:
                 return  # until the parts are here
             case _CallState.RUNNING:
-                self.deadlines.add((peer, number), self._now + GRACE_SECONDS)
+                self.deadlines.add((peer, number), self._now + ANSWERED_CALLS_SECONDS)
                 self._effects.append(StopHandler(peer, number))
                 self._leave_over(served, _CallState.RUNNING)
                 return  # until its function returns

@@ -32,6 +32,6 @@ from __future__ import annotations
 
 from covey.proto.formation.core import Formation, Formed, Report
 from covey.proto.formation.joiners import MOST_PAST_LIVES
-from covey.proto.formation.proposals import PATIENCE, REMEMBERED, SETTLE
+from covey.proto.formation.proposals import PROPOSAL_PATIENCE, PROPOSALS_LIMIT, SETTLE
 
-__all__ = ["MOST_PAST_LIVES", "PATIENCE", "REMEMBERED", "SETTLE", "Formation", "Formed", "Report"]
+__all__ = ["MOST_PAST_LIVES", "PROPOSALS_LIMIT", "PROPOSAL_PATIENCE", "SETTLE", "Formation", "Formed", "Report"]

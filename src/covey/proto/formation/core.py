@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.formation.joiners import Announcer, JoinerLinks, going_on, newcomers, rank_order
-from covey.proto.formation.proposals import PATIENCE, REPEAT_EVERY, SETTLE, Deciding, Founding
+from covey.proto.formation.proposals import PROPOSAL_PATIENCE, REPEAT_STANDING_EVERY, SETTLE, Deciding, Founding
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import FoundingMember, Here, Outcome, Phase, Propose, Standing, Terms, difference
@@ -78,7 +78,7 @@ class Formation:
         min_hosts: int = 1,
         wall: Callable[[], float] = lambda: 0.0,
         settle: float = SETTLE,
-        patience: float = PATIENCE,
+        patience: float = PROPOSAL_PATIENCE,
     ) -> None:
         """Begin without links.
 
@@ -370,7 +370,9 @@ class Formation:
             self._announcer.at = now
         else:
             self.lineages.end(Ending(decision.proposal, False))
-            self._founding.begin_again(now, now + self._random.uniform(REPEAT_EVERY, 2 * REPEAT_EVERY))
+            self._founding.begin_again(
+                now, now + self._random.uniform(REPEAT_STANDING_EVERY, 2 * REPEAT_STANDING_EVERY)
+            )
             self._announcer.soon(now)
             self._propose_if_due(now)
 

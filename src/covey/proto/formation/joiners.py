@@ -24,7 +24,7 @@ MOST_GONE: Final = 16
 HERE_EVERY: Final = 0.5
 HERE_SOON: Final = 0.05
 """Changes within this time are announced together: links come up in dozens."""
-CROWD: Final = 128
+CROWD_OF_JOINERS: Final = 128
 """With more peers than this, both times grow with their number: every announcement names all links, and all peers send
 theirs, so what a node sends and receives in a second would grow with the square of their number. And the announcement
 to one peer, when its link is new, does not name the others: all peers get the next one, soon."""
@@ -250,4 +250,4 @@ class Announcer:
         return HERE_SOON * self._crowd() if self._crowd() > 1.0 else 0.0
 
     def _crowd(self) -> float:
-        return len(self._links.peers) / CROWD
+        return len(self._links.peers) / CROWD_OF_JOINERS

@@ -25,17 +25,17 @@ SETTLE: Final = 1.0
 """Seconds without a new joiner after which the present ones form the run."""
 MAX_SETTLES: Final = 5
 """Settling ends after this many times SETTLE, however often joiners come and go."""
-PATIENCE: Final = 2.0
+PROPOSAL_PATIENCE: Final = 2.0
 """Seconds in which a proposal should be decided, or a joiner with a smaller id propose; then another one steps in."""
-REPEAT_EVERY: Final = 0.3
-STAGGER: Final = 0.2
+REPEAT_STANDING_EVERY: Final = 0.3
+STAGGER_SHARE: Final = 0.2
 """Share of `patience` between the ballots that members start for the same reason, by rank."""
 TELL_ALL: Final = 128
 """In a view of up to this many members, all tell all what they know, so that none depends on another. In a larger one,
 where that would be a million messages about a thousand members each, all tell one member, which tells all."""
 MOST_HUB_REPEATS: Final = 5
 """How often a member repeats to that one alone what it knows, before it tells all."""
-REMEMBERED: Final = 256
+PROPOSALS_LIMIT: Final = 256
 """Proposals whose answer is kept, to repeat it on request; and proposals that wait for an answer."""
 
 
@@ -149,7 +149,7 @@ class Deciding:
         """Accept a proposal; this node is locked on it until it has an outcome. All members speak `versions`."""
         self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED, versions=versions)
         self._ballot_at = now + self._patience + self._stagger(lock)
-        self._repeat_at, self._repeats = now + REPEAT_EVERY, 0
+        self._repeat_at, self._repeats = now + REPEAT_STANDING_EVERY, 0
         lock.advance(all_here=True)
         if is_mine:  # others repeat the proposal itself only if it seems to be lost
             self._propose(lock)
@@ -164,7 +164,7 @@ class Deciding:
 
     def holds(self, proposal: bytes, now: float) -> bool:
         """Tell whether to answer a proposal later: a link may be about to come up. It is repeated meanwhile."""
-        if proposal not in self._held and len(self._held) >= REMEMBERED:
+        if proposal not in self._held and len(self._held) >= PROPOSALS_LIMIT:
             self._held.clear()
         return now < self._held.setdefault(proposal, now) + self._patience / 2
 
@@ -179,7 +179,7 @@ class Deciding:
         rank = next(rank for rank, member in enumerate(members) if member.id == self._me.id)
         self._held.pop(proposal, None)
         self.decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason, versions)
-        if len(self.decisions) > REMEMBERED:
+        if len(self.decisions) > PROPOSALS_LIMIT:
             del self.decisions[next(old for old, it in self.decisions.items() if it.outcome is Outcome.ABORT)]
         return decision
 
@@ -247,12 +247,12 @@ class Deciding:
     def _stagger(self, decision: Decision) -> float:
         """Return how long this member waits for members of lower rank to start a ballot first."""
         before = sum(map(self._links.is_linked, decision.members[: decision.rank]))
-        return STAGGER * self._patience * (before + self._random.random() / 4)
+        return STAGGER_SHARE * self._patience * (before + self._random.random() / 4)
 
     # Messages
 
     def _repeat(self, lock: Decision, now: float) -> None:
-        self._repeat_at = now + REPEAT_EVERY
+        self._repeat_at = now + REPEAT_STANDING_EVERY
         self._repeats += 1
         if self._tells_all(lock):
             self._propose(lock)

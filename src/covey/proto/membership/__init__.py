@@ -44,9 +44,17 @@ The modules, each below the next:
 
 from __future__ import annotations
 
-from covey.proto.membership.checks import MOST_AHEAD
+from covey.proto.membership.checks import MOST_BALLOTS_AHEAD
 from covey.proto.membership.core import Membership
 from covey.proto.membership.installer import MOST_SKIPPED, PAST_VIEWS
-from covey.proto.membership.need import FINISH_TOGETHER, PATIENCE, RELINK
+from covey.proto.membership.need import FINISH_TOGETHER, RELINK, VIEW_PATIENCE
 
-__all__ = ["FINISH_TOGETHER", "MOST_AHEAD", "MOST_SKIPPED", "PAST_VIEWS", "PATIENCE", "RELINK", "Membership"]
+__all__ = [
+    "FINISH_TOGETHER",
+    "MOST_BALLOTS_AHEAD",
+    "MOST_SKIPPED",
+    "PAST_VIEWS",
+    "RELINK",
+    "VIEW_PATIENCE",
+    "Membership",
+]

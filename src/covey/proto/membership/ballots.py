@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
     from covey.wire.membership import State
 
-CROWD: Final = 128
+CROWD_OF_MEMBERS: Final = 128
 """In a view of more members, a change of what is heard is not told to the proposer at once, but with those that follow:
 each answer names all members, and when many are lost, all others would send one for each of them."""
 REPEAT_SOON: Final = 0.05
-"""Seconds for which changes are collected, for each `CROWD` members."""
+"""Seconds for which changes are collected, for each `CROWD_OF_MEMBERS` members."""
 RELINK_VOUCHED: Final = 5.0
 """Like RELINK, while a keeper vouches for the member: then it is only slow. All operations wait meanwhile, and the
 network may be cut for long, so this is little more than the time that a silent machine gets. On one host no network can
@@ -92,10 +92,10 @@ class Answerer:
         """Answer the promised ballot again, because other ranks are heard than before; in a crowd, soon."""
         if not self._may_repeat():
             return
-        if (size := len(self._position.view.ranks)) <= CROWD:
+        if (size := len(self._position.view.ranks)) <= CROWD_OF_MEMBERS:
             self._answer(now)
         else:
-            self.repeat_at = min(self.repeat_at, now + REPEAT_SOON * size / CROWD)
+            self.repeat_at = min(self.repeat_at, now + REPEAT_SOON * size / CROWD_OF_MEMBERS)
 
     def tick(self, now: float) -> None:
         """Answer again, if it is time."""

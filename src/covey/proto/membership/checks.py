@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from covey.wire.membership import Membership as Message
     from covey.wire.membership import View
 
-MOST_AHEAD: Final = 1 << 40
+MOST_BALLOTS_AHEAD: Final = 1 << 40
 """How far a ballot may be above all that this node knows. Ballots grow by a few each time, so no member needs more; and
 no member can use up the numbers of the others."""
 
@@ -80,7 +80,7 @@ def check_ballot(sender: int, message: Message, position: ViewPosition) -> None:
             ballot = message.promised
         case _:
             return
-    if ballot > max(position.ballot, position.seen) + MOST_AHEAD:
+    if ballot > max(position.ballot, position.seen) + MOST_BALLOTS_AHEAD:
         raise RemoteProtocolError(f"member {sender} sent ballot {ballot}, far above all others")
 
 

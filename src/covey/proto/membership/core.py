@@ -10,7 +10,7 @@ from covey.proto.membership import checks
 from covey.proto.membership.ballots import Answerer, Proposer
 from covey.proto.membership.installer import Forks, Installer
 from covey.proto.membership.leader import Leading
-from covey.proto.membership.need import FINISH_TOGETHER, PATIENCE, RELINK, Need
+from covey.proto.membership.need import FINISH_TOGETHER, RELINK, VIEW_PATIENCE, Need
 from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
 from covey.wire import membership as wire
 from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Trouble
@@ -38,7 +38,7 @@ class Membership:
         keeper: bytes | None = None,
         min_size: int = 1,
         quorum: Quorum = Quorum.MAJORITY,
-        patience: float = PATIENCE,
+        patience: float = VIEW_PATIENCE,
         relink: float = RELINK,
         finish_together: float = FINISH_TOGETHER,
         votes_only: bool = False,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from covey.proto.membership.state import Outbox, ViewPosition, ViewRound
 
-PATIENCE: Final = 30.0
+VIEW_PATIENCE: Final = 30.0
 """Seconds after which a member that needs a new view, and gets none, gives up."""
 RELINK: Final = 1.0
 """Seconds in which a member whose link ended may link again. A reset can be forged, so it does not exclude a member at

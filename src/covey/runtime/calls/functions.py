@@ -12,7 +12,7 @@ from covey.base.errors import ConfigError
 from covey.base.text import printable, spell_error
 from covey.wire import calls as wire
 from covey.wire.call_values import Signature
-from covey.wire.calls import NAME_LIMIT
+from covey.wire.calls import FUNCTION_NAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,9 @@ class FunctionRegistry:
         Raises:
             ConfigError: the name is taken or cannot be used, or the function cannot be called.
         """
-        if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+        if not isinstance(name, str) or not 0 < len(name) <= FUNCTION_NAME_LIMIT or not name.isprintable():
             raise ConfigError(
-                f"a name has 1 to {NAME_LIMIT} printable characters; {printable(repr(name), 100)} has not"
+                f"a name has 1 to {FUNCTION_NAME_LIMIT} printable characters; {printable(repr(name), 100)} has not"
             )
         described = callable_function(name, function)
         with self._lock:
@@ -148,7 +148,7 @@ def _raised(number: int, error: BaseException) -> wire.CallFailure:
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
     return wire.CallFailure(
-        number, wire.RAISED, name[:200], printable(str(error), _TEXT_LIMIT), tuple(lines[-wire.LINES_LIMIT :])
+        number, wire.RAISED, name[:200], printable(str(error), _TEXT_LIMIT), tuple(lines[-wire.TRACEBACK_LINES_LIMIT :])
     )
 
 

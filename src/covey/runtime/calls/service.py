@@ -35,7 +35,7 @@ from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
 from covey.runtime.held_signals import HeldSignals
 from covey.wire import calls as wire
-from covey.wire.call_values import ANYTHING, ValueDecoder, pack
+from covey.wire.call_values import ANY_VALUE, ValueDecoder, pack
 
 if TYPE_CHECKING:
     import asyncio
@@ -135,7 +135,7 @@ class CallService:
         rank: int,
         timeout: float | None = None,
         target: int = 0,
-        decoder: ValueDecoder = ANYTHING,
+        decoder: ValueDecoder = ANY_VALUE,
     ) -> Any:
         """Call a function and return its result; see `Node.call`. `rank` is what errors call the peer."""
         made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
@@ -160,7 +160,7 @@ class CallService:
         rank: int,
         timeout: float | None = None,
         target: int = 0,
-        decoder: ValueDecoder = ANYTHING,
+        decoder: ValueDecoder = ANY_VALUE,
     ) -> CallWork[Any]:
         """Start a call; see `Node.call_async`."""
         made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
@@ -179,7 +179,7 @@ class CallService:
         *,
         rank: int,
         timeout: float | None = None,
-        decoder: ValueDecoder = ANYTHING,
+        decoder: ValueDecoder = ANY_VALUE,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
         made, parts = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
@@ -209,9 +209,10 @@ class CallService:
         if size > self._config.call_bytes:
             text = too_large(1, "the list of arguments", size, self._config.call_bytes).text
             raise CallRefusedError(f"{made.description}: {text}")
-        if not 0 < len(name) <= wire.NAME_LIMIT or not name.isprintable():
+        if not 0 < len(name) <= wire.FUNCTION_NAME_LIMIT or not name.isprintable():
             raise CallRefusedError(
-                f"{made.description}: a name has 1 to {wire.NAME_LIMIT} printable characters, and no lone surrogates"
+                f"{made.description}: a name has 1 to {wire.FUNCTION_NAME_LIMIT} printable characters, "
+                "and no lone surrogates"
             )
         return made, parts
 

@@ -128,7 +128,7 @@ class Serving:
                 return
             function = self._functions.by_name.get(request.name)
             if function is None:
-                raise UnservedError(wire.UNKNOWN, self._functions.unknown(request.name))
+                raise UnservedError(wire.UNKNOWN_FUNCTION, self._functions.unknown(request.name))
             self._begin(serving, function, parts)
         except BaseException as error:  # nothing runs, and the call is over
             self._report(serving, (failure_of(serving.number, error), None))
@@ -190,7 +190,7 @@ class Serving:
         try:
             known = self._exported.known_method(request.target, request.name, serving.peer)
         except CallRefusedError as error:
-            raise UnservedError(wire.UNKNOWN, str(error)) from None
+            raise UnservedError(wire.UNKNOWN_FUNCTION, str(error)) from None
         if known is not None:
             self._begin(serving, known, parts)
         else:
@@ -281,7 +281,7 @@ class Serving:
         try:
             function = self._exported.find_method(request.target, request.name, serving.peer)
         except CallRefusedError as error:
-            raise UnservedError(wire.UNKNOWN, str(error)) from None
+            raise UnservedError(wire.UNKNOWN_FUNCTION, str(error)) from None
         except ConfigError as error:
             raise UnservedError(wire.ARGUMENTS, str(error)) from None
         self._begin(serving, function, parts)

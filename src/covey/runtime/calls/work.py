@@ -289,7 +289,7 @@ def failure_error(failure: wire.CallFailure, what: str, rank: int) -> CoveyError
             if trace:
                 error.add_note(f"The traceback on rank {rank}:\n{trace}")
             return error
-        case wire.LATE:
+        case wire.DEADLINE_PASSED:
             return DeadlineError(f"{what} reached its timeout there: {failure.text}", late=(rank,))
         case wire.CANCELLED:
             return CallCancelledError(f"{what}: {failure.text}")

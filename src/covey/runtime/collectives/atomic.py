@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt, Shortcuts
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.operation import CurrentAttempt
-    from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
@@ -50,7 +50,7 @@ class AtomicOperations:
         self,
         facts: GroupFacts,
         roster: GroupRoster,
-        lanes: GroupLanes,
+        lanes: CollectiveLanes,
         failure: Failure,
         trouble: OperationTrouble,
         shortcuts: Shortcuts,

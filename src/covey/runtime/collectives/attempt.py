@@ -20,7 +20,7 @@ from covey.net.host import tcp
 from covey.plan import choose, doubling
 from covey.runtime.collectives.attempt_lanes import AttemptLanes, LaneSwitch
 from covey.runtime.collectives.executor import COMMIT_PHASE, execute
-from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
+from covey.wire.header import CHANGE_PENDING, FLAGS_AT, HEADER_PREFIX, MAGIC
 
 if TYPE_CHECKING:
     import select
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.link_probes import MeasuredLinks
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
     from covey.runtime.collectives.operation import CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
     from covey.runtime.collectives.size_class import SizeClass, Sums
     from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.counters import GroupCounters
@@ -114,7 +114,7 @@ class Attempt:
         self,
         facts: GroupFacts,
         roster: GroupRoster,
-        lanes: GroupLanes,
+        lanes: CollectiveLanes,
         operation: CurrentOperation,
         call_log: CallLog,
         trouble: OperationTrouble,
@@ -225,7 +225,7 @@ class Attempt:
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
         fields = (call.operation, call.dtype, phase, self.number, 0, self.facts.id, call.fingerprint)
-        prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
+        prefix = self._prefixes[call.fingerprint, phase] = HEADER_PREFIX.pack(MAGIC, *fields)
         return prefix
 
     # Repeated small calls

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.pace import Growing
 from covey.net.host import tcp
-from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain, is_exhausted
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.stream import SocketLane, is_resumable
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.net.lanes.lane import Lane, LanePath
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.operation import CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
 
 BELL_PAUSES: Final = Growing(0.02, 0.2)
@@ -82,7 +82,7 @@ class AttemptLanes:
         ranks: tuple[Rank, ...],
         facts: GroupFacts,
         roster: GroupRoster,
-        lanes: GroupLanes,
+        lanes: CollectiveLanes,
         trouble: OperationTrouble,
         bell: Bell,
     ) -> None:
@@ -124,12 +124,12 @@ class AttemptLanes:
         """Open the bell; if the process has no descriptor left for it, wait a while for one.
 
         Raises:
-            OSError: there is none after `SCARCE_SECONDS`.
+            OSError: there is none after `FREE_DESCRIPTOR_SECONDS`.
             DeadlineError: the operation's deadline has passed before.
         """
         from covey.runtime.backoff import Backoff  # slow to load; a program that joins a run has it already
 
-        shortage = Backoff(f"a free descriptor for group {self._group!r}", BELL_PAUSES, within=SCARCE_SECONDS)
+        shortage = Backoff(f"a free descriptor for group {self._group!r}", BELL_PAUSES, within=FREE_DESCRIPTOR_SECONDS)
         while True:
             try:
                 self._bell.open()

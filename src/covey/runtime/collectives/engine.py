@@ -27,7 +27,7 @@ from covey.runtime.collectives.evidence import CallEvidence
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.operation import NO_INFO, Backlog, CurrentAttempt, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster, LaneKinds
+from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.collectives.suspicion import Suspicion
 from covey.runtime.collectives.trouble import OperationTrouble
@@ -87,7 +87,7 @@ class Engine:
         self._recorder = counters.recorder
         process.register(counters)
         lanes, paths, events = (None, None, None) if node is None else (node.lanes, node.paths, node.events)
-        self._lanes = GroupLanes(lanes, paths, members, facts, counters, events)
+        self._lanes = CollectiveLanes(lanes, paths, members, facts, counters, events)
         self.operation = operation = CurrentOperation(name)
         self._call_log = call_log = CallLog()
         self._current = current = CurrentAttempt(roster, survives=survives)

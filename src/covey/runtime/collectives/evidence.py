@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.runtime.collectives.call_log import CallLog
     from covey.runtime.collectives.operation import CurrentAttempt
-    from covey.runtime.collectives.roster import GroupLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupRoster
     from covey.wire import messages
     from covey.wire.header import TransferHeader
 
@@ -32,7 +32,7 @@ class CallEvidence:
     """The last calls of this rank as messages tell them, what it found of others, and which ranks have parted."""
 
     def __init__(
-        self, group: int, call_log: CallLog, roster: GroupRoster, lanes: GroupLanes, attempt: CurrentAttempt
+        self, group: int, call_log: CallLog, roster: GroupRoster, lanes: CollectiveLanes, attempt: CurrentAttempt
     ) -> None:
         """`group` is the id of the group."""
         self._group, self._log, self._roster, self._lanes, self._attempt = group, call_log, roster, lanes, attempt

@@ -15,7 +15,7 @@ import numpy as np
 
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
 from covey.plan.moves import FINAL, LEFT, REDUCE, first_writes
-from covey.wire.header import HEADER_BYTES, SUFFIX, flagged
+from covey.wire.header import HEADER_BYTES, HEADER_SUFFIX, flagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def execute(
                 move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
                 start_of_header = flagged(prefix) if attempt.knows_change else prefix
-                out = Outgoing(start_of_header + SUFFIX.pack(sequence, move, payload.size), payload)
+                out = Outgoing(start_of_header + HEADER_SUFFIX.pack(sequence, move, payload.size), payload)
         if out is not None:
             try:
                 if out_lane.transmit(out):
@@ -150,7 +150,7 @@ def execute(
             move = in_moves[peer] = in_moves.get(peer, -1) + 1
             target = buffers[index][start:stop]
             nbytes = target.nbytes
-            header = prefix + SUFFIX.pack(sequence, move, nbytes)
+            header = prefix + HEADER_SUFFIX.pack(sequence, move, nbytes)
             saver = undo if saves is not None and saves[applied] else None
             if action & REDUCE and after <= sent:
                 incoming = _Reducing(header, attempt, peer, target, reduction, action, contributors, after > 0, saver)

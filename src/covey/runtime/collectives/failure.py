@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.call_log import CallLog
     from covey.runtime.collectives.evidence import CallEvidence
     from covey.runtime.collectives.operation import CurrentAttempt, CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, GroupLanes, GroupRoster
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
     from covey.runtime.counters import GroupCounters
     from covey.wire import messages
 
@@ -60,7 +60,7 @@ class Failure:
         self,
         facts: GroupFacts,
         roster: GroupRoster,
-        lanes: GroupLanes,
+        lanes: CollectiveLanes,
         operation: CurrentOperation,
         attempt: CurrentAttempt,
         call_log: CallLog,

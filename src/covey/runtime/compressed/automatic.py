@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from covey.compress.choice import ERRORS, LEAST_GAIN, SHARED, Speed, choose, codec_seconds
+from covey.compress.choice import CODEC_ERRORS, LEAST_SAVED_SHARE, SHARED, Speed, choose, codec_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -165,7 +165,7 @@ def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: CodecStanding, s
 
     `shortest` is what the class took on this rank since the last exchange, with what was chosen there.
     """
-    codecs = [codec for codec, error in ERRORS.items() if error <= auto.max_error]
+    codecs = [codec for codec, error in CODEC_ERRORS.items() if error <= auto.max_error]
     speeds = [speed for codec in codecs for speed in codec_speed(codec)]
     figures = np.array([shortest, *(1 / speed for speed in speeds)], np.float64)
     figures[1:] *= -1  # the least of all is the slowest
@@ -200,7 +200,7 @@ def judged(
         chosen = choose(nbytes, ranks, rate, LATENCY, speeds, auto.max_error, itemsize=size.itemsize)
         return now._replace(choice=Choice(*chosen))
     now = now._replace(is_confirmed=True)
-    if before.coded <= (1 - LEAST_GAIN) * seconds:
+    if before.coded <= (1 - LEAST_SAVED_SHARE) * seconds:
         return now._replace(choice=Choice(before.tried, f"{before.tried}: {_compared(now)}"))
     return now._replace(choice=Choice(None, f"none: {_compared(now)}"))
 

@@ -17,7 +17,7 @@ from covey.base.errors import ConfigError
 from covey.compress.choice import SHARED, Auto
 from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import PowerSGD
-from covey.compress.policy import SMALLEST, make_policy
+from covey.compress.policy import SMALLEST_BYTES, make_policy
 from covey.compress.sparse import Sparsifier
 from covey.runtime.buffers import readable, writable
 from covey.runtime.compressed import dense, sparse
@@ -345,8 +345,8 @@ def _why_plain(issuer: Issuer, codec: Compression, operand: Operand) -> str:
     """
     if not isinstance(codec, Auto):
         return ""
-    if operand.flat.nbytes < SMALLEST:
-        return f"none: the array has less than {SMALLEST >> 10} KiB"
+    if operand.flat.nbytes < SMALLEST_BYTES:
+        return f"none: the array has less than {SMALLEST_BYTES >> 10} KiB"
     # After a loss, all remaining ranks may be on one host; until all know of it, they must not decide by that.
     return SHARED if not issuer.engine.facts.survives and issuer.engine.attempt.lane_family == "ring" else ""
 

@@ -16,7 +16,7 @@ from covey.runtime.events import KINDS
 from covey.runtime.group import members as known_members
 from covey.runtime.group.following import check_kinds, follow
 from covey.runtime.group.store import RunStore
-from covey.wire.call_values import ANYTHING
+from covey.wire.call_values import ANY_VALUE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable
@@ -279,7 +279,7 @@ class Node:
         here = functions.by_name.get(name)
         ranks = self._engine.roster.ranks
         rank = ranks[peer] if type(peer) is int and peer in ranks else self._rank(peer)
-        return rank, name, ANYTHING if here is None else here.signature.result
+        return rank, name, ANY_VALUE if here is None else here.signature.result
 
     def _rank(self, peer: Peer) -> Rank:
         """Return the rank of a node; ConfigError if there is none, or several."""

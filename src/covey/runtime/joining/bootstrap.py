@@ -183,33 +183,20 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         )
     if launched.size == 1:
         return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank or 0)
-    from covey.runtime.members.node import Node
-    from covey.runtime.peers.remote_process import ranks_of
+    from covey.runtime import loop as control
+    from covey.runtime.joining.launcher_mesh import launched_node
+    from covey.runtime.peers.peer_table import ranks_of
 
     endpoint = _open_endpoint(launched, config, target.options)
     if launched.is_restarted:
         return _join_late(launched, target, endpoint)
     try:
-        node = Node(
-            seat=Seat(launched.rank),
-            size=launched.size,
-            run=launched.name,
-            config=config,
-            credentials=endpoint.credentials,
-            card=endpoint.card,
-            acceptor=endpoint.acceptor,
-            audit=endpoint.audit,
-            cluster=endpoint.cluster_tag,
-            peers=ranks_of(launched.size, launched.rank, endpoint.contacts),
-            objection=endpoint.objection,
-            keeper=launched.keeper,
-            on_close=endpoint.on_close,
-        )
+        peers = ranks_of(launched.size, launched.rank, endpoint.contacts)
+        node, mesh = launched_node(launched, config, endpoint, peers)
     except BaseException:
         endpoint.leave()
         raise
-    _use_relays(node, endpoint)
-    node.form(target.wait)
+    control.make(mesh.form(within=target.wait), discard=lambda _: node.close(), otherwise=node.close)
     local_rank = local_rank_of(node) if launched.local_rank is None else launched.local_rank
     return group_of(node, local_rank, functions=target.functions)
 
@@ -229,22 +216,13 @@ def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -
             raise
 
     node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=endpoint.leave)
-    _use_relays(node, endpoint)
     try:
-        control.start(node.generation_table.await_keeper()).result()
+        control.start(node.views.await_keeper()).result()
     except BaseException:
         node.close()
         raise
     local_rank = local_rank_of(node) if launched.local_rank is None else launched.local_rank
     return group_of(node, local_rank, functions=target.functions)
-
-
-def _use_relays(node: Node, endpoint: Endpoint) -> None:
-    """Let ranks that cannot connect meet at the relays of their cluster, if it has some."""
-    if endpoint.cluster is not None and endpoint.cluster.relays:
-        from covey.runtime.peers.launched_relays import use_relays
-
-        use_relays(node, endpoint.cluster)
 
 
 def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: ClusterOptions) -> Endpoint:
@@ -297,7 +275,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: F
         # when all have left, the machines of a cluster know that the run is over.
         is_agreed = node.config.on_loss == "continue" or node.generation_table.is_durable
         if is_agreed and node.generation is generation and generation is not None:
-            generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.rival)
+            generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.views.wishes.rival)
 
     def on_close() -> CoveyError | None:
         errors = [member.close() for member in node.groups]  # groups that were split off end with the run

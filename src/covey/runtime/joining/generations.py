@@ -140,11 +140,12 @@ class _Generations:
             raise ConfigError(f"min_size={self._min_size}, but the launcher started {group.size}; start more, as in "
                               f"`covey run -n {self._min_size}`")  # fmt: skip
         if (node := node_of(group)) is not None:
-            node.wanted_size = self._min_size or 1
-            node.most_size = self._most
-            node.is_elastic = True
+            wishes = node.views.wishes
+            wishes.wanted_size = self._min_size or 1
+            wishes.most_size = self._most
+            wishes.is_elastic = True
             engine_of(group).carry_news()
-            node.is_draining = self._is_asked_to_leave
+            wishes.is_draining = self._is_asked_to_leave
         return group
 
     def _seat(self, request: JoinRequest) -> Group:
@@ -191,9 +192,9 @@ class _Generations:
             mine = {
                 "lobby": messages.encode(tuple(each.card for each in node.newcomers)),
                 "leaves": self._is_asked_to_leave,
-                "next": node.next_seat,
+                "next": node.peers.next_seat,
                 "late": time.monotonic() > until,
-                "rival": node.rival,
+                "rival": node.views.wishes.rival,
             }
             gathered = enumerate(group.all_gather_object(mine))
             checked = {Rank(rank): _checked(value) for rank, value in gathered if rank in group.contributors}
@@ -229,7 +230,7 @@ class _Generations:
             if self._group is None:
                 raise SystemExit(0)  # without a seat, no member has to agree
             if (node := node_of(self._group)) is not None:
-                node.is_draining = True
+                node.views.wishes.is_draining = True
 
         before = signal.signal(signal.SIGTERM, leave)
         try:

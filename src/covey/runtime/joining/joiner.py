@@ -1,7 +1,7 @@
 """A node that wants to be in a run: it agrees with other nodes on the first view, or waits for a running generation.
 
 `proto.joining` decides; this module performs its effects in order, so that promises are on disk before they are sent.
-Once the node has a seat, a `RunMember` hands the links to its `Node`. On the control loop.
+Once the node has a seat, `ClusterLinks` hands the links to the parts of its run. On the control loop.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from covey.base.text import printable
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.driver import CoreDriver
 from covey.runtime.joining import waiting
+from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.joining.records import Records
-from covey.runtime.joining.run_member import RunMember
 from covey.runtime.joining.situation import Situation
 from covey.runtime.peers.listener import MeshListener
 from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.wire import formation as forming
 from covey.wire import membership, messages
-from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.proto.formation import Formed
-    from covey.runtime.members.node import Node
     from covey.runtime.peers.endpoint import Endpoint
 
 WRONG_SECRET_SECONDS: Final = 4.0
@@ -95,7 +94,7 @@ class Joiner(MeshListener):
         """The first view, which this node is in."""
         self._founded: asyncio.Future[messages.Founded] = loop.create_future()
         """A later generation, which has a seat for this node."""
-        self.member: RunMember | None = None
+        self.member: ClusterLinks | None = None
         """Set once this node has a seat."""
 
     @property
@@ -186,20 +185,24 @@ class Joiner(MeshListener):
                 by_seat[seat] = process
         return by_seat
 
-    def carry_on(self, node: Node, formed: messages.Founded | Formed) -> None:
-        """Hand the links of the run to its node, which from now on receives the messages about the run.
+    def links(self) -> ClusterLinks:
+        """Return the links of a run that this node has a seat in; `carry_on` lets them serve it."""
+        return ClusterLinks(self.mesh, self._core, entered=self._enter, settle=self._driver.settle)
+
+    def carry_on(self, member: ClusterLinks, formed: messages.Founded | Formed) -> None:
+        """Hand over the links of the run, whose parts from now on receive the messages about it.
 
         `formed` is the first view, or the generation that the node enters.
         """
         self._since = time.monotonic()
-        member = self.member = RunMember(self.mesh, node, self._core, entered=self._enter, settle=self._driver.settle)
+        self.member, views = member, member.views
         if isinstance(formed, messages.Founded):
             record = self.record_of(formed)
             self._enter(formed)
-            node.enter(formed, record)
+            views.enter(formed, record)
         else:
             tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
-            node.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
+            views.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
         member.deliver_early()
         self._driver.settle()
 
@@ -279,11 +282,11 @@ class Joiner(MeshListener):
 
     def link_replaced(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
-            self.member.node.exchanged(remote.seat)
+            self.member.views.exchanged(remote)
 
     def link_rests(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
-            self.member.node.losses.link_rests(remote.seat)
+            self.member.views.losses.link_rests(remote.seat)
 
     def link_woke(self, remote: RemoteProcess) -> None:
         if self.member is not None:
@@ -291,7 +294,7 @@ class Joiner(MeshListener):
 
     def link_has_room(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
-            self.member.node.stores.link_has_room(remote.seat)
+            self.member.stores.link_has_room(remote.seat)
 
     def may_rest(self, remote: RemoteProcess) -> bool:
         return self.member is not None and remote.seat >= 0 and self.member.awake.may_rest(remote.seat)
@@ -301,7 +304,7 @@ class Joiner(MeshListener):
 
     def arrived(self, remote: RemoteProcess) -> None:
         if self.member is not None and remote.seat >= 0:
-            self.member.node.losses.noticed(remote.seat)
+            self.member.views.losses.noticed(remote.seat)
 
     def keeper_linked(self, remote: RemoteProcess) -> None:
         if self.member is not None:
@@ -309,7 +312,12 @@ class Joiner(MeshListener):
 
     def expelled(self, remote: RemoteProcess, reason: str) -> None:
         if self.member is not None and remote.seat >= 0:
-            self.member.node.losses.deny(remote.seat, reason)
+            self.member.views.losses.deny(remote.seat, reason)
+
+    def refused(self, name: str, reason: str) -> bool:
+        if self.member is not None:
+            self.member.views.generations.tell_of_refusal(name, reason)
+        return self.member is not None
 
     def identity_refused(self, error: AuthError) -> None:
         self._fail(error)
@@ -340,9 +348,9 @@ class Joiner(MeshListener):
                     self._driver.settle()
             case messages.Vouch():
                 if self.member is not None and remote.purpose == "keeper":
-                    self.member.node.losses.vouched(remote.card.id, message.processes)
+                    self.member.views.losses.vouched(remote.card.id, message.processes)
             case _ if self.member is not None and remote.seat >= 0:
-                self.member.node.heard(remote.seat, message)
+                self.member.inbox.heard(remote.seat, message)
             case messages.Agreeing() if self.member is not None:
                 self.member.heard_vote(remote, message)
             case messages.Agreeing():
@@ -363,7 +371,7 @@ class Joiner(MeshListener):
         keys = [messages.key_of(member.card) for member in founded.members]
         if self.member is not None:
             if own not in keys and theirs in keys and remote.seat >= 0:
-                self.member.node.generation_table.left_behind(founded.origin, founded.generation)
+                self.member.views.generations.left_behind(founded.origin, founded.generation)
             return
         if self._is_decided or own not in keys:
             return
@@ -384,8 +392,7 @@ class Joiner(MeshListener):
         leader, tie_breaker = member.leaders() if member is not None else (b"", b"")
         met = self.mesh.met.values()
         if member is not None:
-            ranks = member.node.generation_table
-            peers = [each.report(member.lane_kind(each), ranks.rank_of(each.seat)) for each in met]
+            peers = [each.report(member.lane_kind(each), member.peers.rank_of(each.seat)) for each in met]
         else:
             peers = [each.report() for each in met]
         return messages.Tell(
@@ -395,14 +402,14 @@ class Joiner(MeshListener):
             tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
             peers=tuple(peers),
-            rank=member.node.generation_table.rank_of(member.node.seat) if member is not None else NO_RANK,
+            rank=member.peers.rank_of(member.peers.seat) if member is not None else NO_RANK,
             wait=self._wait(),
-            versions=OURS if member is None else member.node.speaks.fixed(),
+            versions=OURS if member is None else member.views.speaks.fixed(),
         )
 
     def _wait(self) -> messages.Wait | None:
-        if self.member is not None:
-            return waiting.of_member(self.member.node)
+        if (member := self.member) is not None:
+            return None if member.is_closing else waiting.of_member(member.views, member.peers)
         problems, seeds = self.mesh.report_problems(), self.mesh.cluster.seeds
         return waiting.of_joiner(self._formation, self._terms, problems, seeds)
 

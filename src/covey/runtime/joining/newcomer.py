@@ -25,10 +25,10 @@ from covey.base.errors import (
 from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
+from covey.runtime.joining.launcher_mesh import launched_node
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.handshake import Greeter, RefusedError, admit, dial
 from covey.runtime.links.keeper_link import KeeperLink
-from covey.runtime.members.node import Node
 from covey.runtime.peers.remote_process import RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.environment import LaunchedRank
     from covey.runtime.links.link import Link
+    from covey.runtime.members.node import Node
     from covey.runtime.peers.endpoint import Endpoint
 
 logger = logging.getLogger("covey")
@@ -76,7 +77,7 @@ class Newcomer:
             QuorumLostError: the run lost all its members, and too few processes are left to begin again.
             ConfigError: a member refused this process for good.
         """
-        self._endpoint.acceptor.on_link = self._accept
+        self._endpoint.acceptor.give_links(self._accept)
         self._endpoint.acceptor.open()
         tasks = Tasks("a newcomer")
         for rank, contact in self._endpoint.contacts.items():
@@ -230,28 +231,13 @@ class Newcomer:
         mine = messages.key_of(self._endpoint.card)
         me = next(member for member in founded.members if messages.key_of(member.card) == mine)
         peers = {member.seat: self._seated(member, me.seat) for member in founded.members if member.seat != me.seat}
-        node = Node(
-            seat=me.seat,
-            size=len(founded.members),
-            run=self._launched.name,
-            credentials=self._endpoint.credentials,
-            card=self._endpoint.card,
-            config=self._config,
-            acceptor=self._endpoint.acceptor,
-            audit=self._endpoint.audit,
-            cluster=self._endpoint.cluster_tag,
-            peers=peers,
-            keeper=self._launched.keeper,
-            on_close=self._endpoint.on_close,
-        )
-        for seat in peers:
-            node.seat_member(seat)
+        node, mesh = launched_node(self._launched, self._config, self._endpoint, peers, seat=me.seat)
         for process in self._met.values():  # which got no seat
             _end(process)
-        node.enter(founded)
+        mesh.enter(founded)
         for seat, process in peers.items():
             for message in process.early.take():
-                node.heard_early(seat, message)
+                node.inbox.heard_early(seat, message)
         return node
 
     def _seated(self, member: messages.SeatedMember, own: Seat) -> RemoteProcess:

@@ -9,9 +9,10 @@ from covey.wire.messages import MAX_MEMBERS, TROUBLES_LIMIT, AddressTrouble, Wai
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from covey.base.numbers import Seat
     from covey.proto.formation import Formation
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.views import Views
     from covey.wire.formation import Terms
 
 
@@ -43,18 +44,18 @@ def of_joiner(formation: Formation, terms: Terms, problems: Mapping[str, str], s
     )
 
 
-def of_member(node: Node) -> Wait | None:
+def of_member(views: Views, peers: PeerTable) -> Wait | None:
     """Return which members of its generation a node does not hear from; None if it hears from all of them."""
-    generation = node.generation
-    if generation is None or generation.is_over or node.is_closing:
+    generation = views.generation
+    if generation is None or generation.is_over:
         return None
     names = {member.seat: member.card.name for member in generation.founded.members}
     in_view = [(rank, generation.seats[rank]) for rank in generation.view.ranks]
-    unheard = [(rank, seat) for rank, seat in in_view if seat in node.peers and _is_unheard(node, seat)]
+    unheard = [(rank, seat) for rank, seat in in_view if seat in peers and _is_unheard(peers[seat])]
     if not unheard:
         return None
     said = ", ".join(f"rank {rank} ({names[seat]})" for rank, seat in unheard)
-    has_quorum = node.generation_table.hears_quorum
+    has_quorum = views.generations.hears_quorum
     needed = "" if has_quorum else "; the members that are heard are no quorum, so the run cannot continue without them"
     return Wait(
         cause="members" if has_quorum else "quorum",
@@ -63,8 +64,7 @@ def of_member(node: Node) -> Wait | None:
     )
 
 
-def _is_unheard(node: Node, seat: Seat) -> bool:
-    peer = node.peers[seat]
+def _is_unheard(peer: RemoteProcess) -> bool:
     return not (peer.has_left or peer.is_excluded) and (peer.link is None or peer.is_suspected)
 
 

@@ -82,6 +82,10 @@ class HostRun(abc.ABC):
         """Return the prefix of a process's lines of output."""
         return str(rank)
 
+    def rank_of(self, rank: int, process: Child) -> int | None:
+        """Return the rank of a process in the run; None while it is not known."""
+        return rank
+
     def variables_again(self, process: Child) -> dict[str, str]:
         """Return the variables by which a process that replaces `process` continues what that one was."""
         return {}
@@ -276,7 +280,7 @@ class ClusterRun(HostRun):
     inherits = tuple(
         name
         for name in RUN_VARIABLES
-        if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID", "COVEY_NODE_ID", "COVEY_RELAY_PORT")
+        if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID", "COVEY_NODE_ID", "COVEY_RELAY_PORT", "COVEY_BY_AGENT")
     )
 
     def __init__(
@@ -317,6 +321,9 @@ class ClusterRun(HostRun):
         if rank_there is not None:
             return f"{self._machine} {rank_there}"
         return self._machine if self.size == 1 else f"{self._machine}/{rank}"
+
+    def rank_of(self, rank: int, process: Child) -> int | None:
+        return self.service.known_rank_of(process.pid)
 
     def variables(self, rank: int) -> dict[str, object]:
         offered = {} if self._relay is None else {"COVEY_RELAY_PORT": self._relay.port}

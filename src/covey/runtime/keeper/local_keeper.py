@@ -31,7 +31,7 @@ from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
 from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
-from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
+from covey.wire.lineage import LINEAGE_BYTES as PROPOSAL_BYTES
 from covey.wire.versions import common
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LocalKeeper:
         life = secrets.token_bytes(LIFE_BYTES)
         self._card = messages.Card(b"", life, "keeper", "covey run", os.getpid(), contact, version=__version__)
         self._acceptor = Acceptor([listener], self._credentials.door_key, "the keeper")
-        self._acceptor.on_link = self._accept
+        self._acceptor.give_links(self._accept)
         self._process_table = ProcessTable()
         self.rounds = Rounds(self._process_table, self._vouch, self._judge_all)
         self._links: dict[bytes, Link] = {}

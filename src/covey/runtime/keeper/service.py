@@ -208,6 +208,10 @@ class ClusterKeeperService:
             self.catch_up()  # the message with its rank may have arrived before the output that is about to be shown
         return self._cluster_keeper.ranks.get(session)
 
+    def known_rank_of(self, session: int) -> int | None:
+        """Return the same, without waiting for messages that may have arrived."""
+        return self._cluster_keeper.ranks.get(session) if self._cluster_keeper is not None else None
+
     def id_of(self, session: int) -> bytes:
         """Return the node id of the process that leads a session, or of one in it; empty if it is unknown."""
         return self._cluster_keeper.ids.get(session, b"") if self._cluster_keeper is not None else b""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
 
+    from covey.net.host.saved_runs import SavedRun
     from covey.runtime.keeper.keeper import HostRun
     from covey.runtime.processes import Child, ChildOutput
 
@@ -52,6 +53,7 @@ def keep(
     http: tuple[str, int] | None = None,
     log_dir: str | None = None,
     is_solo: bool = False,
+    kept: SavedRun | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -61,7 +63,7 @@ def keep(
     this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
     With `log_dir`, the output of each rank is also written to a file there. If two or more processes succeed and none
     ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`. If files in `log_dir` lack output,
-    it is not 0.
+    it is not 0. What the processes print, and how the run ends, is `kept`, too.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
@@ -69,7 +71,7 @@ def keep(
     arrived: list[int] = []
     logs = None if log_dir is None else RankLogs(log_dir)
     with signals_noted(arrived) as wake, make_run() as run:
-        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), wake, arrived, logs)
+        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), wake, arrived, logs, kept)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -108,8 +110,9 @@ class _Supervisor:
         wake: socket.socket,
         arrived: list[int],
         logs: RankLogs | None,
+        kept: SavedRun | None,
     ) -> None:
-        self._run, self._command, self._logs = run, command, logs
+        self._run, self._command, self._logs, self._kept = run, command, logs, kept
         self._wake, self._arrived = wake, arrived
         self._children = run.children
         self._children.watch(wake, tells_ends=True)
@@ -138,6 +141,8 @@ class _Supervisor:
         """The exit code of the last lost rank that the run survived."""
         self._steps: list[tuple[float, signal.Signals]] = []
         """Signals to send to ranks that do not end by themselves, and when."""
+        self._reason = ""
+        """Why the run ended, if not by itself."""
         self._told: signal.Signals | None = None
         """The signal that asked this process to end."""
         self._killed = False
@@ -146,6 +151,12 @@ class _Supervisor:
 
     def run_to_end(self) -> int:
         """Start all ranks, supervise them until the last has ended, and return the exit code of the run."""
+        code = self._run_to_end()
+        if self._kept is not None:
+            self._kept.end(code, self._reason if code else "")
+        return code
+
+    def _run_to_end(self) -> int:
         self._run.warm_up(self._command.argv, self._command.env)
         for rank in range(self._run.size):
             self._start(rank)
@@ -171,6 +182,7 @@ class _Supervisor:
     def _outcome(self) -> int:
         is_whole = self._code is None and self._told is None and self._succeeded > 1
         if is_whole and not self._command.is_solo and not self._run.has_joined():
+            self._reason = "no process joined the run"
             self.note(NEVER_JOINED.format(count=self._succeeded))
             return NEVER_JOINED_CODE
         if self._code is not None or self._has_finished:
@@ -218,6 +230,7 @@ class _Supervisor:
         self._write(target, pipe.stream.feed(data, now=time.monotonic()))
         if self._logs is not None and (problem := self._logs.write(pipe.label(), data)):
             self.note(problem)
+        self._keep(child.name, self._run.rank_of(child.name, child), target, data)
 
     def _drain(self, child: Child) -> None:
         """Write what an ended rank left in its pipes, even if another process holds their other ends open."""
@@ -253,6 +266,7 @@ class _Supervisor:
             self.note("SIGUSR2: the ranks are asked for a checkpoint")
         elif self._told is None:
             self._told = signum
+            self._reason = self._reason or f"stopped by {signum.name}"
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
                 self._code = self._code or 128 + signum
             self._children.signal(signum)
@@ -312,6 +326,7 @@ class _Supervisor:
                     self._stop_at(by)
                     self._stopping_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
+            self._reason = self._reason or (f"{self._name(rank)} {describe_end(code)}" if not survives else "")
             because = f"{self._name(cause)} failed or hangs; " if cause is not None and cause in self._alive else ""
             self.note(f"{because}{self._name(rank)} {describe_end(code)}{what}")
         self._failed.clear()
@@ -363,7 +378,13 @@ class _Supervisor:
 
     def note(self, text: str) -> None:
         """Write a line about the run."""
+        self._keep(None, None, 2, f"covey: {text}\n".encode())
         self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
+
+    def _keep(self, number: int | None, rank: int | None, stream: int, data: bytes) -> None:
+        """Keep output of a process, or of this one if `number` is None."""
+        if self._kept is not None and (problem := self._kept.append(number, rank, stream, data)):
+            self.note(problem)
 
     def _write(self, target: int, data: bytes) -> None:
         # If a pager does not read, this process must still pass signals on, and must be able to end. Output that cannot

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
-from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError, explain
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
@@ -134,7 +134,7 @@ class LaneDialler:
             if kind == "shm" and not self._has_rings(key):
                 kind = "unix"
             tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
-            shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=SCARCE_SECONDS)
+            shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=FREE_DESCRIPTOR_SECONDS)
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
                     self.open(key)
@@ -208,7 +208,7 @@ class LaneDialler:
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
                 return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
-            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True)
+            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True, udp_port=udp_port)
         except BaseException:
             for sock in socks:
                 sock.close()

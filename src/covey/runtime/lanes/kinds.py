@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.net.host.machine import usable_cores
 from covey.net.lanes import shm
-from covey.runtime.links.sockets import RelayedSocket
+from covey.runtime.lanes.resumption import is_direct
 
 if TYPE_CHECKING:
     import socket
@@ -137,25 +137,30 @@ def lane_of_memory(
     return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
 
-def lane_of_sockets(node: Node, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
-    """Return the lane (for collectives) or the socket (for messages) that sockets make which a peer is connected to."""
+def lane_of_sockets(
+    node: Node, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool, udp_port: int = 0
+) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that sockets make which a peer is connected to.
+
+    `udp_port` is where the peer accepts QUIC, if the lane goes by QUIC and this end has dialled it.
+    """
     factory = node.lanes.factory
     node.lanes.limit.watch(socks, offer.group, peer)
     node.lanes.receiving_limit.watch(socks, peer)
     node.lanes.losses.watch(socks)
     if offer.purpose != "messages":
+        is_resumable = node.lanes.resumption.is_wanted(peer, offer.kind)
+        directs = [is_direct(sock) for sock in socks] if is_resumable else None
         if offer.is_striped:
-            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler)
+            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
             node.stripes.watch(lane)
-            return lane
-        if node.lanes.resumption.is_wanted(peer, offer.kind):
-            directs = [not isinstance(sock, RelayedSocket) for sock in socks]
-            lane = factory.resumable(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
-            node.lanes.resumption.watch(lane, peer, offer)
-            return lane
-        if offer.kind in SEALED_KINDS:
-            return factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, kind=offer.kind)
-        return factory.stream(socks[0], offer.kind)
+        elif offer.kind in SEALED_KINDS:
+            lane = factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, directs=directs, kind=offer.kind)
+        else:
+            lane = factory.stream(socks[0], offer.kind, directs=directs)
+        if is_resumable:
+            node.lanes.resumption.watch(lane, peer, offer, udp_port)
+        return lane
     if offer.kind not in SEALED_KINDS:
         return socks[0]
     from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
-from covey.net.host.descriptors import SCARCE_SECONDS, ScarceError
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.lanes.acceptor import LaneAcceptor
@@ -42,7 +42,7 @@ class Lanes:
     def __init__(self, node: Node) -> None:
         self._node = node
         may_seal = node.credentials.tls is not None or node.config.lanes in SEALED_KINDS
-        self.factory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
+        self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         self.limit = SendingLimit(node)
         """Spaces out what the lanes send, if there is a limit here or at the other end."""
@@ -85,7 +85,7 @@ class Lanes:
             name = self._node.generation_table.name_of(peer)
             if not self._node.peers[peer].is_dialled:
                 for shortage in (self._node.acceptor.shortage, self.acceptor.shortage):
-                    if shortage.has_lasted(SCARCE_SECONDS):
+                    if shortage.has_lasted(FREE_DESCRIPTOR_SECONDS):
                         raise ScarceError(f"the lane that {name} dials cannot be accepted: {shortage.reason}") from None
             raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
 

@@ -1,9 +1,10 @@
 """Keeps lanes between machines alive when their connections die: opens others, over any path. On the control loop.
 
-Lanes of a run with `on_loss="raise"` are resumable (`net.lanes.resumable`); with `"continue"`, a lane that breaks is
-opened anew by the operation's next attempt. Both ends look at their streams. The end of a pair that dials opens another
-connection for a stream that has broken, or gets nothing through; the other end asks it to (`StreamNews`). The
-connection proves the key of the lane, as its first ones did, and then
+Lanes of a run with `on_loss="raise"` are resumable (`net.lanes.lasting`), whatever their kind; with `"continue"`, a
+lane that breaks is opened anew by the operation's next attempt. Both ends look at their streams. The end of a pair that
+dials opens another connection for a stream that has broken, or gets nothing through; the other end asks it to
+(`StreamNews`). A striped lane needs one only if all its streams are dead. The connection proves the key of the lane, as
+its first ones did, and then
 
     dialler  -> acceptor  lane, stream | RESUME, HMAC(secret, "dial", lane, stream, number), number
     acceptor -> dialler   its position, HMAC(secret, "accept", lane, stream, number, its position)
@@ -13,8 +14,10 @@ A position is how many bytes of the stream an end has received. The number grows
 number twice: a recorded try opens nothing. Each end freezes its stream before the other one says its position, so that
 nothing is forgotten that is still needed.
 
-Behind a relay, an end tells the other on their link how many bytes it has (`StreamNews`): relays acknowledge for
-themselves. A stream without a path ends its lane after the silence in which health gives a process up, and the time
+Behind a relay and with QUIC, an end tells the other on their link how many bytes it has (`StreamNews`): relays, and the
+sockets in front of QUIC, acknowledge for themselves.
+
+A stream without a path ends its lane after the silence in which health gives a process up, and the time
 that relays have: `process_silence` + `UNLINKED_SECONDS`. If the other end has closed the lane, it says so on the link.
 """
 
@@ -27,12 +30,13 @@ import random
 import struct
 import time
 from dataclasses import dataclass, field
-from socket import SO_LINGER, SOL_SOCKET
+from socket import AF_UNIX, SO_LINGER, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
+from covey.runtime.lanes.table import TOLD_KINDS
 from covey.runtime.links.address_race import connect_any
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
 from covey.runtime.views.losses import UNLINKED_SECONDS
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 TEND_SECONDS: Final = 0.1
-"""How often the streams are looked at, and how often an end tells what it has received through a relay."""
+"""How often the streams are looked at, and how often an end tells what it has received if the kernel does not."""
 TRY_SECONDS: Final = 3.0
 """How long one try may take: a relay needs several round trips."""
 PAUSES: Final = Growing(0.05, 0.5, 1.5)
@@ -89,6 +93,8 @@ class _LastingLane:
     secret: bytes
     path: tuple[str, str] | None
     """The addresses of both ends of the link when the last connection was made."""
+    udp_port: int
+    """Where the other end accepts QUIC; 0 if that is not known, or if the lane goes by TCP."""
     streams: list[_Stream] = field(default_factory=list)
 
 
@@ -104,13 +110,13 @@ class LaneResumption:
         """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
         contact = self._node.peers[peer].contact
         is_far = contact is not None and contact.host != self._node.host
-        return is_far and kind == "secure" and self._node.config.on_loss == "raise"
+        return is_far and kind in TOLD_KINDS and self._node.config.on_loss == "raise"
 
-    def watch(self, lane: Any, peer: Seat, offer: messages.Offer) -> None:
-        """Look after a lane until it is closed."""
+    def watch(self, lane: Any, peer: Seat, offer: messages.Offer, udp_port: int) -> None:
+        """Look after a lane until it is closed; the peer accepts QUIC at `udp_port`, if this end has dialled it."""
         streams = [_Stream() for _ in lane.sockets()]
         self._lanes[offer.lane] = _LastingLane(
-            lane, peer, offer.group, offer.lane, offer.secret, self._path_to(peer), streams
+            lane, peer, offer.group, offer.lane, offer.secret, self._path_to(peer), udp_port, streams
         )
         if not self._is_tending:
             self._is_tending = True
@@ -140,7 +146,7 @@ class LaneResumption:
         for index, stream in enumerate(watched.streams):
             if index not in dead:
                 stream.dead_since = None
-                if (received := lane.received(index)) != stream.told and relay_of(lane.sockets()[index]):
+                if (received := lane.received(index)) != stream.told and not is_direct(lane.sockets()[index]):
                     stream.told = received
                     self._tell(watched, index, "received", received)
                 continue
@@ -155,7 +161,7 @@ class LaneResumption:
                 self._begin(watched, index)
             elif now >= stream.asked_at + RESUMPTION_ASK_EVERY:
                 stream.asked_at = now
-                self._tell(watched, index, "dial", 0)
+                self._tell(watched, index, "dial", self._own_port(watched))
 
     def _leave_path(self, seat: Seat) -> None:
         """Avoid the path of lanes on which nothing gets through though the link is heard: it swallows long packets.
@@ -166,6 +172,12 @@ class LaneResumption:
         link, now = self._node.peers[seat].link, time.monotonic()
         if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_SECONDS:
             self._node.paths.stuck(seat)
+
+    def _own_port(self, watched: _LastingLane) -> int:
+        """Return where this end accepts QUIC, if the lane goes by QUIC."""
+        with contextlib.suppress(ConfigError, OSError):
+            return self._node.lanes.quic.port() if watched.lane.kind == "quic" else 0
+        return 0
 
     def _tell(self, watched: _LastingLane, stream: int, what: str, position: int) -> None:
         self._node.send(watched.peer, messages.StreamNews(watched.id, stream, what, position))
@@ -184,6 +196,7 @@ class LaneResumption:
             watched.lane.end("the other end has closed it")
         elif news.what == "dial":
             stream = watched.streams[news.stream]
+            watched.udp_port = news.position or watched.udp_port
             if stream.dead_since is None:  # the path may be dead in one direction only
                 stream.dead_since = time.monotonic()
                 self._leave_path(seat)
@@ -234,7 +247,11 @@ class LaneResumption:
     async def _connect(self, watched: _LastingLane) -> socket.socket:
         """Connect over the first path that works; a peer may not know the cluster's new secret yet."""
         peer = self._node.peers[watched.peer]
-        ways = self._node.ways_to(peer, "secure")
+        ways = self._node.ways_to(peer, watched.lane.kind)
+        if watched.lane.kind == "quic":
+            ways = self._node.lanes.quic.ways(ways, watched.udp_port)
+        if not ways:
+            raise ConnectError("the peer has no address that can be dialled from here")
         *others, last = self._node.credentials.good()
         for credentials in others:
             with contextlib.suppress(ConnectError):
@@ -291,9 +308,9 @@ class LaneResumption:
         lane, state = watched.lane, watched.streams[stream]
         if number != state.number or lane.is_closed:
             raise ConnectError("the stream was claimed by another connection in the meantime")
-        before = _spell(lane.sockets()[stream])
-        node, is_direct = self._node, not isinstance(sock, RelayedSocket)
-        if not lane.attach(stream, sock, position, is_direct=is_direct):
+        before = spell_connection(lane.sockets()[stream])
+        node = self._node
+        if not lane.attach(stream, sock, position, is_direct=is_direct(sock)):
             if not lane.is_closed:
                 lane.end("the connection broke, and some bytes were acknowledged on the way that never arrived")
             raise ConnectError("the lane does not have what the other end expects")
@@ -302,7 +319,7 @@ class LaneResumption:
         node.lanes.limit.watch([sock], watched.group, watched.peer)
         node.lanes.receiving_limit.watch([sock], watched.peer)
         node.lanes.losses.watch([sock])
-        text = f"{lane.kind} lane goes on over {_spell(sock)}" + (f" instead of {before}" if before else "")
+        text = f"{lane.kind} lane goes on over {spell_connection(sock)}" + (f" instead of {before}" if before else "")
         node.generation_table.tell_of_peer("moved", node.peers[watched.peer], text)
         node.spawn(self._push(watched))
 
@@ -340,8 +357,15 @@ class LaneResumption:
         return self._node.generation_table.name_of(watched.peer)
 
 
-def _spell(sock: socket.socket) -> str:
+def is_direct(sock: socket.socket) -> bool:
+    """Tell whether what the kernel counts as acknowledged on a connection is what the other machine has."""
+    return sock.family != AF_UNIX and not isinstance(sock, RelayedSocket)
+
+
+def spell_connection(sock: socket.socket) -> str:
     """Return the addresses of both ends of a connection, or its relay; empty if they are not known any more."""
+    if sock.family == AF_UNIX:
+        return str(getattr(sock, "remote_ip", ""))
     with contextlib.suppress(OSError):
         relay = relay_of(sock)
         return f"relay {relay}" if relay else f"{sock.getsockname()[0]} - {sock.getpeername()[0]}"

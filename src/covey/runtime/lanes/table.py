@@ -29,7 +29,7 @@ REPLACEMENT: Final = "replacement"
 """The purpose of a lane that is to replace one for collectives (`lanes.tuning.moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
 TOLD_KINDS: Final = ("tcp", "secure", "quic")
-"""Lanes over a network, of whose opening an event tells."""
+"""Lanes over a network: an event tells of their opening, and between machines they may go on over other connections."""
 CLOSED_GROUPS_REMEMBERED: Final = 10_000
 
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.discovery.host_rendezvous import check_peer
@@ -52,6 +52,12 @@ class TurnedAwayError(ConnectError):
     """This process closed a connection because of a limit or a setting. Other ConnectErrors are broken connections."""
 
 
+LinkTaker: TypeAlias = "Callable[[socket.socket, bytes], Awaitable[None]]"
+"""Gets a socket, which it owns from then on, and the challenge with its answer."""
+LaneTaker: TypeAlias = "Callable[[socket.socket], Awaitable[None]]"
+"""Gets a socket, which it owns from then on."""
+
+
 class Acceptor:
     """Listens, checks connections at the door, and hands those that prove the key to `on_link` or `on_lane`."""
 
@@ -62,18 +68,20 @@ class Acceptor:
         name: str,
         *,
         allows: Callable[[str], bool] = lambda _ip: True,
+        door_keys: Callable[[], tuple[bytes, ...]] | None = None,
+        refused: Callable[[str, BaseException], None] = lambda _ip, _error: None,
     ) -> None:
-        """Take ownership of `listeners`. `allows` tells whether connections to a local address are accepted."""
+        """Take ownership of `listeners`. `allows` tells whether connections to a local address are accepted.
+
+        `door_keys` returns the keys that are valid at the door, if that changes: two for a while after a secret
+        changed. `refused` is called for every refused connection with its address and the reason.
+        """
         self._listeners = [track(listener) for listener in listeners]
         self._name, self._allows = name, allows
-        self.door_keys: Callable[[], tuple[bytes, ...]] = lambda: (door_key,)
-        """Returns the keys that are valid at the door: two for a while after a secret changed."""
-        self.on_link: Callable[[socket.socket, bytes], Awaitable[None]] | None = None
-        """Gets the socket, which it owns from then on, and the challenge with its answer."""
-        self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
-        """Gets the socket, which it owns from then on."""
-        self.on_refused: Callable[[str, BaseException], None] | None = None
-        """Called for every refused connection with its address and the reason."""
+        self._door_keys = door_keys if door_keys is not None else lambda: (door_key,)
+        self._refused = refused
+        self._link_taker: LinkTaker | None = None
+        self._lane_taker: LaneTaker | None = None
         self.member_ips: set[str] = set()
         """Addresses of members, which the limits favour."""
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
@@ -87,6 +95,14 @@ class Acceptor:
         self._logs = {level: LimitedLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
         self._probers: dict[bytes, dict[str, float]] = {}
         """Probe token -> {source address: time of its last probe}."""
+
+    def give_links(self, taker: LinkTaker) -> None:
+        """Give connections for links to `taker` from now on: another one once this process has a seat."""
+        self._link_taker = taker
+
+    def give_lanes(self, taker: LaneTaker) -> None:
+        """Give connections for lanes to `taker` from now on; before, they are closed."""
+        self._lane_taker = taker
 
     def open(self) -> None:
         """Start to accept connections. On the control loop."""
@@ -167,10 +183,10 @@ class Acceptor:
         if len(self._guests) > GUESTS_AT_ONCE:
             self._close_one(self._guests, f"more than {GUESTS_AT_ONCE} were shaking hands")
         try:
-            if purpose is door.Purpose.LINK and self.on_link is not None:
-                await self.on_link(sock, said)
-            elif purpose is door.Purpose.LANE and self.on_lane is not None:
-                await self.on_lane(sock)
+            if purpose is door.Purpose.LINK and self._link_taker is not None:
+                await self._link_taker(sock, said)
+            elif purpose is door.Purpose.LANE and self._lane_taker is not None:
+                await self._lane_taker(sock)
             elif purpose is door.Purpose.PROBE:
                 if not isinstance(sock, RelayedSocket):  # the address is the relay's
                     self._remember_prober(door.bound(said), remote_ip(sock))
@@ -196,8 +212,8 @@ class Acceptor:
         no_delay(sock)
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
-        answer = await receive_exactly(sock, door.ANSWER_BYTES)
-        *others, last = self.door_keys()
+        answer = await receive_exactly(sock, door.DOOR_ANSWER_BYTES)
+        *others, last = self._door_keys()
         for key in others:
             with contextlib.suppress(AuthError):
                 return challenge + answer, door.check(key, challenge, answer)
@@ -218,8 +234,7 @@ class Acceptor:
 
     def _refuse(self, error: BaseException, ip: str) -> None:
         self.turned_away += 1
-        if self.on_refused is not None:
-            self.on_refused(ip, error)
+        self._refused(ip, error)
         self._without_key += isinstance(error, AuthError)
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
         count, last = self.turned_away, error or type(error).__name__

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
     from covey.runtime.lanes.table import LaneKey
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.views.generation import Generation
 
@@ -79,11 +79,21 @@ class RegisteredGroup(Protocol):
         """Close the group; return a mismatch of which the program was not told. Not on the loop."""
 
 
+class GroupLanes(Protocol):
+    """The lanes of groups, as far as the registry asks about them."""
+
+    def forget(self, group: int, sequence: int) -> None: ...
+
+    def has_closed(self, group: int) -> bool: ...
+
+    def ended(self, group: int, sequence: int) -> bool: ...
+
+
 class GroupRegistry:
     """The groups of one node, by id. It does not keep a group alive that the program has dropped."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, peers: PeerTable, lanes: GroupLanes) -> None:
+        self._peers, self._lanes = peers, lanes
         self._lock = threading.Lock()
         self._groups: weakref.WeakValueDictionary[int, RegisteredGroup] = weakref.WeakValueDictionary()
         self._early_calls: dict[tuple[int, Seat], messages.Calls] = {}
@@ -112,7 +122,7 @@ class GroupRegistry:
         """Close the lanes of a group, whose last operation was `sequence`, and refuse new ones."""
         with self._lock:
             self._groups.pop(group_id, None)
-        self._node.lanes.forget(group_id, sequence)
+        self._lanes.forget(group_id, sequence)
 
     def has_member(self, group_id: int, seat: Seat) -> bool:
         """Tell whether a process is in a group; True for a group that does not exist here yet."""
@@ -140,15 +150,15 @@ class GroupRegistry:
         if group is not None:
             group.heard(seat, message)
         elif isinstance(message, messages.Calls):
-            if self._node.lanes.has_closed(message.group):  # nothing here compares them any more
+            if self._lanes.has_closed(message.group):  # nothing here compares them any more
                 return
             with self._lock:
                 self._early_calls[message.group, seat] = message
                 while len(self._early_calls) > EARLY_CALLS:
                     del self._early_calls[next(iter(self._early_calls))]
-        elif isinstance(message, messages.Announce) and self._node.lanes.ended(message.group, message.sequence):
-            text = f"{self._node.generation_table.name_of(self._node.seat)} of the run has closed the group"
-            self._node.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
+        elif isinstance(message, messages.Announce) and self._lanes.ended(message.group, message.sequence):
+            text = f"{self._peers.name_of(self._peers.seat)} of the run has closed the group"
+            self._peers.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
 
     def peer_gone(self, peer: RemoteProcess) -> None:
         """Tell every group that it need not wait for a peer. On the control loop."""

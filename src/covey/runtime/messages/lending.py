@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def short_sizes(sizes: MessageSizes) -> tuple[int, ...]:
     """Return the limits that the compiled executor has to know."""
-    piece_bytes = message_stream.PIECE_BYTES
+    piece_bytes = message_stream.PAYLOAD_PIECE_BYTES
     return sizes.eager_bytes, sizes.credit_bytes, sizes.credit_batch, ACK_BATCH, HEADER_COST, piece_bytes
 
 

@@ -51,7 +51,7 @@ def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
         seat=groups[0].seats[groups[0].rank] if groups else 0 if node is None else node.seat,
         clock_ns=time.time_ns() - now,
         taken_ns=now,
-        offsets=() if node is None else tuple(node.clocks.offsets().items()),
+        offsets=() if node is None else tuple(node.views.clocks.offsets().items()),
         groups=tuple(map(_flown, groups[: wire.GROUPS_LIMIT])),
         run_id=b"" if node is None else node.run_id,
     )

@@ -48,7 +48,7 @@ def answer_keeper(question: messages.Inspect, send: Callable[[messages.Inspected
     """Send the answer to the keeper of this process, which may also ask for its checks and stacks."""
 
     def run_checks() -> None:  # functions of the program, which may take a while
-        results = wire.CheckResults(tuple(are_ready()[: wire.CHECKS_LIMIT]))
+        results = wire.CheckResults(tuple(are_ready()[: wire.TOLD_CHECKS_LIMIT]))
         control.soon(send, messages.Inspected(CHECKS, 0, 1, wire.encode(results)))
 
     if question.what == CHECKS:

@@ -11,12 +11,17 @@ from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.proto.relay_trips import is_news
 from covey.runtime.backoff import Backoff
-from covey.runtime.peers.redial import ATTEMPT_SECONDS, RELAY_SECONDS
+from covey.runtime.peers.dialer import ATTEMPT_SECONDS, RELAY_SECONDS
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from covey.runtime.peers.mesh import Mesh
+    from collections.abc import Iterable
+
+    from covey.runtime.peers.dialer import Dialer
+    from covey.runtime.peers.listener import MeshListener
+    from covey.runtime.peers.relays import Relays
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -31,8 +36,19 @@ SEEK_SECONDS: Final = 60.0
 class BetterWays:
     """The nodes with a relayed link, and what they are told about relays."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(
+        self,
+        card: messages.Card,
+        relays: Relays,
+        dialer: Dialer,
+        listener: MeshListener,
+        tasks: Tasks,
+        *,
+        tells_log: bool,
+    ) -> None:
+        """`card` is that of this node; with `tells_log`, the log says which nodes are reached through a relay."""
+        self._id, self._host, self._tells_log = card.id, card.contact.host, tells_log
+        self._relays, self._dialer, self._listener, self._tasks = relays, dialer, listener, tasks
         self._seeking: set[RemoteProcess] = set()
         self._told: tuple[messages.RelayTrip, ...] = ()
         """The round trips to relays that other nodes were told of last."""
@@ -40,56 +56,54 @@ class BetterWays:
     def seek(self, remote: RemoteProcess) -> None:
         """Look for a better way to a node, if its link goes through a relay, and tell it how far the relays are."""
         if remote.link is not None and remote.link.relay:
-            remote.send(messages.RelayTrips(self._mesh.relays.trips()))
+            remote.send(messages.RelayTrips(self._relays.trips()))
             if remote not in self._seeking:
                 self._seeking.add(remote)
-                self._mesh.spawn(self._seek(remote))
+                self._tasks.spawn(self._seek(remote))
 
     async def _seek(self, remote: RemoteProcess) -> None:
         try:
-            await asyncio.gather(seek_direct(self._mesh, remote), seek_shorter_relay(self._mesh, remote))
+            await asyncio.gather(self.seek_direct(remote), self._seek_shorter_relay(remote))
         finally:
             self._seeking.discard(remote)
 
-    def tell_trips(self) -> None:
+    def tell_trips(self, linked: Iterable[RemoteProcess]) -> None:
         """Tell nodes with relayed links how far the relays are, if that has changed."""
-        if is_news(self._told, trips := self._mesh.relays.trips()):
+        if is_news(self._told, trips := self._relays.trips()):
             self._told = trips
-            for remote in self._mesh.all_linked:
+            for remote in linked:
                 if remote.link is not None and remote.link.relay:
                     remote.send(messages.RelayTrips(trips))
 
-
-async def seek_direct(mesh: Mesh, remote: RemoteProcess) -> None:
-    """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
-    told, tries = "", Backoff("a direct link", Growing(1.0, SEEK_SECONDS), level=logging.DEBUG)
-    while remote.link is not None and remote.link.relay and not mesh.is_closing:
-        contact = remote.card.contact  # it may have moved
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ATTEMPT_SECONDS):
-                await mesh.dial(contact.addresses, same_host=contact.host == mesh.card.contact.host)
-        if remote.link is not None and remote.link.relay and not told and mesh.purpose == "candidate":
-            told = remote.link.relay
-            logger.warning("%s cannot be reached directly; the relay %s is used", printable(remote.card.name), told)
-        tries.failed()
-        await tries.rest()
-    if told and remote.link is not None:
-        logger.warning("%s is reached directly now, and not through a relay", printable(remote.card.name))
-
-
-async def seek_shorter_relay(mesh: Mesh, remote: RemoteProcess) -> None:
-    """Link with a node anew through another relay when that is clearly nearer, while its link goes through a relay.
-
-    The node with the smaller id does so: it is the one that decides which link is used. Between members of a run, links
-    stay where they are, and lanes move.
-    """
-    looks = 0
-    while remote.link is not None and remote.link.relay and not mesh.is_closing:
-        way = mesh.relays.shorter(remote.card.contact.relay, remote.link.relay)
-        looks = 0 if way is None else looks + 1
-        is_due = looks >= RELAY_LOOKS and mesh.card.id < remote.card.id and mesh.listener.may_change_link(remote)
-        if way is not None and is_due:
+    async def seek_direct(self, remote: RemoteProcess) -> None:
+        """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
+        told, tries = "", Backoff("a direct link", Growing(1.0, SEEK_SECONDS), level=logging.DEBUG)
+        while remote.link is not None and remote.link.relay and not self._tasks.is_closing:
+            contact = remote.card.contact  # it may have moved
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ATTEMPT_SECONDS + RELAY_SECONDS):
-                    await mesh.dial((), relay=way.token, is_best_relay=True)
-        await asyncio.sleep(RELAY_CHECK_EVERY)
+                async with asyncio.timeout(ATTEMPT_SECONDS):
+                    await self._dialer.dial(contact.addresses, same_host=contact.host == self._host)
+            if remote.link is not None and remote.link.relay and not told and self._tells_log:
+                told = remote.link.relay
+                logger.warning("%s cannot be reached directly; the relay %s is used", printable(remote.card.name), told)
+            tries.failed()
+            await tries.rest()
+        if told and remote.link is not None:
+            logger.warning("%s is reached directly now, and not through a relay", printable(remote.card.name))
+
+    async def _seek_shorter_relay(self, remote: RemoteProcess) -> None:
+        """Link with a node anew through another relay when that is clearly nearer, while its link goes through a relay.
+
+        The node with the smaller id does so: it is the one that decides which link is used. Between members of a run,
+        links stay where they are, and lanes move.
+        """
+        looks = 0
+        while remote.link is not None and remote.link.relay and not self._tasks.is_closing:
+            way = self._relays.shorter(remote.card.contact.relay, remote.link.relay)
+            looks = 0 if way is None else looks + 1
+            is_due = looks >= RELAY_LOOKS and self._id < remote.card.id and self._listener.may_change_link(remote)
+            if way is not None and is_due:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ATTEMPT_SECONDS + RELAY_SECONDS):
+                        await self._dialer.dial((), relay=way.token, is_best_relay=True)
+            await asyncio.sleep(RELAY_CHECK_EVERY)

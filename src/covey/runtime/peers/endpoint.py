@@ -163,10 +163,15 @@ def cluster_endpoint(
             plain = plain_ip(ip)
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
-        acceptor = Acceptor(listeners, credentials.door_key, run, allows=allows)
-        acceptor.door_keys = credentials.door_keys
         audit = SILENT if is_visit else Auditor(cluster.name, run)
-        acceptor.on_refused = audit.refused_connection
+        acceptor = Acceptor(
+            listeners,
+            credentials.door_key,
+            run,
+            allows=allows,
+            door_keys=credentials.door_keys,
+            refused=audit.refused_connection,
+        )
         keep_a_spare()  # so that promises can be written to disk when descriptors run out
         release = undo.pop_all().close
     objection = functools.partial(_objection, cluster, own.name)

@@ -10,16 +10,17 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from covey.proto.relay_trips import is_news
-from covey.runtime import loop as control
 from covey.runtime.peers.endpoint import TOKEN_BYTES
 from covey.runtime.peers.relays import Relays
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
+    from covey.runtime.links.acceptor import Acceptor
     from covey.runtime.links.link import Link
-    from covey.runtime.members.node import Node
-    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.tasks import Tasks
 
 TELL_SECONDS: Final = 2.0
 """How often other ranks are told how far the relays are, if that has changed."""
@@ -30,45 +31,42 @@ def first_token(cluster: Cluster, run: str) -> bytes:
     return cluster.secret.derive(f"relayed-launch/{run}")[:TOKEN_BYTES]
 
 
-def use_relays(node: Node, cluster: Cluster) -> None:
-    """Have a node of a launcher register with the cluster's relays, and reach other ranks through them. Any thread."""
-    made = _LaunchedRelays(node, cluster)
-    control.soon(made.open)
+class LaunchedRelays:
+    """The relays of one rank, through which it reaches ranks that it cannot connect with."""
 
-
-class _LaunchedRelays:
-    """The relays of one node."""
-
-    def __init__(self, node: Node, cluster: Cluster) -> None:
-        token = node.card.contact.relay
-        self._node = node
+    def __init__(
+        self, cluster: Cluster, card: messages.Card, acceptor: Acceptor, peers: PeerTable, tasks: Tasks
+    ) -> None:
+        """`card` is that of this rank, and `tasks` are those of its run."""
+        self._peers, self._tasks = peers, tasks
         self._relays = Relays(
-            cluster, token, node.acceptor, found=lambda _token: None, spawn=node.spawn, is_listed=False
+            cluster, card.contact.relay, acceptor, found=lambda _token: None, spawn=tasks.spawn, is_listed=False
         )
+        self.ways, self.round_trip = self._relays.ways, self._relays.round_trip
         self._told: dict[Link, tuple[messages.RelayTrip, ...]] = {}
         """By link: what was told on it."""
-        node.relayed_ways, node.relayed_trip = self._relays.ways, self._relays.round_trip
-        node.on_relay_trips = self._heard
 
     def open(self) -> None:
         """Register, and keep other ranks informed."""
-        if not self._node.is_closing:
+        if not self._tasks.is_closing:
             self._relays.open()
-            self._node.spawn(self._keep_telling())
+            self._tasks.spawn(self._keep_telling())
 
-    def _heard(self, peer: RemoteProcess, trips: tuple[messages.RelayTrip, ...]) -> None:
-        if peer.contact is not None:
-            self._relays.told(peer.contact.relay, trips)
+    def heard(self, seat: Seat, told: messages.RelayTrips) -> None:
+        """Take from a rank how far its relays are."""
+        contact = self._peers[seat].contact
+        if contact is not None:
+            self._relays.told(contact.relay, told.trips)
 
     async def _keep_telling(self) -> None:
         while True:
             trips, told = self._relays.trips(), {}
-            for peer in self._node.peers.values():
+            for peer in self._peers.values():
                 if peer.link is not None and peer.link.relay:
                     before = self._told.get(peer.link)
                     is_due = before is None or is_news(before, trips)
                     told[peer.link] = trips if is_due or before is None else before
                     if is_due:
-                        self._node.send(peer.seat, messages.RelayTrips(trips))
+                        peer.send(messages.RelayTrips(trips))
             self._told = told
             await asyncio.sleep(TELL_SECONDS)

@@ -68,6 +68,10 @@ class MeshListener:
     def access_lost(self, error: AuthError) -> None:
         """Called when this node may not be in the cluster any more, or is not approved yet."""
 
+    def refused(self, name: str, reason: str) -> bool:
+        """Called when a node is refused for the first time, or for another reason; return whether it was noted."""
+        return False
+
     def describe(self) -> messages.Tell | None:
         """Return how this node sees its run; None if it is in none."""
         return None

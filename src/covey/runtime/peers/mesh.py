@@ -93,7 +93,7 @@ class Mesh:
         """By node id: the nodes that take part in something; for a visitor, every node."""
         self.visitors = Visitors(self._is_named_keeper)
         """Nodes that take part in nothing: visitors, and keepers."""
-        self.problems = Problems(cluster.seeds, self.card.contact.host, endpoint.audit)
+        self.problems = Problems(cluster.seeds, self.card.contact.host, endpoint.audit, self.listener.refused)
         limits = DialLimits()
         self._admission = Admission(self, self.rules, self.problems, purpose=purpose, run=run, lanes=config.lanes)
         self.relays = Relays(
@@ -106,7 +106,7 @@ class Mesh:
         )
         ways = self.relays.ways
         self._dialer = Dialer(endpoint, config.interfaces, self._admission, self.problems, self._linked, ways)
-        self.dial, self.hello = self._dialer.dial, self._admission.hello
+        self.dial, self.redial, self.hello = self._dialer.dial, self._dialer.redial, self._admission.hello
         self._links = NodeLinks(
             endpoint,
             self.listener,
@@ -117,8 +117,17 @@ class Mesh:
             ended=self._ended,
             is_shorter=self.relays.is_shorter,
         )
-        self._better_ways = BetterWays(self)
-        self.resting = RestingLinks(self, self._links, limits, ways=self._ways_to)
+        self._better_ways = BetterWays(
+            self.card,
+            self.relays,
+            self._dialer,
+            self.listener,
+            self._tasks,
+            tells_log=purpose == "candidate",
+        )
+        self.resting = RestingLinks(
+            self.met, self._links, self._dialer, self.listener, endpoint, self._tasks, limits, ways=self._ways_to
+        )
         self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
@@ -135,8 +144,12 @@ class Mesh:
         self._limits, self._told = limits, pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
         self._inspections = PacedAnswers()
         self._reach_answers = ReachAnswers(endpoint, config.interfaces, limits, self.spawn)
-        self.is_closing = False
-        endpoint.acceptor.on_link = self._accept
+        endpoint.acceptor.give_links(self._accept)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this node closes its links, or has closed them."""
+        return self._tasks.is_closing
 
     @property
     def cluster(self) -> Cluster:
@@ -344,7 +357,7 @@ class Mesh:
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
-            self._better_ways.tell_trips()
+            self._better_ways.tell_trips(self.all_linked)
             for remote in self.all_linked:
                 remote.ping()
             for remote in self.visitors:  # a visitor may vanish without closing its link
@@ -450,7 +463,7 @@ class Mesh:
         """Stop listening and announcing, and close every link. Closing twice is fine."""
         if self.is_closing:
             return
-        self.is_closing = True
+        self._tasks.is_closing = True
         self.follower.close()
         self.audit.close()
         await self._tasks.close()

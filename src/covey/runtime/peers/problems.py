@@ -31,7 +31,12 @@ DEPARTED_LIMIT: Final = 256
 class Problems:
     """Refusals and failed dials of one node, for its log, its audit log, and commands that ask."""
 
-    def __init__(self, seeds: tuple[str, ...], host: str, audit: Auditor) -> None:
+    def __init__(self, seeds: tuple[str, ...], host: str, audit: Auditor, tell: Callable[[str, str], bool]) -> None:
+        """Begin without problems.
+
+        `tell` gets the name of a node that is refused for the first time, or for another reason, and the reason; it
+        returns whether somebody listens.
+        """
         self._seeds, self._host, self._audit = seeds, host, audit
         self.refusals: dict[str, str] = {}
         """Refused nodes by name and address, and why."""
@@ -42,8 +47,7 @@ class Problems:
         self._departed: dict[tuple[str, int], None] = {}
         """Where visitors listened that have left: that these addresses do not answer is no problem."""
         self._log = LimitedLog(LOG_SECONDS)
-        self.on_refused: Callable[[str, str], None] | None = None
-        """Called with the name of a node that is refused for the first time, or for another reason, and the reason."""
+        self._tell = tell
         self._told = 0
 
     def refuse(self, card: Card, reason: str, source: str) -> None:
@@ -56,9 +60,8 @@ class Problems:
             del self.refusals[next(iter(self.refusals))]
         if is_news:
             self._log.log(logging.WARNING, "%s was refused: %s", name, reason)
-            if self.on_refused is not None and self._told < TOLD_LIMIT:
-                self._told += 1
-                self.on_refused(name, reason)
+            if self._told < TOLD_LIMIT:
+                self._told += self._tell(name, reason)
 
     def linked(self, remote: RemoteProcess) -> None:
         """Note that there is a link with a node: it is not refused, and has not left."""

@@ -13,7 +13,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.numbers import NO_RANK, NO_SEAT, Seat
+from covey.base.numbers import NO_RANK, NO_SEAT
 from covey.net.discovery.interfaces import describe
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.handshake import spell
@@ -21,9 +21,7 @@ from covey.wire import messages
 from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from covey.base.numbers import Rank
+    from covey.base.numbers import Rank, Seat
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
 
@@ -171,8 +169,8 @@ class RemoteProcess:
         # The run
         self.votes_for = NO_SEAT
         """The seat of an earlier life of the same node in this node's run."""
-        self.vote: Callable[[messages.Control], None] | None = None
-        """Sends to a later life of the same node, which still votes for this one."""
+        self.voter: RemoteProcess | None = None
+        """A later life of the same node, which still votes for this one."""
         self.state = PeerState.EXPECTED
         self.since = time.time()
         """When its state changed last, in seconds since 1970."""
@@ -350,18 +348,3 @@ class RemoteProcess:
         if self.failure:
             return f"failed with {self.failure}"
         return "has left" if self.has_left else f"is lost: {self.reason}" if self.reason else "is lost"
-
-
-def ranks_of(size: int, own: int, contacts: Mapping[Seat, messages.Contact]) -> dict[Seat, RemoteProcess]:
-    """Return the other ranks of a launcher's run that begins, by seat: of each pair, the higher one dials.
-
-    `contacts` are those that are known; rank 0 tells the others.
-    """
-    blank = messages.Card(b"", b"", "", "", 0, NOWHERE)
-    others = [Seat(rank) for rank in range(size) if rank != own]
-    return {
-        rank: RemoteProcess(
-            messages.reached_at(blank, contacts.get(rank, NOWHERE)), "rank", seat=rank, is_dialled=rank < own
-        )
-        for rank in others
-    }

@@ -79,7 +79,7 @@ class Rules:
         is_new = machine not in self._waiting
         self._waiting.pop(machine, None)
         self._waiting[machine] = card
-        if len(self._waiting) > messages.WAITING_LIMIT:
+        if len(self._waiting) > messages.WAITING_NODES_LIMIT:
             del self._waiting[next(iter(self._waiting))]
         if is_new and self._writes.take(time.monotonic()):
             self._spawn(self._write(clusters.remember_waiting, self.cluster.name, machine, card.name))

@@ -31,7 +31,7 @@ from covey.runtime.relaying.throttle import Throttle
 from covey.runtime.tasks import Tasks
 from covey.wire.frame import frame
 from covey.wire.relay import (
-    CALL_BYTES,
+    CALL_ID_BYTES,
     RELAY_CHALLENGE_BYTES,
     RELAY_ID_BYTES,
     RELAY_SPEAKS,
@@ -116,7 +116,7 @@ class RelayServer:
         self._listeners, self._limits, self._clusters = list(listeners), limits, clusters
         self._most = min(limits.connections, raise_limit() - SPARE_DESCRIPTORS - len(self._listeners))
         self._id = secrets.token_bytes(RELAY_ID_BYTES)
-        self._table = RelayTable(lambda: secrets.token_bytes(CALL_BYTES))
+        self._table = RelayTable(lambda: secrets.token_bytes(CALL_ID_BYTES))
         self._driver = CoreDriver[RelayEffect](self._table, self)
         self._tasks = Tasks("the relay")
         self._throttle = Throttle(limits.bytes_per_second)

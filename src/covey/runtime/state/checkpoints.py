@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 from covey.base.errors import BusyError, ClosedError, ConfigError, DeadlineError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
-from covey.runtime.counters import process
 from covey.runtime.events import CHECKPOINT, Event
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from covey.base.numbers import Rank
     from covey.proto.checkpointing import Checkpoint, Checkpointing, Effect
     from covey.runtime.driver import CoreDriver
-    from covey.runtime.members.node import Node
-    from covey.runtime.views.generation import Generation
+    from covey.runtime.events import Events
+    from covey.runtime.tasks import Tasks
     from covey.wire.checkpoint import Unsaved
 
 logger = logging.getLogger("covey")
@@ -36,6 +36,13 @@ END_SECONDS: Final = 10.0
 """How long the control loop may take to note that this rank has saved."""
 WAITING_LIMIT: Final = 1000
 """Requests of one process that wait for the name of their checkpoint."""
+
+
+class NumberedGeneration(Protocol):
+    """A generation of the run."""
+
+    @property
+    def number(self) -> int: ...
 
 
 class CheckpointedGroup(Protocol):
@@ -50,21 +57,35 @@ class CheckpointedGroup(Protocol):
         """Whether the group was closed or has failed."""
 
     @property
-    def generation(self) -> Generation | None:
+    def generation(self) -> NumberedGeneration | None:
         """The generation that it is the group of; None if there are no views."""
+
+
+class CheckpointPeers(Protocol):
+    """The other processes of the run, by seat."""
+
+    @property
+    def seat(self) -> Seat:
+        """That of this process."""
+
+    def rank_of(self, seat: Seat) -> Rank: ...
+
+    def send(self, seat: Seat, message: messages.Control) -> None: ...
 
 
 class Checkpoints:
     """The checkpoints of one process in its run. On the control loop, unless it says otherwise."""
 
-    def __init__(self, node: Node | None) -> None:
-        """`node` is None for a process that is alone."""
-        self._node = node
-        self._me = node.seat if node is not None else Seat(0)
+    def __init__(
+        self, peers: CheckpointPeers | None = None, tasks: Tasks | None = None, events: Events | None = None
+    ) -> None:
+        """Begin without members. Without `peers`, this process is alone; `tasks` are those of the run."""
+        self._peers, self._tasks, self._events = peers, tasks, events
+        self._me = peers.seat if peers is not None else Seat(0)
         self._group: weakref.ref[CheckpointedGroup] | None = None
         self._core: Checkpointing | None = None
         self._driver: CoreDriver[Effect] | None = None
-        self._view: tuple[int, tuple[int, ...]] = (-1, ()) if node is not None else (0, (self._me,))
+        self._view: tuple[int, tuple[int, ...]] = (-1, ()) if peers is not None else (0, (self._me,))
         """The epoch and its members, in the order of their seats: the first is longest in the run, and leads."""
         self._unnamed: list[Future[str]] = []
         self._changed = threading.Condition()
@@ -80,6 +101,11 @@ class Checkpoints:
     def is_of(self, group: CheckpointedGroup) -> bool:
         """Tell whether checkpoints begin after operations of this group."""
         return self._group is not None and self._group() is group
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether this process is in a run with others, and is not about to leave it."""
+        return self._peers is not None and (self._tasks is None or not self._tasks.is_closing)
 
     @property
     def is_idle(self) -> bool:
@@ -221,9 +247,9 @@ class Checkpoints:
             case SendToMember(peer, message):
                 from covey.wire.checkpoint import encode_checkpoint
 
-                if self._node is not None:
+                if self._peers is not None:
                     body = encode_checkpoint(message)
-                    self._node.send(Seat(peer), messages.CheckpointNews(self._view[0], body))
+                    self._peers.send(Seat(peer), messages.CheckpointNews(self._view[0], body))
             case LookAgain():
                 with self._changed:
                     self._changed.notify_all()
@@ -272,7 +298,7 @@ class Checkpoints:
     def _request(self, path: str, checkpoint_id: str, outcome: Future[str]) -> None:
         from covey.wire.checkpoint import CheckpointOrder
 
-        if self._is_closed or (self._node is not None and self._node.is_closing):
+        if self._is_closed or (self._peers is not None and not self.is_of_run):
             outcome.set_exception(ClosedError("the run is closed; join again"))
             return
         if len(self._unnamed) >= WAITING_LIMIT:
@@ -301,13 +327,13 @@ class Checkpoints:
         return "; ".join(f"rank {self._rank_of(each.seat)}: {each.error}" for each in failed)
 
     def _rank_of(self, seat: int) -> int:
-        return int(seat) if self._node is None else self._node.generation_table.rank_of(Seat(seat))
+        return int(seat) if self._peers is None else self._peers.rank_of(Seat(seat))
 
     def _tell(self, text: str, seats: Sequence[int]) -> None:
-        if self._node is not None:
+        if self._events is not None:
             epoch, ranks = self._view[0], tuple(map(self._rank_of, seats))
             event = Event(CHECKPOINT, time.time(), epoch >> 32, epoch & (1 << 32) - 1, ranks, text=text)
-            self._node.events.add(event)
+            self._events.add(event)
 
 
 def _new_id() -> str:
@@ -318,11 +344,11 @@ def _new_id() -> str:
 
 def answer_visitor(message: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]) -> None:
     """Answer a node that asks this process for a checkpoint of its run. On the control loop."""
-    node = next((node for node in list(process.nodes) if not node.is_closing), None)
-    if node is None:
+    checkpoints = next((each for each in list(_all) if each.is_of_run), None)
+    if checkpoints is None:
         send(messages.CheckpointProgress(message.id, "refused", "this process is in no run"))
     else:
-        node.checkpoints.asked(message, send)
+        checkpoints.asked(message, send)
 
 
 def request_all() -> None:

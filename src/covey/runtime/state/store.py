@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
@@ -17,13 +17,47 @@ from covey.wire import store as wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from covey.runtime.members.node import Node
+    from covey.base.numbers import Rank
+    from covey.runtime.links.link import Link
+    from covey.runtime.tasks import Tasks
 
 UNSENT_LIMIT: Final = 1 << 16
 """Messages that wait for room on one link, besides the parts of copies: of these there may be more."""
 COPIES_LIMIT: Final = 4
 """Copies that wait for room on one link; a member that has a new link gets one or two."""
 Outcome: TypeAlias = "Future[wire.Done]"
+
+
+class StorePeer(Protocol):
+    """Another process that has copies."""
+
+    @property
+    def card(self) -> messages.Card: ...
+
+    @property
+    def link(self) -> Link | None: ...
+
+    @property
+    def is_excluded(self) -> bool: ...
+
+    @property
+    def is_gone(self) -> bool: ...
+
+    def how_it_went(self) -> str: ...
+
+    def send(self, message: messages.Control) -> None: ...
+
+
+class StorePeers(Protocol):
+    """The other processes of the run, by seat."""
+
+    @property
+    def seat(self) -> Seat:
+        """That of this process."""
+
+    def __getitem__(self, seat: Seat, /) -> StorePeer: ...
+
+    def rank_of(self, seat: Seat) -> Rank: ...
 
 
 class _Unsent:
@@ -62,10 +96,16 @@ class _Unsent:
 class Stores:
     """This process's copies of the stores of its run, and its questions. On the control loop."""
 
-    def __init__(self, node: Node | None) -> None:
-        """Begin without members: questions wait for the first view. `node` is None for a process that is alone."""
-        self._node = node
-        self._me = node.seat if node is not None else Seat(0)
+    def __init__(
+        self, peers: StorePeers | None = None, tasks: Tasks | None = None, *, survives_losses: bool = False
+    ) -> None:
+        """Begin without members: questions wait for the first view. Without `peers`, this process is alone.
+
+        `tasks` are those of the run, and say when it closes. In a run that survives losses, a view says what follows
+        from one.
+        """
+        self._peers, self._tasks, self._survives_losses = peers, tasks, survives_losses
+        self._me = peers.seat if peers is not None else Seat(0)
         self._replica = Replica(self._me)
         self._outcomes: dict[int, Outcome] = {}
         """By number of a question."""
@@ -73,7 +113,7 @@ class Stores:
         """By seat: what its link has no room for yet."""
         self._ending: Callable[[], CoveyError] | None = None
         """Makes the error of all questions, once this process is in no view of the run any more."""
-        if node is None:
+        if peers is None:
             self._replica.configure(0, (self._me,), is_first=True)
 
     def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
@@ -85,7 +125,7 @@ class Stores:
 
     def ask(self, store_id: int, question: wire.Question | wire.Open, outcome: Outcome) -> None:
         """Ask a question; `outcome` gets the answer."""
-        if self._node is not None and self._node.is_closing and self._ending is None:
+        if self._tasks is not None and self._tasks.is_closing and self._ending is None:
             self.close()
         if self._ending is not None:
             _fail(outcome, self._ending())
@@ -104,7 +144,7 @@ class Stores:
     def heard(self, seat: Seat, posting: messages.Posting) -> None:
         """Take a message of another process."""
         body = wire.decode_body(posting.body)
-        if self._node is None or not self._node.peers[seat].is_excluded:
+        if self._peers is None or not self._peers[seat].is_excluded:
             self._replica.heard(seat, posting.store, posting.number, body)
             self._perform()
 
@@ -121,7 +161,7 @@ class Stores:
     def peer_gone(self, seat: Seat) -> None:
         """Note that a process is gone. In a run that continues after losses, the next view says what follows."""
         self._unsent.pop(seat, None)
-        if self._node is not None and self._node.config.on_loss == "continue":
+        if self._survives_losses:
             return
         self._replica.drop(seat)
         self._perform()
@@ -149,7 +189,7 @@ class Stores:
     def _perform(self) -> None:
         for effect in self._replica.effects():
             if not isinstance(effect, Answered):
-                if self._node is not None and self._ending is None:
+                if self._peers is not None and self._ending is None:
                     self._unsent.setdefault(Seat(effect.peer), _Unsent()).add(effect)
                 continue
             outcome = self._outcomes.pop(effect.number, None)
@@ -168,12 +208,13 @@ class Stores:
         Without a link nothing is kept: what matters is said again on the next one.
         """
         unsent = self._unsent.get(seat)
-        if self._node is None or unsent is None:
+        if self._peers is None or unsent is None:
             return
-        link = self._node.peers[seat].link
+        peer = self._peers[seat]
+        link = peer.link
         while unsent and link is not None and link.has_room:
             _, store, number, body = unsent.take()
-            self._node.send(seat, messages.Posting(store, number, wire.encode_body(body)))
+            peer.send(messages.Posting(store, number, wire.encode_body(body)))
         if link is not None and unsent.is_too_long:
             link.abort()  # the process reads nothing; what it lacks is said again on another link
         if link is None or not unsent or unsent.is_too_long:
@@ -182,12 +223,12 @@ class Stores:
     def _fail_if_lost(self) -> None:
         """Fail all questions if the process that orders changes is gone, and no view will name another."""
         owner = self._replica.owner
-        if self._node is None or owner is None or owner == self._me or self._node.config.on_loss == "continue":
+        if self._peers is None or owner is None or owner == self._me or self._survives_losses:
             return
-        peer = self._node.peers[Seat(owner)]
+        peer = self._peers[Seat(owner)]
         if not peer.is_gone:
             return
-        rank = self._node.generation_table.rank_of(Seat(owner))
+        rank = self._peers.rank_of(Seat(owner))
         name = f"rank {rank} ({peer.card.name or 'unnamed'}, on {peer.card.host_name or 'this host'})"
         text = f"{name}, which orders the changes to the store, {peer.how_it_went()}"
         host = peer.card.host_name

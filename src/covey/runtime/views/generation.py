@@ -7,17 +7,18 @@ it is in the run. Methods run on the control loop unless they say otherwise.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.numbers import Rank
 from covey.base.text import FEW, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
+from covey.proto.changes import Quorum
 from covey.proto.overlay import topology_of
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
@@ -31,10 +32,14 @@ from covey.wire.membership import Bound, Seated, State, Successor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
-    from covey.proto.changes import Quorum, QuorumAwaited, QuorumLost
-    from covey.runtime.members.node import Node
+    from covey.proto.changes import QuorumAwaited, QuorumLost
+    from covey.runtime.events import Events
+    from covey.runtime.links.keeper_link import KeeperLink
+    from covey.runtime.peers.peer_table import MemberLinks, PeerTable
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
     from covey.wire.membership import Record, View
 
@@ -66,35 +71,98 @@ class Freezable(Protocol):
         """Resume in this view."""
 
 
+class ViewListener(Protocol):
+    """What follows from views for the groups, lanes and state of this process. Called on the control loop."""
+
+    def begun(self) -> None:
+        """This process is in the run, and its first generation has begun."""
+
+    def view(self, generation: int, number: int, seats: Sequence[Seat]) -> None:
+        """A view has these members."""
+
+    def without_views(self, seats: Sequence[Seat]) -> None:
+        """The run has these members, and is too large for views."""
+
+    def link_up(self, seat: Seat) -> None:
+        """A process has a new link after its last one ended."""
+
+    def link_lost(self, seat: Seat) -> None:
+        """The link with a process has ended; what was said on it may be lost."""
+
+    def gone(self, peer: RemoteProcess) -> None:
+        """Nobody waits for a process any more."""
+
+    def excluded(self, seat: Seat) -> None:
+        """A view goes on without a process."""
+
+    def generation_ended(self, generation: Generation, fault: Fault, *, only_surviving: bool) -> None:
+        """This process is in a generation no more; with `only_surviving`, groups that need no views go on."""
+
+    def run_failed(self, fault: Fault) -> None:
+        """The run has to end now, with this error."""
+
+    def heard_early(self, seat: Seat, message: messages.Control) -> None:
+        """A process that has got a seat sent this before."""
+
+
+class Judge(Protocol):
+    """Follows the members of the current generation, and acts when one of them is lost."""
+
+    def watch(self, seats: Sequence[Seat]) -> None:
+        """Judge the members of a new generation."""
+
+    def exclude(self, seat: Seat) -> None:
+        """Go on without a process, as a view says."""
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What the generations of one run share."""
+
+    run: str
+    config: GroupConfig
+    floor: int
+    """No view has fewer members."""
+    store: Callable[[Bound], None] | None
+    """Makes durable what this node has promised."""
+    peers: PeerTable
+    links: MemberLinks
+    events: Events
+    judge: Judge
+    listener: ViewListener
+
+
 class Generation:
     """The agreed members of a run, until the next generation."""
 
     def __init__(
         self,
-        node: Node,
+        parts: RunParts,
         founded: messages.Founded,
         *,
-        patience: float,
-        quorum: Quorum,
-        min_size: int = 1,
-        store: Callable[[Bound], None] | None = None,
+        keeper: KeeperLink | None = None,
         record: Record | None = None,
     ) -> None:
-        """Begin a generation of which this node is a member; `store` makes its promises durable.
+        """Begin a generation of which this node is a member; `keeper` is the link with the one that decides its views.
 
-        `record` is what it has promised in it already, if it voted before it knew that it is a member.
+        `record` is what this node has promised in it already, if it voted before it knew that it is a member.
         """
-        self.node, self.founded = node, founded
+        self._parts, self.founded = parts, founded
+        self._peers, self._keeper = parts.peers, keeper
+        self.is_current = True
+        """Whether no later generation has begun here. In an earlier one, this node only votes."""
         self.number = founded.generation
         self.seats = tuple(member.seat for member in founded.members)
         """By rank."""
-        self.patience = patience
-        # A launcher's ranks dial each other by another way; and where a loss ends the group, every rank has to notice.
-        may_be_sparse = node.launcher_mesh is None and founded.on_loss == "continue"
-        self.topology = topology_of(node.config.topology, len(self.seats)) if may_be_sparse else "full"
+        config = parts.config
+        self.patience = config.patience
+        # Where a loss ends the group, every rank has to notice.
+        may_be_sparse = parts.links.may_rest and founded.on_loss == "continue"
+        self.topology = topology_of(config.topology, len(self.seats)) if may_be_sparse else "full"
         """Which links stay awake."""
-        self.rank = Rank(self.seats.index(node.seat))
-        self._ranks = {seat: Rank(rank) for rank, seat in enumerate(self.seats)}
+        self.rank = Rank(self.seats.index(parts.peers.seat))
+        self.ranks = {seat: Rank(rank) for rank, seat in enumerate(self.seats)}
+        """By seat."""
         self._lock = threading.Lock()
         self._groups: weakref.WeakValueDictionary[int, Freezable] = weakref.WeakValueDictionary()
         self._dismissed: dict[int, State] = {}
@@ -121,10 +189,10 @@ class Generation:
             founded.members[self.rank].card.life,
             self,
             has_keeper=founded.is_kept,
-            min_size=min_size,
-            quorum=quorum,
-            patience=patience,
-            store=None if store is None else functools.partial(self._keep, store),
+            min_size=parts.floor,
+            quorum=Quorum(config.quorum),
+            patience=config.patience,
+            store=None if parts.store is None else functools.partial(self._keep, parts.store),
         )
 
     def _keep(self, store: Callable[[Bound], None], record: Record) -> None:
@@ -138,19 +206,19 @@ class Generation:
     def open(self) -> None:
         """Begin to agree on views with the members that have links."""
         for rank, seat in enumerate(self.seats):
-            peer = self.node.peers.get(seat)
+            peer = self._peers.get(seat)
             if peer is not None and peer.link is not None:
                 self.view_driver.link_up(rank, peer.life)
-        if self.node.generation_table.keeper is not None and self.founded.is_kept:
+        if self._keeper is not None and self.founded.is_kept:
             self.view_driver.link_up(len(self.seats), b"")
 
     def ranks_of(self, seats: Sequence[Seat]) -> tuple[Rank, ...]:
         """Return the ranks of some seats."""
-        return tuple(self._ranks[seat] for seat in seats)
+        return tuple(self.ranks[seat] for seat in seats)
 
     def rank_of(self, seat: Seat) -> Rank | None:
         """Return the rank of a seat, or None if the seat is not in this generation."""
-        return self._ranks.get(seat)
+        return self.ranks.get(seat)
 
     # Groups, on any thread
 
@@ -212,9 +280,9 @@ class Generation:
 
     def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         if rank < len(self.seats):
-            self.node.send_vote(self.seats[rank], message, wakes=wakes)
-        elif self.node.generation_table.keeper is not None:
-            self.node.generation_table.keeper.send(message)
+            self._peers.send_vote(self.seats[rank], message, wakes=wakes)
+        elif self._keeper is not None:
+            self._keeper.send(message)
 
     def freeze(self, number: int) -> None:
         with self._lock:
@@ -253,36 +321,34 @@ class Generation:
             groups = list(self._groups.values())
         if view.successor is not None:
             self._ended.set()
-        if self.node.generation is not self:  # an earlier generation, in which this node only votes
+        if not self.is_current:
             for operations in groups:
                 operations.install(view)
             return
         for rank in lost:
             if self.view_driver.is_leaving(rank):
-                self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
-            self.node.losses.exclude(self.seats[rank])
+                self._peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
+            self._parts.judge.exclude(self.seats[rank])
         self._tell_of(view, lost)
-        remaining = [self.seats[rank] for rank in view.ranks]
-        self.node.stores.view(self.number, view.number, remaining)
-        self.node.checkpoints.view(self.number, view.number, remaining)
+        self._parts.listener.view(self.number, view.number, [self.seats[rank] for rank in view.ranks])
         for operations in groups:
             operations.install(view)
 
     def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
         """Add an event, and log the loss."""
-        left = [self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost]
+        left = [self._peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost]
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if all(left) else "lost"
-        peers = [self.node.peers[self.seats[rank]] for rank in lost]
+        peers = [self._peers[self.seats[rank]] for rank in lost]
         unheard = ("" if has_left else UNHEARD for has_left in left)  # this node has noticed nothing itself
         reasons = (peer.failure or peer.reason or other for peer, other in zip(peers, unheard, strict=True))
         why = ", ".join(dict.fromkeys(filter(None, reasons)))
-        self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names, text=why))
+        self._parts.events.add(Event(kind, time.time(), self.number, view.number, lost, names, text=why))
         if lost:
             failures = [peer.failure for peer in peers]
             level = logging.INFO if all(left) and not any(failures) else logging.WARNING
-            text = text_of_loss(names, failures, left, view.ranks, on_loss=self.node.config.on_loss)
-            logger.log(level, "%s: %s (view %d)", self.node.run, text, view.number)
+            text = text_of_loss(names, failures, left, view.ranks, on_loss=self._parts.config.on_loss)
+            logger.log(level, "%s: %s (view %d)", self._parts.run, text, view.number)
 
     def excluded(self, view: View) -> None:
         if view.ranks:
@@ -292,8 +358,8 @@ class Generation:
             what = f"the run is over since view {view.number} of generation {self.number}: its members have left"
             rest = "or could not be heard by a quorum of them"
         self._end(Fault("GroupChangedError", f"{what}, {rest}"))
-        if not view.ranks and self.node.on_ended is not None and self.node.generation is self:
-            self.node.on_ended(self.founded.origin, view.is_finished)
+        if not view.ranks and self.is_current:
+            self._parts.links.run_ended(self.founded.origin, is_finished=view.is_finished)
 
     def left_behind(self, number: int) -> None:
         """End: the other members are in a later generation, without this node."""
@@ -315,7 +381,7 @@ class Generation:
 
     def waiting(self, effect: QuorumAwaited) -> None:
         logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
-                       "tie-breaker, %s, this process does not go on", self.node.run, effect.seconds,
+                       "tie-breaker, %s, this process does not go on", self._parts.run, effect.seconds,
                        self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip
 
     def quorum_lost(self, effect: QuorumLost) -> None:
@@ -338,11 +404,7 @@ class Generation:
                 f"{self._name((effect.tie_breaker,))}. {missing} did not answer within {self.patience:g} s. Start the "
                 "missing ones again and join anew, set a longer patience=, or pass quorum='any' if two halves may "
                 "continue separately"
-                + (
-                    f". min_size={self.node.generation_table.floor} must be reached, too"
-                    if self.node.generation_table.floor > 1
-                    else ""
-                )
+                + (f". min_size={self._parts.floor} must be reached, too" if self._parts.floor > 1 else "")
             )
         # Groups that end with their first loss go on without views.
         self._end(Fault("QuorumLostError", text, tuple(map(Rank, effect.missing))), only_surviving=True)
@@ -354,15 +416,7 @@ class Generation:
         self.is_over, self.fault = True, fault
         self._left.set()
         self._ended.set()
-        self.node.groups.end(self, fault, only_surviving=only_surviving)
-        needs_views = self.node.config.on_loss == "continue"
-        if self.node.generation is self and (needs_views or not only_surviving):
-            of_store = dataclasses.replace(fault, text=f"the store of the run cannot be asked: {fault.text}")
-            self.node.stores.end(
-                functools.partial(
-                    of_store.error, rank=self.rank, host="", operation="store", sequence=0, group=self.node.run
-                )
-            )
+        self._parts.listener.generation_ended(self, fault, only_surviving=only_surviving)
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members
@@ -380,8 +434,8 @@ class Generation:
             self.view_driver.disturbed(attempt)
 
     def _phase(self, name: str) -> None:
-        if self.node.generation is self:
-            self.node.events.phase(name)
+        if self.is_current:
+            self._parts.events.phase(name)
 
     def forked(self) -> None:
         """Make this generation unusable: this process is a fork of the one that joined."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from covey.base.numbers import Seat
 from covey.proto import health
@@ -26,9 +26,25 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.base.config import GroupConfig
     from covey.base.errors import ConfigError
-    from covey.runtime.members.node import Node
+    from covey.runtime.clocks import ClockOffsets
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
+
+
+class HealthListener(Protocol):
+    """Acts on the opinions of health."""
+
+    def silent(self, seat: Seat, reason: str, cause: health.Cause) -> None:
+        """A peer should be given up."""
+
+    def trusted(self, seat: Seat) -> None:
+        """Such a peer is heard again."""
+
+    def unheard(self, seat: Seat) -> None:
+        """A peer is not heard on its link, but may be heard on another."""
 
 
 class HealthMonitor:
@@ -36,21 +52,20 @@ class HealthMonitor:
 
     def __init__(
         self,
-        node: Node,
-        lost: Callable[[Seat, str, health.Cause], None],
-        trusted: Callable[[Seat], None],
-        unheard: Callable[[Seat], None],
+        peers: PeerTable,
+        host: str,
+        config: GroupConfig,
+        listener: HealthListener,
+        *,
+        tell_of_peer: Callable[[str, RemoteProcess], None],
+        clocks: ClockOffsets,
+        tasks: Tasks,
     ) -> None:
-        """Begin without peers.
-
-        Args:
-            lost: called as `lost(seat, reason, cause)` for a peer that should be given up.
-            trusted: called when such a peer is heard again.
-            unheard: called for a peer that is not heard on its link, but may be heard on another.
-        """
-        self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
-        silences = health.Silences(node.config.heartbeat, node.config.host_silence, node.config.process_silence)
-        self._health = health.Health(node.host, time.monotonic(), silences)
+        """Begin without an opinion; `tell_of_peer` adds an event that shows one, and `host` is this one."""
+        self._peers, self._host, self._listener = peers, host, listener
+        self._tell_of_peer, self._clocks, self._tasks = tell_of_peer, clocks, tasks
+        silences = health.Silences(config.heartbeat, config.host_silence, config.process_silence)
+        self._health = health.Health(host, time.monotonic(), silences)
         self._pings: dict[Seat, tuple[int, float]] = {}
         """By seat: the number of the last ping, and when it was sent."""
         self._process_table: dict[Seat, ProcessStatus] = {}
@@ -61,7 +76,7 @@ class HealthMonitor:
 
     async def keep(self) -> None:
         """Judge all peers until cancelled."""
-        for peer in self._node.peers.values():
+        for peer in self._peers.values():
             self.watch(peer)
         try:
             await self._driver.run()
@@ -73,7 +88,7 @@ class HealthMonitor:
         if peer.seat in self._watched and peer.seat not in self._given_up:
             return  # otherwise every pair would ping at the start of each generation
         self._watched.add(peer.seat)
-        is_here = peer.contact is not None and peer.contact.host == self._node.host
+        is_here = peer.contact is not None and peer.contact.host == self._host
         if is_here and peer.card.pid and peer.life and peer.seat not in self._process_table:
             self._process_table[peer.seat] = ProcessStatus(peer.life, peer.card.pid, time.monotonic())
         if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
@@ -97,14 +112,14 @@ class HealthMonitor:
     def link_lost(self, seat: Seat) -> None:
         """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
         self._health.link_lost(_id(seat), time.monotonic())
-        self._show(self._node.peers[seat])
+        self._show(self._peers[seat])
         self._driver.settle_soon()
         if seat in self._process_table:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
 
     def _look(self, seat: Seat, until: float) -> None:
         status, now = self._process_table.get(seat), time.monotonic()
-        if status is None or self._node.is_closing or self._node.peers[seat].link is not None:
+        if status is None or self._tasks.is_closing or self._peers[seat].link is not None:
             return
         status.look(now)
         if status.state is health.ProcessState.EXITED:
@@ -116,7 +131,7 @@ class HealthMonitor:
     def heard(self, seat: Seat) -> None:
         """Note that a peer sent a message of any kind."""
         self._health.heard(_id(seat), time.monotonic())
-        if self._node.peers[seat].is_suspected or seat in self._given_up:
+        if self._peers[seat].is_suspected or seat in self._given_up:
             self._driver.settle_soon()
 
     def vouched(self, peer: RemoteProcess, value: int) -> None:
@@ -130,10 +145,10 @@ class HealthMonitor:
         sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
             taken = time.monotonic() - at
-            self._node.peers[seat].last_ping = taken
+            self._peers[seat].last_ping = taken
             self._health.round_trip(_id(seat), taken)
             process.heartbeats_answered += 1
-            self._node.clocks.measured(seat, taken, clock + taken / 2 - time.time())
+            self._clocks.measured(seat, taken, clock + taken / 2 - time.time())
 
     def is_unheard(self, seat: Seat) -> bool:
         """Tell whether a peer is not heard on its link."""
@@ -151,7 +166,7 @@ class HealthMonitor:
     def perform(self, effect: health.Effect) -> None:
         """Perform one effect of the core."""
         seat = Seat(int.from_bytes(effect.peer, "big"))
-        peer = self._node.peers[seat]
+        peer = self._peers[seat]
         self._show(peer)
         match effect:
             case health.SendPing():
@@ -159,12 +174,12 @@ class HealthMonitor:
             case health.Dead(_, cause, reason):
                 self._given_up.add(seat)
                 reason = reason.replace(f"host {_host(peer)}", peer.card.host_name or "host")
-                self._lost(seat, reason, cause)
+                self._listener.silent(seat, reason, cause)
             case health.Unheard():
-                self._unheard(seat)
+                self._listener.unheard(seat)
             case health.Trust() if seat in self._given_up:
                 self._given_up.discard(seat)
-                self._trusted(seat)
+                self._listener.trusted(seat)
             case health.Suspect():  # shown as the state of the peer
                 process.suspicions += 1
             case health.Trust():
@@ -185,21 +200,21 @@ class HealthMonitor:
         if peer.state is before:
             return
         if peer.state is PeerState.SUSPECTED:
-            self._node.generation_table.tell_of_peer("suspected", peer)
+            self._tell_of_peer("suspected", peer)
         elif before is PeerState.SUSPECTED:
-            self._node.generation_table.tell_of_peer("recovered", peer)
+            self._tell_of_peer("recovered", peer)
 
     def _ping(self, peer: RemoteProcess) -> None:
         if peer.link is None:
             return
-        if peer.contact is not None and peer.contact.host != self._node.host:
+        if peer.contact is not None and peer.contact.host != self._host:
             age = peer.link.acknowledged_seconds_ago()
             if age is not None:
                 self._health.acknowledged(_id(peer.seat), time.monotonic() - age)
         number = secrets.randbits(32)
         self._pings[peer.seat] = number, time.monotonic()
         process.heartbeats_sent += 1
-        self._node.send(peer.seat, messages.Ping(number))
+        self._peers.send(peer.seat, messages.Ping(number))
 
 
 def _id(seat: Seat) -> bytes:

@@ -1,8 +1,9 @@
-"""The processes that wait for the next generation."""
+"""The processes that wait for the next generation, and what this process wants of it."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.wire import messages
@@ -63,3 +64,26 @@ class Newcomers:
         """Whether some newcomer is a reason for another generation now."""
         now = time.monotonic()
         return any(now > since for since in list(self._counts_from.values()))
+
+
+@dataclass
+class Wishes:
+    """What the program of this process wants of the next generation. Set and read on any thread."""
+
+    is_elastic: bool = False
+    """Whether the program goes from generation to generation."""
+    is_draining: bool = False
+    """Whether this process wants to leave at the next step."""
+    wanted_size: int = 1
+    """A generation that has fewer members waits for more."""
+    most_size: int = messages.MAX_MEMBERS
+    rival: str = ""
+    """Describes an older run of the same name, if this run has to end because of it."""
+
+    def want_change(self, live: int, newcomers: Newcomers) -> bool:
+        """Tell whether a generation with so many live members should end soon.
+
+        That is if a process wants in or out, or too few are left.
+        """
+        is_awaited = live < self.most_size and newcomers.want_generation
+        return self.is_elastic and (self.is_draining or bool(self.rival) or live < self.wanted_size or is_awaited)

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.health import LATE, REPORT_EVERY, STOPPED_SILENCE, ProcessState
+from covey.proto.health import LATE_TICK, REPORT_EVERY, STOPPED_SILENCE, ProcessState
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ProcessTable:
         Time in which this process itself did not run does not count as time that another process was stopped.
         """
         gap, self._looked_at = now - self._looked_at, now
-        if gap > LOOK_EVERY + LATE:
+        if gap > LOOK_EVERY + LATE_TICK:
             for process in self._processes.values():
                 if process.state is ProcessState.STOPPED:
                     process.changed_at = min(now, process.changed_at + gap)

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from covey.proto import changes
-from covey.proto.membership import PATIENCE, Membership
+from covey.proto.membership import VIEW_PATIENCE, Membership
 from covey.runtime.counters import process
 from covey.runtime.driver import CoreDriver
 from covey.wire import membership as wire
@@ -74,7 +74,7 @@ class ViewDriver:
         has_keeper: bool = False,
         min_size: int = 1,
         quorum: changes.Quorum = changes.Quorum.MAJORITY,
-        patience: float = PATIENCE,
+        patience: float = VIEW_PATIENCE,
         store: Callable[[Record], None] | None = None,
     ) -> None:
         """Begin at `record`, which `store` makes durable before it returns."""

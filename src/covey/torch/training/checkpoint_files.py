@@ -24,10 +24,10 @@ from covey.base.formats import NewerFormatError, check_format, newer_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT: Final = 1
+CHECKPOINT_FORMAT: Final = 1
 """The format of checkpoints."""
 MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
-NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+STEP_NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 """A step, and the version of its checkpoint; the highest version is the current one."""
 
 
@@ -47,7 +47,7 @@ def versions_in(folder: Path) -> list[tuple[int, int, str]]:
     """Return step, version and name of every checkpoint's folder, in order."""
     if not folder.is_dir():
         return []
-    found = [match for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
+    found = [match for name in os.listdir(folder) if (match := STEP_NAME.fullmatch(name))]
     return sorted((int(match[1]), int(match[2] or 0), match[0]) for match in found)
 
 
@@ -70,7 +70,7 @@ def find(folder: Path, step: int | None) -> tuple[int, str]:
 def write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
     """Write the manifest of a checkpoint whose `files` have these sizes and digests, and sync it to disk."""
     manifest = {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "step": step,
         "files": {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in files.items()},
     }
@@ -87,7 +87,7 @@ def verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        check_format(int(manifest.get("format", 1)), FORMAT)
+        check_format(int(manifest.get("format", 1)), CHECKPOINT_FORMAT)
         digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
         intact = digest == _digest_of(manifest)
     except NewerFormatError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 DIGEST_BYTES: Final = 6
-FIGURES: Final = 2 * DIGEST_BYTES
+DIGEST_FIGURES: Final = 2 * DIGEST_BYTES
 """Floats that hold a digest: half a byte each, plus 1, so that 0 is no digest and a float of any width is exact."""
 _SLICE: Final = 1 << 16
 """Elements that one factor stands for."""
@@ -50,7 +50,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def to_figures(value: bytes) -> list[float]:
-    """Return a digest as FIGURES small whole numbers, which stay exact in a sum with zeros."""
+    """Return a digest as DIGEST_FIGURES small whole numbers, which stay exact in a sum with zeros."""
     return [1.0 + half for byte in value for half in divmod(byte, 16)]
 
 

@@ -21,7 +21,7 @@ from covey.runtime.group.internals import (
     steps_between_checks,
 )
 from covey.runtime.joining.generations import generations
-from covey.torch.training.drift import FIGURES, compare, digest, from_figures, to_figures
+from covey.torch.training.drift import DIGEST_FIGURES, compare, digest, from_figures, to_figures
 from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.local_sgd import parts, trained_by, which_train
 from covey.torch.training.sampler import Pace, by_speed, even
@@ -320,10 +320,10 @@ class _Row:
         self.parts = consecutive([(name, tensor.shape) for name, tensor in parameters.items()])
         """Where the gradients are in `memory`; exact figures follow."""
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        lengths = [self.parts[-1].stop, len(tensors), size if is_balanced else 0, size * FIGURES]
+        lengths = [self.parts[-1].stop, len(tensors), size if is_balanced else 0, size * DIGEST_FIGURES]
         row = torch.zeros(sum(lengths), dtype=torch.float64 if wide else torch.float32)
         gradients, self._counts, self.speeds, digests = row.split(lengths)
-        self._gradients, self.digests = parts(gradients, tensors), digests.view(size, FIGURES)
+        self._gradients, self.digests = parts(gradients, tensors), digests.view(size, DIGEST_FIGURES)
         """`digests` are those of the parameters by rank, if they are compared in this step."""
         self.memory = row.numpy()
 

@@ -58,7 +58,7 @@ async function fetch_history(id) {
 }
 
 function redraw() {
-  const names = Object.keys(shown_run?.reports ?? {}).filter((name) => name !== "step").sort();
+  const names = Object.keys(shown_run?.reports ?? {}).filter((name) => name !== "step" && name !== "samples").sort();
   const chosen = names.includes(report) || !names.length ? report : names.includes("loss") ? "loss" : names[0];
   options(byId("report"), names.map((name) => [name, name]), chosen);
   show(byId("report").parentElement, names.length > 1);

@@ -4,8 +4,7 @@
 import { byId, draw, keyed, make, mark, put, show } from "./elements.js";
 import { STATES, UNKNOWN, bits, count, memory, seconds, share } from "./words.js";
 
-const GRAPH_UP_TO = 4;
-const GRAPH_WIDTH = 460;
+const GRAPH_WIDTH = { 2: 460, 3: 640, 4: 820 };
 const MOST_LINKS = 6;
 const graph = document.querySelector(".graph");
 const boxes = document.querySelector(".machines");
@@ -22,7 +21,7 @@ export function show_machines(overview, run) {
   show(byId("machines"), machines.length);
   const here = machines.find((machine) => machine.is_here);
   keyed(boxes, machines, (machine) => machine.id, build, (element, machine) => update(element, machine, run, here, machines));
-  const is_graph = machines.length > 1 && machines.length <= GRAPH_UP_TO && graph.clientWidth >= GRAPH_WIDTH;
+  const is_graph = graph.clientWidth >= (GRAPH_WIDTH[machines.length] ?? Infinity);
   mark(graph, "class", is_graph ? `graph placed of-${machines.length}` : "graph boxes");
   wires.replaceChildren();
   if (is_graph) connect(machines, pairs(links));

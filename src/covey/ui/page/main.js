@@ -55,6 +55,7 @@ function render() {
   show_output(run, newest.machines);
   show_run_actions(run);
   show(byId("add"), newest.cluster);
+  document.body.classList.toggle("one-machine", newest.machines.length === 1 && run !== null);
   render_live();
 }
 
@@ -77,11 +78,10 @@ function render_head(run) {
 // Sentences
 
 function render_sentences(run) {
-  const found = [run?.sentence, newest.sentence].filter((each) => each && each.text);
-  const unique = found.filter((each, place) => found.findIndex((other) => other.text === each.text) === place)
-    .sort((one, other) => LEVELS[other.level] - LEVELS[one.level]);
-  const worst = unique[0]?.level ?? "fine";
-  const shown = unique.filter((each, place) => place === 0 || LEVELS[each.level] >= LEVELS.warning || (each.commands?.length && LEVELS[worst] < LEVELS.warning));
+  const is_of_a_run = newest.runs.some((each) => each.sentence.text === newest.sentence.text);
+  const found = [run?.sentence, is_of_a_run ? null : newest.sentence].filter((each) => each?.text);
+  const shown = found.sort((one, other) => LEVELS[other.level] - LEVELS[one.level])
+    .filter((each, place) => place === 0 || LEVELS[each.level] >= LEVELS.warning);
   keyed(byId("sentences"), shown, (each) => (each === newest.sentence ? "all" : "run"), build_sentence, update_sentence);
   announce(shown.filter((each) => each.level !== "fine").map((each) => each.text).join(" "));
 }

@@ -6,6 +6,8 @@ import { STATES, UNKNOWN, bytes, number, seconds, share } from "./words.js";
 const CELLS_FROM = 17;
 const CELLS_FROM_ON_PHONE = 5;
 const STALE = 3;
+const GONE = ["lost", "left"];
+const NOTHING = { compute: null, sync: null, sent_per_second: null, received_per_second: null };
 const is_phone = matchMedia("(max-width: 640px)");
 const panel = byId("ranks");
 const cells = panel.querySelector(".cells");
@@ -35,7 +37,7 @@ const time_of = (rank) => (rank.compute ?? 0) + (rank.state === "lost" || rank.s
 export function show_ranks(run, machines) {
   shown = [run, machines];
   const names = new Map(machines.map((machine) => [machine.id, machine.name]));
-  let ranks = run?.ranks ?? [];
+  let ranks = (run?.ranks ?? []).map((rank) => (GONE.includes(rank.state) ? { ...rank, ...NOTHING } : rank));
   if (slowest_first) ranks = [...ranks].sort((one, other) => time_of(other) - time_of(one) || one.rank - other.rank);
   const is_many = ranks.length >= (is_phone.matches ? CELLS_FROM_ON_PHONE : CELLS_FROM);
   const is_grid = is_many && !wants_table;
@@ -132,7 +134,7 @@ function update_row(row, rank, names, longest) {
   figure(step, number(rank.step));
   update_bar(times.children[0], rank, longest);
   const known = rank.compute !== null && rank.compute !== undefined;
-  put(times.children[1], known ? `${seconds(rank.compute)} + ${seconds(rank.sync)}` : UNKNOWN);
+  put(times.children[1], GONE.includes(rank.state) ? "" : known ? `${seconds(rank.compute)} + ${seconds(rank.sync)}` : UNKNOWN);
   put(waits, rank.waits_for?.length ? ranks_text(rank.waits_for) : "");
   figure(sent, bytes(rank.sent_per_second));
   figure(received, bytes(rank.received_per_second));

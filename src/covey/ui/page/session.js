@@ -14,6 +14,7 @@ const listeners = { overview: [], state: [] };
 let token = sessionStorage.getItem(KEY);
 let heard = performance.now();
 let state = "connecting";
+let latest = null;
 
 export const on_overview = (listener) => listeners.overview.push(listener);
 export const on_state = (listener) => listeners.state.push(listener);
@@ -32,7 +33,9 @@ function become(next, detail = "") {
 }
 
 function take(overview) {
+  if (!token) return;
   heard = performance.now();
+  latest = overview;
   become("live");
   for (const listener of listeners.overview) listener(overview);
 }
@@ -40,7 +43,10 @@ function take(overview) {
 channel.onmessage = ({ data }) => {
   if (data.kind === "overview") take(data.overview);
   else if (data.kind === "state" && token) become(data.state, data.detail);
-  else if (data.kind === "who" && token) channel.postMessage({ kind: "token", token });
+  else if (data.kind === "who" && token) {
+    channel.postMessage({ kind: "token", token });
+    if (latest && state === "live") channel.postMessage({ kind: "overview", overview: latest });
+  }
   else if (data.kind === "token" && !token) remember(data.token);
 };
 
@@ -92,7 +98,8 @@ export async function begin() {
       become("offline");
     }
   }
-  if (!token) await asked_others();
+  if (token) channel.postMessage({ kind: "who" });
+  else await asked_others();
   if (!token) return become("refused", "none");
   setInterval(watch_silence, 500);
   navigator.locks.request(STREAM_LOCK, read_for_all);

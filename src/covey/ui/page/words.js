@@ -21,7 +21,8 @@ const grouped = (value) => String(value).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202
 export function many(value) {
   if (value === null || value === undefined) return UNKNOWN;
   if (value >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
-  return value >= 1e4 ? `${(value / 1e3).toPrecision(3)} k` : number(value, 3);
+  if (value >= 1e4) return `${(value / 1e3).toPrecision(3)} k`;
+  return value >= 100 ? grouped(Math.round(value)) : number(value, 3);
 }
 
 /** A speed of a link, in bits as links are sold. */

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.net.discovery.sieve import (
+    ALL_PACKETS_BURST,
+    ALL_PACKETS_RATE,
     MOST_BYTES,
     MOST_RECORDS,
-    SOURCE_BURST,
-    TOTAL_BURST,
-    TOTAL_RATE,
+    PACKET_BURST,
     Sieve,
     is_response,
 )
@@ -60,13 +60,13 @@ def test_what_no_node_sends_is_counted_and_dropped(odd: bytes) -> None:
 def test_one_source_may_say_so_much_and_all_together_so_much() -> None:
     sieve = Sieve()
     loud = sum(sieve.passes(packet(), "10.0.0.1", 0.0) for _ in range(1000))
-    assert loud == SOURCE_BURST
+    assert loud == PACKET_BURST
     assert sieve.passes(packet(), "10.0.0.2", 0.0)
     rest = sum(sieve.passes(packet(), f"10.1.{n >> 8}.{n & 255}", 0.0) for n in range(5000))
-    assert loud + 1 + rest == TOTAL_BURST
+    assert loud + 1 + rest == ALL_PACKETS_BURST
     later = sum(sieve.passes(packet(), f"10.2.{n >> 8}.{n & 255}", 1.0) for n in range(5000))
-    assert later == TOTAL_RATE
-    assert sieve.dropped == 11_001 - TOTAL_BURST - TOTAL_RATE
+    assert later == ALL_PACKETS_RATE
+    assert sieve.dropped == 11_001 - ALL_PACKETS_BURST - ALL_PACKETS_RATE
 
 
 @given(st.binary(max_size=60))

@@ -37,7 +37,7 @@ class Pair:
     def __init__(self, seed: int, faults: Faults, keys: tuple[bytes, ...] = (KEY,)) -> None:
         self.random, self.faults, self._keys = random.Random(seed), faults, keys
         self.now = 100.0
-        cid = quic.proving_cid(KEY, self.random.randbytes(quic.NONCE_BYTES))
+        cid = quic.proving_cid(KEY, self.random.randbytes(quic.CID_NONCE_BYTES))
         self.dialler = dial(CREDENTIALS.dialling, cid, ACCEPTOR, self.now)
         self.acceptor: Carrier | None = None
         self.first = FirstDatagrams()

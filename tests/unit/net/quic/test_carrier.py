@@ -11,7 +11,13 @@ pytest.importorskip("qh3")
 from tests.support.in_turn import in_turn
 from tests.unit.net.quic.lossy import HORIZON, KEY, Faults, Pair
 
-from covey.net.quic.carrier import CONNECTION_IDLE_SECONDS, STRANGER_BYTES, UNSENT_BYTES, WINDOW_BYTES, Carrier
+from covey.net.quic.carrier import (
+    CONNECTION_IDLE_SECONDS,
+    CORE_UNSENT_BYTES,
+    QUIC_WINDOW_BYTES,
+    STRANGER_BYTES,
+    Carrier,
+)
 from covey.net.quic.pump import PROVE_SECONDS, UNPROVED_AT_ONCE
 from covey.wire import quic
 
@@ -60,7 +66,7 @@ class Story:
     def _write(self, end: Carrier, index: int, at: list[int]) -> None:
         source = self.sources[index]
         while at[index] < len(source) and (room := end.room()):
-            size = min(room, self.pair.random.choice((1, 100, 5000, UNSENT_BYTES)))
+            size = min(room, self.pair.random.choice((1, 100, 5000, CORE_UNSENT_BYTES)))
             end.write(source[at[index] : at[index] + size])
             at[index] += min(size, len(source) - at[index])
         if at[index] == len(source):
@@ -89,12 +95,12 @@ def test_what_is_not_read_is_bounded_and_arrives_when_it_is() -> None:
             dialler.write(bytes(room))
             written += room
         pair.turn()
-    assert written == WINDOW_BYTES
+    assert written == QUIC_WINDOW_BYTES
     read = 0
     while (data := acceptor.read()) is not None:
         read += len(data)
         acceptor.consumed(len(data))
-    assert read == WINDOW_BYTES
+    assert read == QUIC_WINDOW_BYTES
     for _ in range(20):
         pair.turn()
     assert dialler.room() > 0
@@ -109,7 +115,7 @@ def test_an_end_without_proof_may_send_little() -> None:
     acceptor.proved()
     for _ in range(20):
         pair.turn()
-    assert dialler.room() == UNSENT_BYTES
+    assert dialler.room() == CORE_UNSENT_BYTES
 
 
 def test_the_limits_for_strangers_are_as_documented() -> None:

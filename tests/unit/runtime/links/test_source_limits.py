@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.base.pace import KEYS_LIMIT
+from covey.base.pace import PACED_KEYS_LIMIT
 from covey.runtime.links.source_limits import (
     MEMBER_BURST,
     MEMBER_RATE,
@@ -66,7 +66,7 @@ def test_a_members_address_is_a_source_of_its_own_on_a_network_where_all_begin_a
 @pytest.mark.parametrize("ip", ["10.0.0.1", "2001:db8::1"])
 def test_only_so_many_sources_are_remembered(ip: str) -> None:
     arrivals = SourceLimits()
-    for number in range(2 * KEYS_LIMIT):
+    for number in range(2 * PACED_KEYS_LIMIT):
         arrivals.come(f"10.1.{number // 256}.{number % 256}", 0.0, is_member=number % 2 == 0)
-    assert len(arrivals._strangers._buckets) + len(arrivals._members._buckets) <= 2 * KEYS_LIMIT
+    assert len(arrivals._strangers._buckets) + len(arrivals._members._buckets) <= 2 * PACED_KEYS_LIMIT
     assert come(arrivals, ip, 1) == 1

@@ -11,9 +11,9 @@ from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime.group.internals import node_of
-from covey.runtime.members.node import Node
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
+from covey.runtime.peers.peer_table import Inbox
 from covey.testing.threads import run_threads
 from covey.wire import messages, reports
 
@@ -64,11 +64,11 @@ def test_heartbeats_are_counted_and_compare_clocks() -> None:
         node = node_of(group)
         assert node is not None
         deadline = time.monotonic() + DEADLINE
-        while not node.clocks.offsets():
+        while not node.views.clocks.offsets():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         group.barrier()
-        (offset,) = node.clocks.offsets().values()
+        (offset,) = node.views.clocks.offsets().values()
         assert abs(offset) < 1, "threads of one process have one clock"
 
     run_threads(2, work)
@@ -123,13 +123,13 @@ def test_many_keys_together_are_told_a_few_times_a_second(monkeypatch: pytest.Mo
 
 def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
-    taken = Node.heard
+    taken = Inbox.heard
 
-    def note(node: Node, seat: Any, message: Any) -> None:
+    def note(inbox: Inbox, seat: Any, message: Any) -> None:
         heard.append(message)
-        taken(node, seat, message)
+        taken(inbox, seat, message)
 
-    monkeypatch.setattr(Node, "heard", note)
+    monkeypatch.setattr(Inbox, "heard", note)
 
     def work(group: covey.Group) -> None:
         node = node_of(group)

@@ -98,6 +98,7 @@ def test_every_sample_is_in_the_table_with_its_labels() -> None:
         assert set(given) == labels[name], name
     shown = {name for name, *_ in map(tuple_of, found)}
     absent = {"covey_up", "covey_members", "covey_generation", "covey_view"}  # of a keeper, and of an open node
+    absent |= {"covey_step", "covey_report", "covey_step_seconds"}  # of a program that reports
     assert {row.name for row in TABLE if row.kind != "histogram"} - absent <= shown
 
 
@@ -182,3 +183,18 @@ def test_an_address_is_a_port_or_has_one(text: str, address: tuple[str, int]) ->
 def test_another_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a port"):
         parse_address(text)
+
+
+def test_what_the_program_reports_is_a_gauge_for_each_name() -> None:
+    def report(group: covey.Group) -> None:
+        if group.rank == 0:
+            group.report(step=4)
+            group.report(step=5, loss=0.5, samples=32)
+            found = [tuple_of(each) for each in samples() if each.name.startswith(("covey_step", "covey_report"))]
+            values = {(name, *labels.values()): value for name, labels, value in found}
+            assert values["covey_step",] == 5.0
+            assert (values["covey_report", "loss"], values["covey_report", "samples"]) == (0.5, 32.0)
+            assert {key[1:] for key in values if key[0] == "covey_step_seconds"} == {("compute",), ("sync",)}
+        group.barrier()
+
+    run_threads(1, report)

@@ -13,9 +13,16 @@ def card(name: str) -> Card:
 
 def test_a_refused_node_is_told_of_once_for_each_reason() -> None:
     told: list[tuple[str, str]] = []
-    problems = Problems((), "here", SILENT)
+    listens = False
+
+    def note(name: str, reason: str) -> bool:
+        if listens:
+            told.append((name, reason))
+        return listens
+
+    problems = Problems((), "here", SILENT, note)
     problems.refuse(card("early"), "nothing listens yet", "10.0.0.1")
-    problems.on_refused = lambda name, reason: told.append((name, reason))
+    listens = True
     for reason in ("denied", "denied", "another version"):
         problems.refuse(card("north"), reason, "10.0.0.1")
     assert told == [("north (10.0.0.1)", "denied"), ("north (10.0.0.1)", "another version")]
@@ -23,8 +30,12 @@ def test_a_refused_node_is_told_of_once_for_each_reason() -> None:
 
 def test_a_flood_of_refusals_does_not_hide_other_events() -> None:
     told: list[str] = []
-    problems = Problems((), "here", SILENT)
-    problems.on_refused = lambda name, _reason: told.append(name)
+
+    def note(name: str, _reason: str) -> bool:
+        told.append(name)
+        return True
+
+    problems = Problems((), "here", SILENT, note)
     for number in range(3 * TOLD_LIMIT):
         problems.refuse(card(f"node {number}"), "denied", "10.0.0.1")
     assert len(told) == TOLD_LIMIT

@@ -10,7 +10,9 @@ import pytest
 
 from covey.base.numbers import Seat
 from covey.proto.replication import NO_COPY, Replica
+from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.state import store
+from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire import store as wire
 
@@ -20,21 +22,20 @@ ALONE, TOGETHER = 0, 1
 
 
 class Links:
-    """The link with the newcomer, as `Stores` sees it through its node: it takes a message for each `room`."""
+    """The link with the newcomer, as `Stores` sees it: it takes a message for each `room`."""
 
     def __init__(self) -> None:
         self.room, self.is_aborted = 0, False
         self.sent: list[messages.Posting] = []
-        peer = SimpleNamespace(link=self, is_excluded=False)
-        config = SimpleNamespace(on_loss="continue")
-        node: Any = SimpleNamespace(seat=ME, peers={NEWCOMER: peer}, config=config, is_closing=False, send=self.send)
-        self.stores = store.Stores(node)
+        newcomer: Any = SimpleNamespace(link=self, is_excluded=False, send=self.send)
+        peers = PeerTable(ME, {NEWCOMER: newcomer})
+        self.stores = store.Stores(peers, Tasks("a test"), survives_losses=True)
 
     @property
     def has_room(self) -> bool:
         return self.room > 0
 
-    def send(self, _seat: Seat, posting: messages.Posting) -> None:
+    def send(self, posting: messages.Posting) -> None:
         assert self.has_room, "the link would drop it"
         self.room -= 1
         self.sent.append(posting)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
+from covey.runtime.clocks import ClockOffsets
+from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
+from covey.runtime.tasks import Tasks
 from covey.runtime.views import losses as losses_module
 from covey.runtime.views.losses import Losses
 from covey.wire.messages import Card, Contact
@@ -22,27 +25,35 @@ if TYPE_CHECKING:
 SEAT = Seat(1)
 
 
-class _Node:
-    """What `Losses` uses of a node, and what it was told."""
+class _Run:
+    """What `Losses` uses of a run, and how often it was told that a process is unlinked, or gone."""
 
     def __init__(self, peer: RemoteProcess, on_loss: str) -> None:
-        self.unlinked = self.gone = 0
-        self.peers, self.config = {peer.seat: peer}, GroupConfig(on_loss=on_loss)
-        self.is_closing, self.launcher_mesh, self.generation = False, None, SimpleNamespace(number=0)
-        self.events = SimpleNamespace(phase=lambda _name: None)
-        self.lanes = SimpleNamespace(
-            dialler=SimpleNamespace(link_lost=lambda _seat: None), abandon=lambda *_: None, part_with=lambda _: None
+        self.told = 0
+        do_nothing: Any = SimpleNamespace(
+            tell_of_peer=note, link_ended=note, phase=note, note=note, link_lost=note, excluded=note
         )
-        self.stores = SimpleNamespace(peer_gone=lambda _seat: None)
-        self.audit = SimpleNamespace(note=lambda *_, **__: None)
-        self.generation_table = SimpleNamespace(link_down=self._link_down, name_of=str)
-        self.groups = SimpleNamespace(peer_gone=self._peer_gone)
+        generations: Any = SimpleNamespace(current=SimpleNamespace(number=0), link_down=self._count)
+        listener: Any = SimpleNamespace(link_lost=note, gone=self._count)
+        self.losses = Losses(
+            generations,
+            PeerTable(Seat(0), {peer.seat: peer}),
+            do_nothing,
+            listener,
+            config=GroupConfig(on_loss=on_loss),
+            host="here",
+            clocks=ClockOffsets(),
+            tasks=Tasks("a test"),
+            events=do_nothing,
+            audit=do_nothing,
+        )
 
-    def _link_down(self, _seat: Seat) -> None:
-        self.unlinked += 1
+    def _count(self, *_: object) -> None:
+        self.told += 1
 
-    def _peer_gone(self, _peer: RemoteProcess) -> None:
-        self.gone += 1
+
+def note(*_: object, **__: object) -> None:
+    """Take what somebody else would act on."""
 
 
 def play(
@@ -62,12 +73,12 @@ def play(
         peer.reason = reason
         link: Any = SimpleNamespace(relay=relay, error=error, catch_up=lambda: None)
         peer.link = link
-        node: Any = _Node(peer, on_loss)
-        Losses(node).link_ended(SEAT)
-        told.append(node.unlinked + node.gone)
+        run = _Run(peer, on_loss)
+        run.losses.link_ended(SEAT)
+        told.append(run.told)
         then(peer)
         await asyncio.sleep(2 * losses_module.UNLINKED_SECONDS)
-        told.append(node.unlinked + node.gone)
+        told.append(run.told)
 
     asyncio.run(work())
     return told

@@ -24,18 +24,18 @@ PING, TRY, STREAM, END = range(4)
 MORE, LAST = 0, 1
 """The first byte of each piece of a stream."""
 PINGS: Final = 200
-PING_SECONDS: Final = 0.02
+PINGS_SECONDS: Final = 0.02
 """Small messages are sent for this long, at most PINGS of them."""
 FEW_PINGS: Final = 8
 FEW_PINGS_SECONDS: Final = 0.2
 """Or for this long, if they were fewer than FEW_PINGS; then at least two."""
 TRY_BYTES: Final = (16 << 10, 128 << 10, 1 << 20)
 """Sizes that are tried in turn, until one takes TRY_SECONDS; they also end the slow start of TCP."""
-TRY_SECONDS: Final = 0.005
-PIECE_SECONDS: Final = 0.01
+TRIAL_STREAM_SECONDS: Final = 0.005
+STREAM_PIECE_SECONDS: Final = 0.01
 """What a piece of a stream should take, so that a stream ends soon after its time, and calls cost little."""
-LEAST_PIECE: Final = 16 << 10
-MOST_PIECE: Final = 4 << 20
+LEAST_STREAM_PIECE: Final = 16 << 10
+MOST_STREAM_PIECE: Final = 4 << 20
 TURN_SECONDS: Final = 0.3
 """One turn measures each direction alone and both at once, for a third of this each."""
 STREAM_LIMIT_SECONDS: Final = 120.0
@@ -98,7 +98,7 @@ def turns_in(seconds: float) -> tuple[int, float]:
 
 def piece_for(bytes_per_second: float) -> int:
     """Return the bytes of a piece of a stream that is so fast."""
-    return int(min(max(bytes_per_second * PIECE_SECONDS, LEAST_PIECE), MOST_PIECE))
+    return int(min(max(bytes_per_second * STREAM_PIECE_SECONDS, LEAST_STREAM_PIECE), MOST_STREAM_PIECE))
 
 
 def measure_pair(there: Group, back: Group, seconds: float) -> LinkFigures:
@@ -135,8 +135,8 @@ class Sender:
         """The median of the pings, in seconds."""
         self._group, self._rank = group, group.rank
         self._shortest = 0.0
-        self._piece = LEAST_PIECE
-        self._bytes = np.random.default_rng(group.rank).integers(0, 256, MOST_PIECE, np.uint8)
+        self._piece = LEAST_STREAM_PIECE
+        self._bytes = np.random.default_rng(group.rank).integers(0, 256, MOST_STREAM_PIECE, np.uint8)
         self._order, self._answer = np.zeros(2, np.int64), np.zeros(1, np.int64)
 
     def ping(self) -> None:
@@ -144,7 +144,7 @@ class Sender:
         taken = list[float]()
         first = began = time.perf_counter()
         while len(taken) < 2 or (
-            len(taken) < PINGS and began - first < (FEW_PINGS_SECONDS if len(taken) < FEW_PINGS else PING_SECONDS)
+            len(taken) < PINGS and began - first < (FEW_PINGS_SECONDS if len(taken) < FEW_PINGS else PINGS_SECONDS)
         ):
             began = time.perf_counter()
             self._tell(PING)
@@ -160,7 +160,7 @@ class Sender:
             self._send(nbytes, LAST)
             self._expect(nbytes)
             taken = max(time.perf_counter() - began - self._shortest, 1e-6)
-            if taken >= TRY_SECONDS:
+            if taken >= TRIAL_STREAM_SECONDS:
                 break
         self._piece = piece_for(nbytes / taken)
 
@@ -199,7 +199,7 @@ class Sender:
 def follow(group: Group) -> None:
     """Take what the other rank of a group of two sends, until it ends that."""
     root = 1 - group.rank
-    space, order, answer = np.zeros(MOST_PIECE, np.uint8), np.zeros(2, np.int64), np.zeros(1, np.int64)
+    space, order, answer = np.zeros(MOST_STREAM_PIECE, np.uint8), np.zeros(2, np.int64), np.zeros(1, np.int64)
     while True:
         group.broadcast(order, root=root)
         what, nbytes = map(int, order)
@@ -210,7 +210,7 @@ def follow(group: Group) -> None:
 
 
 def _piece(space: np.ndarray[Any, Any], what: int, nbytes: int) -> np.ndarray[Any, Any]:
-    if what not in (TRY, STREAM) or not 1 <= nbytes <= MOST_PIECE:
+    if what not in (TRY, STREAM) or not 1 <= nbytes <= MOST_STREAM_PIECE:
         raise RemoteProtocolError(f"the other rank of a pair gave the order {what} for {nbytes} bytes")
     return space[:nbytes]
 

@@ -8,7 +8,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from covey.base.text import listed
-from covey.cli.layout import GAP, Column, lay_out, wrap
+from covey.cli.layout import COLUMN_GAP, Column, lay_out, wrap
 from covey.cli.terminal import plural
 from covey.lab.bench.network.pairs import LinkFigures, slowest, used_by
 from covey.lab.bench.report import format_seconds, result_json, size_text, three_digits
@@ -63,11 +63,11 @@ def _blocks(senders: Column, columns: Sequence[Column], width: int | None) -> li
     blocks: list[list[Column]] = [[]]
     used = senders.width()
     for column in columns:
-        if width is not None and blocks[-1] and used + GAP + column.width() > width:
+        if width is not None and blocks[-1] and used + COLUMN_GAP + column.width() > width:
             blocks.append([])
             used = senders.width()
         blocks[-1].append(column)
-        used += GAP + column.width()
+        used += COLUMN_GAP + column.width()
     return blocks
 
 

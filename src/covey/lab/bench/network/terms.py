@@ -26,10 +26,10 @@ PAIR_SECONDS: Final = 0.6
 LEAST_PAIR_SECONDS: Final = 0.3
 ALL_PAIRS_SECONDS: Final = 120.0
 """All pairs should take no longer than this; then each gets less, but at least LEAST_PAIR_SECONDS."""
-SIZES: Final = "4,64K,1M,16M,64M"
+DEFAULT_SIZES_TEXT: Final = "4,64K,1M,16M,64M"
 QUICK_SIZES: Final = "4,64K,1M,8M"
 PAIR_SECONDS_RANGE: Final = 0.1, 60.0
-OPTIONS: Final = ("--op", "--sizes", "--dtype", "--reps", "--quick", "--pair-seconds")
+AGREED_OPTIONS: Final = ("--op", "--sizes", "--dtype", "--reps", "--quick", "--pair-seconds")
 """The options that all ranks follow, wherever they were given."""
 
 
@@ -80,7 +80,7 @@ class RankOffer:
     """What one rank tells the others before it measures."""
 
     options: dict[str, str]
-    """Those of OPTIONS that this rank was given, as words."""
+    """Those of AGREED_OPTIONS that this rank was given, as words."""
     host: str
     """Equal for ranks of one machine."""
     host_name: str
@@ -115,7 +115,7 @@ def parse(options: Mapping[str, str]) -> tuple[CaseGrid, float | None]:
     is_quick = "--quick" in options
     grid = CaseGrid(
         operations=parse_operations(options.get("--op", "all_reduce")),
-        sizes=parse_sizes(options.get("--sizes") or (QUICK_SIZES if is_quick else SIZES)),
+        sizes=parse_sizes(options.get("--sizes") or (QUICK_SIZES if is_quick else DEFAULT_SIZES_TEXT)),
         dtype=options.get("--dtype", "float32"),
         repetitions=_number("--reps", options, 3 if is_quick else 7, int),
         round_seconds=0.03 if is_quick else 0.1,
@@ -148,7 +148,7 @@ def agree(offers: Sequence[RankOffer]) -> NetworkTerms:
         raise ConfigError(f"a benchmark needs 2 to {MAX_RANKS} ranks, not {len(offers)}")
     names = tuple(printable(offer.host_name, NAME_LIMIT) for offer in offers)
     options: dict[str, str] = {}
-    for option in OPTIONS:
+    for option in AGREED_OPTIONS:
         given = {rank: offer.options[option] for rank, offer in enumerate(offers) if option in offer.options}
         if len(set(given.values())) > 1:
             words = [f"{printable(text, NAME_LIMIT)} on rank {rank} ({names[rank]})" for rank, text in given.items()]

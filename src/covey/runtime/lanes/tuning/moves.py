@@ -19,11 +19,11 @@ import socket
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.pace import Growing
+from covey.net.lanes.stream import is_striped
 from covey.runtime import loop as control
 from covey.runtime.lanes.dialler import LaneShape
+from covey.runtime.lanes.resumption import spell_connection
 from covey.runtime.lanes.table import REPLACEMENT, TOLD_KINDS, LaneKey
-from covey.runtime.lanes.tuning.stripes import is_striped
-from covey.runtime.links.sockets import relay_of
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -239,9 +239,6 @@ def _has_ended(sock: socket.socket) -> bool:
 
 def _addresses(lane: Any) -> str:
     """Return the addresses of both ends of a lane, for events."""
-    told = []
-    for sock in lane.sockets() if is_striped(lane) else lane.sockets()[:1]:
-        with contextlib.suppress(OSError):
-            relay = relay_of(sock)
-            told.append(f"relay {relay}" if relay else f"{sock.getsockname()[0]} - {sock.getpeername()[0]}")
+    socks = lane.sockets() if is_striped(lane) else lane.sockets()[:1]
+    told = [text for sock in socks if (text := spell_connection(sock))]
     return " and ".join(told) or "a path that is gone"

@@ -159,7 +159,7 @@ class PathMonitor:
         if len(ways) < 2:
             await self._node.stripes.look(peer, {})
             return
-        trips = {way: trip for way in ways if (trip := self._node.relayed_trip(way)) is not None}
+        trips = {way: trip for way in ways if (trip := self._node.links.round_trip(way)) is not None}
         ways, used = [way for way in ways if way not in trips], self._used(peer, ways)
         found = await asyncio.gather(*(sound(way, self._node.credentials, self._limits) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors, tcp
+from covey.net.lanes.stream import is_striped
 from covey.runtime.lanes.kinds import stream_count
 from covey.runtime.lanes.tuning.stream_choice import SpeedWindow, StreamChoice
-from covey.runtime.lanes.tuning.stripes import is_striped
 from covey.runtime.lanes.tuning.trials import TrialVerdict
 
 if TYPE_CHECKING:

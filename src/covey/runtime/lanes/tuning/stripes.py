@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.host import tcp
+from covey.net.lanes.stream import is_striped
 from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
 from covey.runtime.links.sockets import RelayedWay
 
@@ -45,11 +46,6 @@ WIRELESS: Final = 2
 """The place of Wi-Fi in the order of interfaces. What follows, such as a VPN, sends over one of the others."""
 GONE_LOOKS: Final = 2
 """How often a network must have been silent before a lane stops to use it."""
-
-
-def is_striped(lane: Any) -> bool:
-    """Tell whether a lane goes over several networks."""
-    return hasattr(lane, "sent_again")
 
 
 def networks_beside(used: Where | None, seen: Mapping[Where, Quality]) -> list[Where]:

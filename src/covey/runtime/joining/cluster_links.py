@@ -1,4 +1,7 @@
-"""This node as a member of the run: hands links to its `Node`, and redials lost members. On the control loop."""
+"""The links with the members of a run in a cluster: they come from the mesh, and lost ones are redialled.
+
+On the control loop.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.runtime.peers.redial import redial
-from covey.runtime.views.awake_links import AwakeLinks
+from covey.proto.overlay import Overlay
+from covey.runtime.peers.remote_process import PeerState
 from covey.wire import membership, messages
 from covey.wire.lineage import Ending, founded_at
 
@@ -20,84 +23,96 @@ if TYPE_CHECKING:
     from covey.base.errors import AuthError
     from covey.base.numbers import Seat
     from covey.proto.joining import Joining
-    from covey.runtime.members.node import Node
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.links.link import Link
     from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.state.store import Stores
+    from covey.runtime.tasks import Tasks
+    from covey.runtime.views.generation import Generation
+    from covey.runtime.views.views import Views
 
 logger = logging.getLogger("covey")
 
 
-class RunMember:
-    """Connects the `Node` of a run with the mesh: its links, its newcomers, and the nodes that wait for the run."""
+class ClusterLinks:
+    """Connects one run with the mesh of its cluster: its links, its newcomers, and the nodes that wait for the run."""
+
+    may_rest = True
 
     def __init__(
         self,
         mesh: Mesh,
-        node: Node,
         core: Joining,
         *,
         entered: Callable[[messages.Founded], None],
         settle: Callable[[], None],
     ) -> None:
         """`entered` is called with each later generation; `settle` performs the effects of `core`."""
-        self._mesh, self.node, self._core, self._formation = mesh, node, core, core.formation
+        self._mesh, self._core, self._formation = mesh, core, core.formation
         self._entered, self._settle = entered, settle
         self._rivals_logged: set[bytes] = set()
         self._redialled: set[RemoteProcess] = set()
         """Linked members that are silent and are being dialled."""
-        self.awake = AwakeLinks(node)
-        mesh.search.slow_down()
-        mesh.spawn(mesh.resting.keep())
-        core.may_go_on = lambda: node.generation_table.hears_quorum
-        node.losses.on_silent = self._part_with
-        node.losses.on_unheard = self._redial_silent
-        node.on_founded = self._generation_founded
-        node.on_ended = self._run_ended
-        node.find_newcomer = self._find_newcomer
-        node.relayed_ways, node.relayed_trip = mesh.relays.ways, mesh.relays.round_trip
-        mesh.problems.on_refused = node.generation_table.tell_of_refusal
+        self.ways, self.round_trip = mesh.relays.ways, mesh.relays.round_trip
+
+    def serve(
+        self, peers: PeerTable, views: Views, inbox: Inbox, *, tasks: Tasks, stores: Stores, lanes: Lanes
+    ) -> None:
+        """Hand the links of this run to its parts from now on."""
+        self.peers, self.views, self.inbox, self.stores = peers, views, inbox, stores
+        self._tasks, self._lanes = tasks, lanes
+        self.awake = AwakeLinks(views, peers, tasks)
+        self._mesh.search.slow_down()
+        self._mesh.spawn(self._mesh.resting.keep())
+        self._core.may_go_on = lambda: views.generations.hears_quorum
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this node leaves the run, or has left it."""
+        return self._tasks.is_closing
 
     # Links
 
     def deliver_early(self) -> None:
         """Give the node what members said before it had its seat; redial members without a link."""
-        for seat, peer in list(self.node.peers.items()):
+        for seat, peer in list(self.peers.items()):
             if self._mesh.met.get(peer.id) is not peer:
-                self.node.losses.link_ended(seat)
-                self._redial_lost(peer)
+                self.views.losses.link_ended(seat)
             else:
                 for message in peer.early.take():
-                    self.node.heard_early(seat, message)
+                    self.inbox.heard_early(seat, message)
 
     def recall(self, card: messages.Card) -> RemoteProcess | None:
         """Return the member that a card is of; None if it is of none, or of one that a view has excluded."""
         key = messages.key_of(card)
-        return next((peer for peer in self.node.peers.values() if peer.key == key and not peer.is_excluded), None)
+        return next((peer for peer in self.peers.values() if peer.key == key and not peer.is_excluded), None)
 
     def recognise(self, remote: RemoteProcess) -> None:
         """Find the seat of a node that is linked again, or the seat for which a later life of it votes.
 
         A node that only votes is a member that a view excluded, or a later life of one.
         """
-        for seat, peer in self.node.peers.items():
+        for seat, peer in self.peers.items():
             if peer is remote:
                 self.link_changed(remote)
-                self.node.relinked(peer)
+                self.views.relinked(peer)
             elif peer.id == remote.id:
                 self._let_vote(remote, seat)
 
     def _let_vote(self, remote: RemoteProcess, seat: Seat) -> None:
         """Let a node vote for the seat that it, or an earlier life of it, had."""
         remote.votes_for = seat
-        self.node.generation_table.voter_up(seat, remote.card.life, remote.send)
+        self.views.generations.voter_up(seat, remote)
 
     def link_changed(self, remote: RemoteProcess) -> None:
         """Note the link in use with a member."""
         if remote.seat >= 0:
             before, remote.told = remote.told, remote.link
             if before is not None and before is not remote.link:  # what is on the old link may be lost or late
-                self.node.stores.link_up(remote.seat)
-            generation = self.node.generation
+                self.stores.link_up(remote.seat)
+            generation = self.views.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
 
@@ -105,18 +120,18 @@ class RunMember:
         """Note that the link with a member, which rested, has a connection again."""
         if remote.seat >= 0:
             remote.told = remote.link
-            self.node.losses.link_up(remote)
-            self.node.stores.link_has_room(remote.seat)
+            self.views.losses.link_up(remote)
+            self.stores.link_has_room(remote.seat)
 
     def lost(self, remote: RemoteProcess) -> None:
         """Note that the last link with a node has ended, and redial a member."""
         if remote.votes_for >= 0:
-            self.node.generation_table.voter_down(remote.votes_for)
+            self.views.generations.voter_down(remote.votes_for)
         if remote.seat >= 0:
-            self.node.losses.link_ended(remote.seat)
-            self._redial_lost(remote)
+            self.views.losses.link_ended(remote.seat)
 
-    def _redial_lost(self, peer: RemoteProcess) -> None:
+    def link_ended(self, peer: RemoteProcess) -> None:
+        """Link again with a member whose last link has ended, whichever end dialled."""
         if peer.card.contact.addresses or peer.card.contact.relay:
             self._mesh.spawn(self._redial(peer))
 
@@ -125,45 +140,44 @@ class RunMember:
         until = time.monotonic() + 2 * self._mesh.config.patience
 
         def is_wanted() -> bool:
-            is_settled = peer.has_left or self.node.is_closing or peer.id in self._mesh.met or peer.is_denied
+            is_settled = peer.has_left or self._tasks.is_closing or peer.id in self._mesh.met or peer.is_denied
             return not is_settled and time.monotonic() < until
 
-        await redial(self._mesh, peer.card.contact, is_wanted)
+        await self._mesh.redial(peer.card.contact, is_wanted)
 
-    def _redial_silent(self, seat: Seat) -> None:
+    def unheard(self, peer: RemoteProcess) -> None:
         """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
-        remote = next((each for each in self._mesh.met.values() if each.seat == seat), None)
-        if remote is not None and remote not in self._redialled:
-            self._redialled.add(remote)
-            self._mesh.spawn(self._redial_until_heard(remote))
+        if self._mesh.met.get(peer.id) is peer and peer not in self._redialled:
+            self._redialled.add(peer)
+            self._mesh.spawn(self._redial_until_heard(peer))
 
     async def _redial_until_heard(self, remote: RemoteProcess) -> None:
         def is_wanted() -> bool:
             return remote.link is not None and remote.is_silent() and not self._mesh.is_closing
 
         try:
-            await redial(self._mesh, remote.card.contact, is_wanted)
+            await self._mesh.redial(remote.card.contact, is_wanted)
         finally:
             self._redialled.discard(remote)
 
-    def _part_with(self, seat: Seat) -> None:
-        for remote in list(self._mesh.met.values()):
-            if remote.seat == seat:
-                self._mesh.part(remote)
+    def part(self, peer: RemoteProcess, link: Link) -> None:
+        """End all links with a member that is given up."""
+        if self._mesh.met.get(peer.id) is peer:
+            self._mesh.part(peer)
 
     # Nodes that are not members
 
     def heard_vote(self, remote: RemoteProcess, message: messages.Agreeing) -> None:
         """Take a message about views from a node that is no member of this node's generation."""
         if remote.votes_for >= 0:
-            self.node.generation_table.agreeing(remote.votes_for, message)
+            self.views.generations.agreeing(remote.votes_for, message)
         else:
             self._tell_generation(remote, message.generation)
             remote.keep_early(message)
 
     def _tell_generation(self, remote: RemoteProcess, number: int) -> None:
         """Answer a node that believes to be a member of generation `number`, and is none as far as this node knows."""
-        generation = self.node.generation
+        generation = self.views.generation
         if generation is None or number > generation.number:
             return
         if number == generation.number:
@@ -178,29 +192,29 @@ class RunMember:
         self._inform_members()
         self._report_rivals()
         if self._formation.ending is not None:
-            self.node.generation_table.over()
+            self.views.generations.over()
 
     def _update_newcomers(self) -> None:
         """Tell the node which nodes wait for the next generation, and which no longer do."""
-        node, waiting = self.node, {}
+        waiting, newcomers = {}, self.views.newcomers
         for id in self._formation.newcomers():
             remote = self._mesh.met.get(id)
-            if remote is not None and remote.seat >= 0 and node.peers[remote.seat].is_excluded:
+            if remote is not None and remote.seat >= 0 and self.peers[remote.seat].is_excluded:
                 # It got a seat in a generation and was excluded by a view before it heard of either.
                 seat, remote = remote.seat, self._mesh.begin_anew(remote)
                 self._let_vote(remote, seat)
             if remote is not None and remote.seat < 0:
                 waiting[messages.key_of(remote.card)] = remote
-        for newcomer in node.newcomers:
+        for newcomer in newcomers:
             if messages.key_of(newcomer.card) not in waiting:
-                node.newcomers.remove(newcomer)
+                newcomers.remove(newcomer)
         for remote in waiting.values():
-            if remote.card not in node.newcomers:
-                node.newcomers.add(remote)
+            if remote.card not in newcomers:
+                newcomers.add(remote)
 
     def _inform_members(self) -> None:
         """Tell members of the generation that still wait for a seat, because a message was lost, that they have one."""
-        unaware, generation = self._formation.unaware, self.node.generation
+        unaware, generation = self._formation.unaware, self.views.generation
         for id in sorted(unaware):
             remote = self._mesh.met.get(id)
             rank = generation.rank_of(remote.seat) if generation is not None and remote is not None else None
@@ -218,37 +232,37 @@ class RunMember:
             names = printable(", ".join(here.names))
             began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(founded_at(lineage)))
             if lineage < formed.lineage:
-                self.node.outlived(f"an older run of the name {run!r} is going on with {names}, since {began}")
+                self.views.outlived(f"an older run of the name {run!r} is going on with {names}, since {began}")
             else:
                 logger.warning("a second run of the name %r, younger than this one, goes on with %s since %s; it was "
                                "begun where this one could not be heard, and ends", run, names, began)  # fmt: skip
 
-    def _find_newcomer(self, card: messages.Card) -> RemoteProcess | None:
+    def find(self, card: messages.Card) -> RemoteProcess | None:
         """Return a node that a generation has a seat for, if there is a link with it."""
         remote = self._mesh.met.get(card.id)
         return remote if remote is not None and remote.key == messages.key_of(card) and remote.seat < 0 else None
 
     # Generations
 
-    def _generation_founded(self, founded: messages.Founded) -> None:
+    def founded(self, founded: messages.Founded) -> None:
         """Note that the node is in a generation, tell keepers, and redial members without a link."""
         if founded.generation:
             self._entered(founded)
         for keeper in self._mesh.keepers:
             self.tell_keeper(keeper)
         for member in founded.members:
-            peer = self.node.peers.get(member.seat)
+            peer = self.peers.get(member.seat)
             if peer is not None and peer.link is None:
-                self._redial_lost(peer)
+                self.link_ended(peer)
         self._settle()
 
     def tell_keeper(self, keeper: RemoteProcess) -> None:
         """Tell the keeper of this process which generation the process is in."""
-        generation = self.node.generation
+        generation = self.views.generation
         if generation is not None and keeper.card.id == self._mesh.card.keeper:
             keeper.send(generation.founded)
 
-    def _run_ended(self, lineage: bytes, is_finished: bool) -> None:
+    def run_ended(self, lineage: bytes, *, is_finished: bool) -> None:
         """Tell waiting nodes and keepers that the members have decided that the run is over."""
         self._core.ended(Ending(lineage, is_finished), time.monotonic())
         self._settle()
@@ -257,14 +271,13 @@ class RunMember:
 
     def fail(self, error: AuthError | ConfigError) -> None:
         """End the generation that the node is in with an error."""
-        if self.node.generation is not None:
-            self.node.generation.failed(error)
+        self.views.generations.failed(error)
 
     # What commands ask
 
     def leaders(self) -> tuple[bytes, bytes]:
         """Return the ids of the node that leads the view and of the one that breaks ties; empty if there is none."""
-        generation = self.node.generation
+        generation = self.views.generation
         if generation is None:
             return b"", b""
         leads, members = generation.view_driver.leader(), generation.founded.members
@@ -275,5 +288,59 @@ class RunMember:
         """Return the kind of lane to a member, or ""."""
         with contextlib.suppress(ConfigError):
             if remote.seat >= 0:
-                return self.node.lanes.kind(remote.seat)
+                return self._lanes.kind(remote.seat)
         return ""
+
+
+class AwakeLinks:
+    """Tells which links of one node stay awake in its present view: those with its neighbours, and all of the leader.
+
+    The leader tells all members several times a second that it leads, and hears from them. So each member is heard by
+    the leader and by a few neighbours in the overlay, and any of them notices when it is lost.
+    """
+
+    def __init__(self, views: Views, peers: PeerTable, tasks: Tasks) -> None:
+        self._views, self._peers, self._tasks = views, peers, tasks
+        self._view = (-1, -1)
+        self._ranks: frozenset[int] = frozenset()
+        self._neighbours: frozenset[int] = frozenset()
+
+    def wants(self, seat: Seat) -> bool:
+        """Tell whether the link with a seat is to be awake, and to be woken if it rests.
+
+        So is that of a node which is no member any more: if the node lives, it has to learn that; if not, the link
+        ends, and a later life of the node gets one.
+        """
+        generation = self._generation()
+        if generation is None or not generation.is_sparse:
+            return generation is not None
+        return not self._are_members(generation, seat) or self._are_near(generation, seat)
+
+    def may_rest(self, seat: Seat) -> bool:
+        """Tell whether the link with a seat may rest: not while it is open which members there are, or which leads."""
+        generation = self._generation()
+        if generation is None or not generation.is_sparse or not self._are_members(generation, seat):
+            return False
+        is_calm = generation.view_driver.leader() is not None and self._peers[seat].state is PeerState.ACTIVE
+        return is_calm and not self._are_near(generation, seat)
+
+    def _generation(self) -> Generation | None:
+        """Return the generation that this node is in, with its members and neighbours noted."""
+        generation = self._views.generation
+        if generation is None or generation.is_over or self._tasks.is_closing:
+            return None
+        if (number := (generation.number, generation.view.number)) != self._view:
+            self._view, self._ranks, self._neighbours = number, frozenset(generation.view.ranks), frozenset()
+            if generation.is_sparse and generation.rank in self._ranks:
+                overlay = Overlay(generation.topology, len(generation.seats), self._ranks)
+                self._neighbours = overlay.neighbours(generation.rank)
+        return generation
+
+    def _are_members(self, generation: Generation, seat: Seat) -> bool:
+        """Tell whether this node and that of a seat are in the view."""
+        return generation.rank in self._ranks and generation.rank_of(seat) in self._ranks
+
+    def _are_near(self, generation: Generation, seat: Seat) -> bool:
+        """Tell whether the node of a seat is a neighbour, or one of the two leads."""
+        rank, leader = generation.rank_of(seat), generation.view_driver.leader()
+        return rank in self._neighbours or leader in (rank, generation.rank)

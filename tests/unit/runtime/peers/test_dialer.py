@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.pace import Growing
-from covey.runtime.peers import redial as redial_module
-from covey.runtime.peers.redial import ATTEMPTS_AT_ONCE, redial
+from covey.runtime.peers import dialer as redial_module
+from covey.runtime.peers.dialer import ATTEMPTS_AT_ONCE, Dialer
+from covey.runtime.peers.follower import DialOutcome
 from covey.wire.messages import Address, Contact
 
 if TYPE_CHECKING:
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
 CONTACT = Contact("host", (Address("192.0.2.1", 1),), "")
 
 
-class _Node:
-    """A node whose first dials hang, as through a relay whose machine is gone."""
+class _Dialer(Dialer):
+    """A dialer whose first dials hang, as through a relay whose machine is gone."""
 
     def __init__(self, hanging: int) -> None:
         self.hanging, self.begun, self.running, self.most, self.is_linked = hanging, 0, 0, 0, False
-        self.relays = SimpleNamespace(ways=lambda _token: [])
-        self.card = SimpleNamespace(contact=CONTACT)
+        unused: Any = None
+        endpoint: Any = SimpleNamespace(card=SimpleNamespace(contact=CONTACT))
+        super().__init__(endpoint, "", unused, unused, unused)
 
-    async def dial(self, *_: Any, **__: Any) -> None:
+    async def dial(self, *_: Any, **__: Any) -> DialOutcome:
         self.begun += 1
         self.running += 1
         self.most = max(self.most, self.running)
@@ -33,6 +35,7 @@ class _Node:
             if self.begun <= self.hanging:
                 await asyncio.Event().wait()
             self.is_linked = True
+            return DialOutcome.LINKED
         finally:
             self.running -= 1
 
@@ -41,10 +44,10 @@ def test_the_next_attempt_does_not_wait_for_one_that_hangs(monkeypatch: pytest.M
     monkeypatch.setattr(redial_module, "NEXT_SECONDS", 0.001)
     monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
     monkeypatch.setattr(redial_module, "ATTEMPT_SECONDS", 60.0)
-    node: Any = _Node(hanging=ATTEMPTS_AT_ONCE - 1)
+    node = _Dialer(hanging=ATTEMPTS_AT_ONCE - 1)
 
     async def work() -> None:
-        await asyncio.wait_for(redial(node, CONTACT, lambda: not node.is_linked), 30)
+        await asyncio.wait_for(node.redial(CONTACT, lambda: not node.is_linked), 30)
         await asyncio.sleep(0)
 
     asyncio.run(work())
@@ -55,7 +58,7 @@ def test_attempts_that_hang_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(redial_module, "NEXT_SECONDS", 0.001)
     monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
     monkeypatch.setattr(redial_module, "ATTEMPT_SECONDS", 0.02)
-    node: Any = _Node(hanging=3 * ATTEMPTS_AT_ONCE)
-    asyncio.run(asyncio.wait_for(redial(node, CONTACT, lambda: not node.is_linked), 30))
+    node = _Dialer(hanging=3 * ATTEMPTS_AT_ONCE)
+    asyncio.run(asyncio.wait_for(node.redial(CONTACT, lambda: not node.is_linked), 30))
     assert node.most <= ATTEMPTS_AT_ONCE
     assert node.begun == 3 * ATTEMPTS_AT_ONCE + 1

@@ -1,0 +1,26 @@
+"""A real browser for the checks of the page: headless Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.browser.viewer import Chromium
+from tools.browser import HOW, found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    """Give a browser; without one the test fails, unless COVEY_NO_BROWSER is set."""
+    if os.environ.get("COVEY_NO_BROWSER"):
+        pytest.skip("COVEY_NO_BROWSER is set")
+    path = found()
+    assert path is not None, (
+        f"the checks of the page need a browser: {HOW}, or set COVEY_NO_BROWSER=1 to leave them out"
+    )
+    with Chromium(path) as browser:
+        yield browser
