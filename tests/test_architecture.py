@@ -214,13 +214,20 @@ def test_only_the_command_line_knows_of_the_laboratory_and_only_by_name() -> Non
     assert named == [SRC / "cli" / "main.py"]
 
 
-def test_no_class_of_calls_is_handed_a_whole_node_or_engine() -> None:
+WIRING = {"Engine", "Group", "Survival", "TensorGroup", "NodeProxy", "GroupStrategy"}
+"""Classes that make groups out of their parts; the last two are what programs make of a node or a group."""
+
+
+def test_no_class_is_handed_a_whole_node_engine_or_group() -> None:
+    """In the rooms of groups, those that wire apart: a class takes what it uses."""
+    rooms = [SRC / "runtime" / name for name in ("calls", "collectives", "compressed", "group", "messages")]
     wrong = []
-    for path in sorted((SRC / "runtime" / "calls").glob("*.py")):
-        for each in ast.walk(tree_of(path)):
-            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-                names = {name.id for name in ast.walk(each.args) if isinstance(name, ast.Name)}
-                wrong += [f"{path}:{each.lineno} takes {name}" for name in names & {"Node", "Engine", "Group"}]
+    for path in (path for room in rooms for path in sorted(room.glob("*.py"))):
+        for holder in (each for each in ast.walk(tree_of(path)) if isinstance(each, ast.ClassDef)):
+            for each in holder.body:
+                if isinstance(each, ast.FunctionDef) and each.name == "__init__" and holder.name not in WIRING:
+                    names = {name.id for name in ast.walk(each.args) if isinstance(name, ast.Name)}
+                    wrong += [f"{path}:{each.lineno} takes {name}" for name in names & {"Node", "Engine", "Group"}]
     assert wrong == []
 
 

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.work import CallStream, CallWork
     from covey.runtime.events import Event
-    from covey.runtime.group.explaining import PlanAlternative, PlanReport
+    from covey.runtime.group.explanation import PlanAlternative, PlanReport
     from covey.runtime.group.group import Group
+    from covey.runtime.group.members import Member, MemberHealth, PeerLink
     from covey.runtime.group.node import Node
-    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
     from covey.runtime.group.saved import load_state
     from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
     from covey.runtime.group.topology import Topology, TopologyHost, TopologyLink, TopologyNode
@@ -160,14 +160,14 @@ _HOMES = {
     "Int4": "covey.compress.quantisers",
     "Int8": "covey.compress.quantisers",
     "LanePath": "covey.net.lanes.lane",
-    "Member": "covey.runtime.group.observing",
-    "MemberHealth": "covey.runtime.group.observing",
+    "Member": "covey.runtime.group.members",
+    "MemberHealth": "covey.runtime.group.members",
     "Node": "covey.runtime.group.node",
     "MessageInfo": "covey.proto.message",
     "OneBit": "covey.compress.quantisers",
-    "PeerLink": "covey.runtime.group.observing",
-    "PlanAlternative": "covey.runtime.group.explaining",
-    "PlanReport": "covey.runtime.group.explaining",
+    "PeerLink": "covey.runtime.group.members",
+    "PlanAlternative": "covey.runtime.group.explanation",
+    "PlanReport": "covey.runtime.group.explanation",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
     "Strategy": "covey.runtime.group.strategy",

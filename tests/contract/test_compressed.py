@@ -20,7 +20,7 @@ from covey.compress.policy import make_policy
 from covey.plan.moves import part
 from covey.runtime.compressed import dense
 from covey.runtime.compressed.part import Part
-from covey.runtime.group import gradients
+from covey.runtime.group.internals import gradients_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -483,7 +483,7 @@ def test_figures_beside_gradients_stay_exact_with_any_mixture_of_codecs(monkeypa
                 exact = own.integers(0, 100_000, figures) * own.integers(0, 2, figures)
                 rows.append(np.concatenate([grads, exact]).astype(dtype))
             row = rows[group.rank].copy()
-            gradients.sum_row(group, row, parts, policy, feedback)
+            gradients_of(group).sum_row(row, parts, policy, feedback)
             right = np.sum([each.astype(np.float64) for each in rows], axis=0)
             assert np.array_equal(row[ends[-1] :], right[ends[-1] :]), f"seed {seed}: figures were rounded"
             for place, codec in zip(parts, chosen, strict=True):

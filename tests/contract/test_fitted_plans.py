@@ -12,7 +12,7 @@ from tests.support.compiled import EXECUTORS, use_executors
 from covey.base.errors import ConfigError
 from covey.plan import measurement
 from covey.plan.choose import PLANNED_BYTES
-from covey.runtime.collectives import drift, measuring, planner, saved_links
+from covey.runtime.collectives import link_probes, planner, saved_links, size_class
 from covey.runtime.collectives.planner import PLAIN_CALLS
 from covey.runtime.group.internals import node_of
 from covey.testing.threads import run_threads
@@ -39,7 +39,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the slots that began to measure, each time."""
-    begun, probes = [], measuring.LinkProbes
+    begun, probes = [], link_probes.LinkProbes
 
     def begin(attempt: Any) -> Any:
         begun.append(attempt.slot)
@@ -91,7 +91,7 @@ def paced(group: Group) -> Group:
 
 def measure_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks of a paced group measure, and note what would be measured on a machine that never stands still."""
-    real = measuring.LinkProbes._rotate
+    real = link_probes.LinkProbes._rotate
 
     def exact(self: Any, attempt: Any, step: int) -> None:
         real(self, attempt, step)
@@ -99,7 +99,7 @@ def measure_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
         assert self._speeds[source, attempt.slot] > 0
         self._speeds[source, attempt.slot] = SLOW if source == attempt.size - 1 else FAST
 
-    monkeypatch.setattr(measuring.LinkProbes, "_rotate", exact)
+    monkeypatch.setattr(link_probes.LinkProbes, "_rotate", exact)
 
 
 def told(group: Group) -> list[str]:
@@ -158,9 +158,9 @@ def test_small_arrays_and_groups_and_plain_ones_measure_nothing(monkeypatch: pyt
 def test_a_rank_that_says_what_is_no_speed_leaves_all_ranks_with_the_plain_plan(
     figure: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    liar, speed = [0], measuring.Arrivals.speed
+    liar, speed = [0], link_probes.Arrivals.speed
     said = lambda self, *of: figure if threading.get_ident() in liar else speed(self, *of)  # noqa: E731
-    monkeypatch.setattr(measuring.Arrivals, "speed", said)
+    monkeypatch.setattr(link_probes.Arrivals, "speed", said)
 
     def body(group: Group) -> tuple[Any, ...]:
         if group.rank == 1:
@@ -200,7 +200,7 @@ def test_a_plan_that_was_slower_than_a_burst_comes_back_when_the_burst_is_over(m
     def took(attempt: Any, kind: Any) -> float:
         """Return what the ranks agree on, as if the plain plan had been fast at first, and slow when timed again."""
         seconds = agreed(attempt, kind)
-        if kind.choice.fitted is not None or seconds == planner.UNKNOWN:
+        if kind.choice.fitted is not None or seconds == size_class.UNKNOWN:
             return seconds
         plain[attempt.slot] += 1
         return 1e-6 if plain[attempt.slot] == 1 else 1e6
@@ -251,10 +251,10 @@ def test_an_operation_with_little_time_left_does_not_measure(monkeypatch: pytest
 
 def test_sums_that_take_much_longer_make_all_ranks_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, slow = count_measurements(monkeypatch), threading.Event()
-    monkeypatch.setattr(drift, "CALLS", 2)
-    note = drift.Drift.note
+    monkeypatch.setattr(size_class, "DRIFT_CALLS", 2)
+    note = size_class.Drift.note
     # What ranks noted is exchanged as ever; only the clock is another.
-    monkeypatch.setattr(drift.Drift, "note", lambda self, _: note(self, 9.0 if slow.is_set() else 1.0))
+    monkeypatch.setattr(size_class.Drift, "note", lambda self, _: note(self, 9.0 if slow.is_set() else 1.0))
 
     def body(group: Group) -> tuple[Any, ...]:
         bits = [check_sum(group, number) for number in range(MEASURED)]

@@ -120,7 +120,7 @@ def test_arrays_that_cannot_be_name_their_sender_and_later_messages_arrive() -> 
     def body(group: Group) -> None:
         if group.rank == 1:
             forged = np.frombuffer(struct.pack("<B3xIBB6xQ", 4, 1, 0, 1, 1 << 40), np.uint8)
-            group._send(forged, 0, 1, 0, forged.shape, True, None, False)
+            group._messages._send(forged, 0, 1, 0, forged.shape, True, None, False)
             group.send([np.arange(3)], 0, 1)
         else:
             with pytest.raises(covey.RemoteProtocolError, match="rank 1 sent arrays that cannot be used"):

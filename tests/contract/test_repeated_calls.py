@@ -19,8 +19,8 @@ import covey
 from covey import MismatchError
 from covey.base.arithmetic import BFLOAT16
 from covey.net.host.machine import native_crypto
-from covey.runtime.group.internals import engine_of
-from covey.runtime.group.moving import ALL_GATHER, ALL_TO_ALL
+from covey.runtime.group.internals import engine_of, issuer_of
+from covey.runtime.group.moves import ALL_GATHER, ALL_TO_ALL
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -163,10 +163,10 @@ def test_small_repetitions_do_take_the_shortcut(name: str, monkeypatch: pytest.M
         x, out = arrays(group)
         shortcut = group._engine.shortcut
         assert shortcut is not None
-        assert not group._took_shortcut(shortcut, shortcut.name(what), x, out)
+        assert not issuer_of(group).took_shortcut(shortcut, shortcut.name(what), x, out)
         expected = getattr(group, name)(x, out=out).copy()
         out[...] = -1
-        assert group._took_shortcut(shortcut, shortcut.name(what), x, out)
+        assert issuer_of(group).took_shortcut(shortcut, shortcut.name(what), x, out)
         same(out, expected)
         held = x, out, x.dtype, what  # the last two are also held by the other rank for a moment
         before = [sys.getrefcount(each) for each in held]
@@ -178,7 +178,7 @@ def test_small_repetitions_do_take_the_shortcut(name: str, monkeypatch: pytest.M
         large = np.empty((2, 1 << 16))
         for _ in REPEATED:  # too large for the moment in which the interpreter's lock is held
             group.all_to_all(large, out=np.empty_like(large))
-        assert not group._took_shortcut(shortcut, ALL_TO_ALL, large, np.empty_like(large))
+        assert not issuer_of(group).took_shortcut(shortcut, ALL_TO_ALL, large, np.empty_like(large))
 
     run_threads(2, body, lanes="unix")
 
@@ -205,7 +205,7 @@ def test_a_lane_that_may_call_python_to_seal_does_not_in_a_shortcut(
                     outcome = shortcut.run(x, "sum")
                     taken.append(outcome is not False)
                     if outcome not in (True, False):
-                        group._resume(x, outcome)
+                        issuer_of(group).resume(x, outcome)
                     elif not outcome:
                         group.all_reduce(x)
                 same(x, total("sum", 2, count, np.float32, seed))

@@ -13,14 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.ranks import Ranks, attempt, say
-from tests.support.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving
+from tests.support.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving, restore
 from tests.support.sets import in_part
 from tests.support.values import LANES
 from tests.support.waiting import DEADLINE
 
 import covey
 from covey import ConfigError, DeadlineError, MismatchError, PeerLostError
-from covey.runtime.group.restore import RestoreReport, restore
 from covey.testing.threads import run_threads
 from covey.wire.manifest import STATE_CHUNK_BYTES
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from covey import Group
+    from covey.runtime.group.restore import RestoreReport
 
 ROOT = Path(__file__).parents[2]
 
@@ -392,9 +392,7 @@ def test_progress_is_shown_when_asked_for_and_never_otherwise(capfd: pytest.Capt
 
 
 def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
-    from tests.support.restoring import bits, give_one_chunk
-
-    from covey.runtime.group.restore import restore
+    from tests.support.restoring import bits, give_one_chunk, restore
 
     with covey.join(on_loss=on_loss) as group:
         right = bits(6, nbytes)

@@ -26,7 +26,7 @@ from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
 from covey.net.discovery.host_rendezvous import RUN_TOKEN_BYTES
 from covey.runtime import loop as control
-from covey.runtime.collectives import closing
+from covey.runtime.collectives import closure
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
@@ -68,7 +68,7 @@ def launched() -> Iterator[Callable[..., LaunchedRank]]:
 def _limits_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for one of covey's own limits, and then goes on, waits longer than a test does."""
     for name in ("FLUSH_SECONDS", "END_SECONDS", "OTHER_CLOSE_SECONDS"):
-        monkeypatch.setattr(closing, name, NEVER)
+        monkeypatch.setattr(closure, name, NEVER)
     for module in (driving_thread, shared_driving):
         for name in ("STEP_ASIDE_SECONDS", "IDLE_SECONDS"):
             monkeypatch.setattr(module, name, NEVER)

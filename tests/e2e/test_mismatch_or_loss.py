@@ -18,7 +18,7 @@ import covey
 
 def hear_of_the_loss_first(moment: str) -> Any:
     """Rank 0 broadcasts and is killed. Rank 1 calls something else, and hears of the loss at a moment of its call."""
-    from covey.runtime.group.internals import engine_of
+    from covey.runtime.group.internals import engine_of, issuer_of
 
     group = covey.join()
     for _ in range(3):
@@ -41,7 +41,8 @@ def hear_of_the_loss_first(moment: str) -> Any:
 
     await_go()  # the bytes of rank 0 are in the lane
     if moment == "between the shortcut and the long way":
-        group._resume = has_heard(group._resume)  # type: ignore[method-assign]
+        issuer = issuer_of(group)
+        issuer.resume = has_heard(issuer.resume)  # type: ignore[method-assign]
     else:
         engine.perform = has_heard(engine.perform)  # type: ignore[method-assign]
     if moment == "as the long way begins":

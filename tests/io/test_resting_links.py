@@ -18,7 +18,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import MismatchError
 from covey.base.numbers import Seat
 from covey.proto.overlay import Overlay
-from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
+from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
 from covey.runtime.links.link import Link
 from covey.runtime.peers import resting_links
 from covey.wire import messages

@@ -148,8 +148,8 @@ CHANGED = """
 import json, sys, zlib
 import numpy as np
 import covey
-from covey.runtime.collectives import drift
-drift.CALLS = 3
+from covey.runtime.collectives import size_class
+size_class.DRIFT_CALLS = 3
 options = json.loads(sys.argv[1])
 places = (np.arange(1 << 18) % 251).astype(np.float32)
 with covey.join(**options) as group:

@@ -18,7 +18,7 @@ from covey.base.config import GroupConfig
 from covey.plan import choose, direct
 from covey.plan.moves import part
 from covey.runtime.compressed import dense, sparse
-from covey.runtime.group.internals import engine_of
+from covey.runtime.group.internals import engine_of, issuer_of
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Liar:
     finished_positions: tuple[int, ...] = (1, 4)
 
     def __call__(self, group: Group) -> None:
-        call = group._call("all_reduce", FLOAT32, (COUNT,), op="sum", compress="topk(0.02)")
+        call = issuer_of(group).call("all_reduce", FLOAT32, (COUNT,), op="sum", compress="topk(0.02)")
         engine_of(group).run(call, self._body, timeout=None, async_op=False)
 
     def _body(self, attempt: Attempt) -> None:
@@ -142,7 +142,7 @@ def test_an_absurd_number_of_steps_ends_the_warm_up_and_nothing_else() -> None:
     """Ranks follow the one that has taken most steps, so a hostile one can end the warm-up of all."""
 
     def lie(group: Group, x: Array) -> None:
-        call = group._call("all_reduce", FLOAT32, x.shape, op="sum", compress="int8", warmup=9)
+        call = issuer_of(group).call("all_reduce", FLOAT32, x.shape, op="sum", compress="int8", warmup=9)
 
         def body(attempt: Attempt) -> None:
             steps = np.array([2**63 - 1], np.int64)

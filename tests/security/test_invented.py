@@ -196,7 +196,7 @@ def lie(group: Group, words: Any) -> None:
         time.sleep(0.1)
         raise RemoteProtocolError("the liar is done")
 
-    group.all_gather_object = gather_lies  # type: ignore[method-assign,assignment]
+    group.all_gather_object = gather_lies  # type: ignore[assignment]
 
 
 def outcome(result: Callable[[float], Any]) -> Any:

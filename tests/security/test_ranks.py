@@ -24,7 +24,7 @@ from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.base.numbers import Rank, Slot
 from covey.runtime.buffers import Operand, readable
 from covey.runtime.group import movements, restore
-from covey.runtime.group.internals import engine_of
+from covey.runtime.group.internals import engine_of, issuer_of
 from covey.runtime.group.state_transfer import REQUEST, StateTransfer
 from covey.testing import run_threads
 from covey.wire import objects
@@ -66,7 +66,7 @@ def liar(claim: list[int]) -> Callable[..., Any]:
 
     def records(attempt: Any, operands: dict[int, Operand]) -> Any:
         rows = describe(attempt, operands)
-        if attempt.engine.rank == HOSTILE:
+        if attempt.roster.rank == HOSTILE:
             for row in operands:
                 rows[row] = 0
                 rows[row, : len(claim)] = claim
@@ -87,7 +87,7 @@ def by_name(operation: str) -> Callable[[Group], Any]:
         "gather_object": lambda group: (group.gather_object([1]), group.barrier()),
         "scatter_object": lambda group: group.scatter_object([[1]] * SIZE, root=HOSTILE),
         "split": lambda group: group.split(0),
-        "restore": lambda group: restore.restore(group, {"w": np.arange(3.0)}),
+        "restore": lambda group: restore.restore(issuer_of(group), {"w": np.arange(3.0)}),
         "sync_gradients": lambda group: group.sync_gradients({f"w{group.rank}": x}),
     }
     return calls[operation]
@@ -168,15 +168,15 @@ def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(ope
         operand = Operand(data, data.shape, BYTE)
         engine = engine_of(group)
         if operation == "all_gather_object":
-            call = group._call("all_gather_object", None, None)
+            call = issuer_of(group).call("all_gather_object", None, None)
             engine.run(call, lambda c: movements.gather_all(c, operand), timeout=None, async_op=False)
         elif operation == "broadcast_object":
-            call = group._call("broadcast_object", None, None, root=HOSTILE)
+            call = issuer_of(group).call("broadcast_object", None, None, root=HOSTILE)
             engine.run(call, lambda c: movements.broadcast_bytes(c, data.tobytes(), Slot(HOSTILE)),
                        timeout=None, async_op=False, root=Rank(HOSTILE))  # fmt: skip
         else:
             for rank in (0, 2):
-                group._send(data, rank, 0, BYTE, data.shape, True, None, False)
+                group._messages._send(data, rank, 0, BYTE, data.shape, True, None, False)
 
     def body(group: Group) -> list[str]:
         calls: dict[str, Callable[[], Any]] = {
@@ -254,14 +254,14 @@ def lying_manifest(manifest: Any) -> Callable[..., Any]:
     gather = restore._Restore._gather
 
     def lie(self: Any, value: Any, type: Any) -> Any:
-        is_hostile = self.group.rank == HOSTILE and isinstance(value, Manifest)
+        is_hostile = self.issuer.rank == HOSTILE and isinstance(value, Manifest)
         return gather(self, manifest if is_hostile else value, type)
 
     return lie
 
 
 def restoring(group: Group) -> Any:
-    return restore.restore(group, {"w": np.arange(3.0) + group.rank}, timeout=DEADLINE)
+    return restore.restore(issuer_of(group), {"w": np.arange(3.0) + group.rank}, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
@@ -287,7 +287,7 @@ def test_terms_of_a_restore_that_are_none_are_refused(terms: Any, monkeypatch: p
     gather = restore._Restore._gather
 
     def lie(self: Any, value: Any, type: Any) -> Any:
-        is_hostile = self.group.rank == HOSTILE and isinstance(value, restore._Terms)
+        is_hostile = self.issuer.rank == HOSTILE and isinstance(value, restore._Terms)
         return gather(self, terms if is_hostile else value, type)
 
     monkeypatch.setattr(restore._Restore, "_gather", lie)
@@ -302,7 +302,7 @@ def test_a_state_for_which_there_is_no_memory_is_refused_on_all_ranks(monkeypatc
     monkeypatch.setattr(restore._Restore, "_gather", lying_manifest(huge))
 
     def come(group: Group) -> None:
-        restore.restore(group, {"w": np.arange(3.0)}, fresh=True, timeout=DEADLINE)
+        restore.restore(issuer_of(group), {"w": np.arange(3.0)}, fresh=True, timeout=DEADLINE)
 
     assert "no memory" in attack(come, restoring, (MismatchError,))[0]
 
@@ -325,7 +325,7 @@ def test_a_receiver_that_asks_for_chunks_that_are_none_is_named_and_others_are_s
         state = {"w": np.arange(5.0) * group.rank}
         group.barrier()
         with pytest.raises((RemoteProtocolError, MismatchError)) as caught:
-            restore.restore(group, state, fresh=True, timeout=DEADLINE)
+            restore.restore(issuer_of(group), state, fresh=True, timeout=DEADLINE)
         assert f"rank {HOSTILE}" in str(caught.value)
         return state["w"].tolist()
 
@@ -347,7 +347,7 @@ def test_a_donor_that_sends_chunks_of_another_size_is_not_asked_again(monkeypatc
 
     def body(group: Group) -> Any:
         state = {"w": right.copy() if group.rank < 2 else np.zeros_like(right)}
-        restore.restore(group, state, fresh=group.rank == 2, timeout=DEADLINE)
+        restore.restore(issuer_of(group), state, fresh=group.rank == 2, timeout=DEADLINE)
         return bool((state["w"] == right).all())
 
     assert run_threads(SIZE, body, timeout=DEADLINE) == [True] * SIZE

@@ -13,8 +13,7 @@ from tests.support.runs import SURVIVING, ThreadRun, node_of, say
 from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Seat
-from covey.runtime.group.internals import engine_of
-from covey.runtime.group.store import open_group_store
+from covey.runtime.group.internals import engine_of, open_group_store
 from covey.wire import messages, store
 
 if TYPE_CHECKING:

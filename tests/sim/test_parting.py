@@ -1,7 +1,7 @@
 """Ranks that close a group, simulated: calls that differ are noticed by those in doubt, and no equal calls are accused.
 
 A rank calls operations: a `send` returns at once, as a broadcast does for its root; a `sum` returns once all others
-have entered it. Then the rank closes the group, as `collectives.farewell` does with the real core. Links keep the order
+have entered it. Then the rank closes the group, as `collectives.closure` does with the real core. Links keep the order
 and are slow; ranks pause before calls, are stopped for long, or die.
 """
 

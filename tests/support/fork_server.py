@@ -45,7 +45,7 @@ PRELOADED = (
     "covey.net.discovery.mdns",
     "covey.net.keys.secret_sources",
     "covey.net.keys.tls",
-    "covey.runtime.group.compressing",
+    "covey.runtime.group.compression",
     "covey.runtime.group.node",
     "covey.runtime.joining.cluster_join",
     "covey.runtime.keeper.warm_start",

@@ -42,7 +42,7 @@ def tracker() -> Any:
     from accelerate.tracking import GeneralTracker
 
     from covey.integrations.process_group import ready_group
-    from covey.runtime.group.reports import report_for_program
+    from covey.runtime.group.internals import report_for_program
 
     group = ready_group()
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from covey.integrations.process_group import ready_group
-from covey.runtime.group.reports import report_for_program
+from covey.runtime.group.internals import report_for_program
 
 __all__ = ["CoveyStrategy"]
 

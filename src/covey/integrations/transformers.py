@@ -14,7 +14,7 @@ from covey.base.errors import CoveyError
 from covey.base.pace import Growing
 from covey.integrations.process_group import ready_group
 from covey.runtime.backoff import Backoff
-from covey.runtime.group.reports import report_for_program
+from covey.runtime.group.internals import report_for_program
 
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint

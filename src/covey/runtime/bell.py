@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Final
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NEWS_CHECK_EVERY: Final = 0.01
+"""How often a thread that waits for news checks whether it has come."""
 WORD = b"\1\0\0\0\0\0\0\0"
 
 
 class Bell:
-    """Opened by the polling thread, rung by any thread. If it is rung before it is open, it rings when it is opened."""
+    """Opened by the polling thread, rung by any thread. If it is rung before it is open, it rings when it is opened.
 
-    def __init__(self, descriptors: list[int]) -> None:
-        """Add its descriptors to `descriptors`, which the owner closes after the bell."""
+    A bell that is dropped closes its descriptors: whoever can ring one keeps it, so no other file has its number.
+    """
+
+    def __init__(self) -> None:
         self.fd = -1
         """The descriptor to poll: readable from `ring` until `hush`; -1 until `open`."""
         self._write_fd = -1
         self._is_rung = self._is_closed = False
         self._lock = threading.Lock()
-        self._descriptors = descriptors
+        self._descriptors: list[int] = []
+        self._dropped = weakref.finalize(self, _close_all, self._descriptors)
 
     def open(self) -> None:
         """Make the descriptor, if there is none yet; a closed bell has none."""
@@ -53,12 +65,31 @@ class Bell:
                     while os.read(self.fd, 4096) and self.fd != self._write_fd:
                         pass
 
+    def await_news(self, seconds: float, has_come: Callable[[], bool]) -> None:
+        """Return once `has_come()` is true, or after `seconds`. The bell may make that earlier."""
+        poll = select.poll()
+        if self.fd >= 0:
+            poll.register(self.fd, select.POLLIN)
+        until, looks = time.monotonic() + seconds, seconds / NEWS_CHECK_EVERY
+        # `looks`: if this process is suspended meanwhile, its control loop must get time to read the news afterwards.
+        while not has_come() and (time.monotonic() < until or looks > 0):
+            if poll.poll(1e3 * NEWS_CHECK_EVERY):
+                # It has rung, and rings until it is hushed: the control loop needs the interpreter.
+                poll = select.poll()
+            looks -= 1
+
     def close(self) -> None:
-        """Forget the descriptors, which the owner closes next."""
+        """Close the descriptors; no thread may be polling them."""
         with self._lock:
             self._is_closed = True
             self.fd = self._write_fd = -1
+            _close_all(self._descriptors)
 
     def forked(self) -> None:
-        """Replace the lock after a fork: another thread of the parent may have held it."""
+        """Replace the lock after a fork: another thread of the parent may have held it. The parent has its own copy."""
         self._lock = threading.Lock()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

@@ -69,9 +69,9 @@ class _DoubleRanks:
         self._network = network
         self.rank, self.size = Rank(rank), size
         self.ranks = [Rank(each) for each in range(size)]
-        self.members = [Seat(each) for each in range(size)]
-        self.roster = self
-        self.rank_of = dict(zip(self.members, self.ranks, strict=True))
+        self.seats = [Seat(each) for each in range(size)]
+        self.roster = self.facts = self
+        self.rank_of = dict(zip(self.seats, self.ranks, strict=True))
 
     @property
     def live(self) -> tuple[Rank, ...]:
@@ -102,7 +102,8 @@ class LinkedNodes:
             for rank in range(size)
         ]
         self._nodes = [
-            Node(cast("Any", _DoubleRanks(self, rank, size)), service) for rank, service in enumerate(self._services)
+            Node(cast("Any", _DoubleRanks(self, rank, size)), service, None)
+            for rank, service in enumerate(self._services)
         ]
 
     def __getitem__(self, rank: int) -> Node:

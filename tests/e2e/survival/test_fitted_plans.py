@@ -19,10 +19,10 @@ def measure_and_lose(victim: int, when: str, on_loss: str) -> Any:
     import os
 
     from covey.plan import measurement
-    from covey.runtime.collectives import measuring
+    from covey.runtime.collectives.link_probes import Arrivals
 
     measurement.LEAST_PART_SECONDS = 600.0  # type: ignore[misc] # each pass is done in one sum
-    speed, rounds = measuring.Arrivals.speed, [0]
+    speed, rounds = Arrivals.speed, [0]
 
     def fatal(self: Any, piece: int, round_trip: float) -> float:
         rounds[0] += 1
@@ -33,7 +33,7 @@ def measure_and_lose(victim: int, when: str, on_loss: str) -> Any:
     told: list[Any] = []
     with covey.join(on_loss=on_loss, plan="always") as group:
         if group.rank == victim and when == "in the middle":
-            measuring.Arrivals.speed = fatal  # type: ignore[method-assign]
+            Arrivals.speed = fatal  # type: ignore[method-assign]
         wrong, at = 0, []
         try:
             for number in range(8):

@@ -46,7 +46,7 @@ from covey.proto.membership import ballots, leader, need
 from covey.runtime import checks, environment, events, http_server, recorder, shutdown
 from covey.runtime.calls import functions, handlers, lane_transport, serving
 from covey.runtime.calls import work as call_work
-from covey.runtime.collectives import call_log, drift, lane_trouble, native_executor, operation, planner
+from covey.runtime.collectives import call_log, failure, native_executor, planner, size_class, trouble
 from covey.runtime.compressed import automatic
 from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
@@ -183,15 +183,15 @@ HELD = {
         f"until it takes {percent(planner.COST)}",
         f"it takes at most {spelled(planner.PATIENCE)} of the time that is left to it",
         f"after the {nth(planner.MEASURING)} large sum of an attempt",
-        f"the shortest time of {drift.CALLS} calls",
-        f"changed by a factor of {spelled(drift.CHANGE)}, the ranks measure",
+        f"the shortest time of {size_class.DRIFT_CALLS} calls",
+        f"changed by a factor of {spelled(size_class.CHANGE)}, the ranks measure",
         f"tells all members {times(1 / leader.PULSE_EVERY)} a second that it leads",
         f"A run has up to {limits.MAX_MEMBERS:,} members",
         f"a rule of its own from {proposals.TELL_ALL + 1} members on",
         f"A control message may have {size(frame.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
         f"leaves waits up to a {every(member_node.GOODBYE_SECONDS)} for links",
-        f"waits up to {lane_trouble.CAUSE_SECONDS:g} s for that reason",
+        f"waits up to {failure.CAUSE_SECONDS:g} s for that reason",
         f"for {spelled(call_inquiries.TESTIMONY_PATIENCE)} seconds at most, for ranks that are alive",
         f"them to call its last operation, and {spelled(call_inquiries.PARTING_PATIENCE)} seconds at most",
         f"A challenge of {door.CHALLENGE_BYTES} bytes",
@@ -284,7 +284,7 @@ HELD = {
         f"authenticated with AES-{8 * seal.SEAL_KEY_BYTES}-GCM",
         f"directly from the ring, at most {size(in_source('native/ring.c', 'PIECE_BYTES'))} at a time",
         f"begins with a header of {header.HEADER_BYTES} bytes",
-        f"a rank that has waited for {operation.ANNOUNCE_SECONDS:g} s asks",
+        f"a rank that has waited for {trouble.ANNOUNCE_SECONDS:g} s asks",
     ),
     "docs/concepts/membership.md": (
         f"lineage | {lineage.LINEAGE_BYTES} bytes that name one run",
@@ -391,8 +391,8 @@ HELD = {
         f"{1000 * measurement.LEAST_PART_SECONDS:g} ms if that is more, "
         f"and never for a {every(measurement.MOST_SECONDS)}",
         f"at most {percent(planner.COST)} of the time of large sums",
-        f"when sums take {times(drift.CHANGE)} as long as they did",
-        f"every {drift.CALLS} large sums",
+        f"when sums take {times(size_class.CHANGE)} as long as they did",
+        f"every {size_class.DRIFT_CALLS} large sums",
         f"the latest {figures.MAX_FIGURES:,} figures",
         f"older than {spelled(saved_figures.OLDEST_SECONDS / 86400)} days",
         f"(`COVEY_METERED`, by default `{SET.metered}`)",

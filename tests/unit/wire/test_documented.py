@@ -22,7 +22,7 @@ from covey.proto import membership as agreement
 from covey.proto.calling import outgoing
 from covey.proto.calling.tags import CALL_TAG, parts_tag
 from covey.proto.message_link import MessageSizes
-from covey.runtime.collectives import attempt as attempt
+from covey.runtime.collectives import executor as executor
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import link
 from covey.wire import (
@@ -184,7 +184,7 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     flags = [row[1] for row in rows].index(next(row[1] for row in rows if row[1].startswith("flags")))
     assert sum(sizes[:flags]) == header.FLAGS_AT
     assert f"{header.CHANGE_PENDING}: CHANGE_PENDING" in rows[flags][1]
-    assert f"Phase {attempt.COMMIT_PHASE} is the commit barrier" in WORDS
+    assert f"Phase {executor.COMMIT_PHASE} is the commit barrier" in WORDS
 
 
 def test_every_frame_of_messages_is_listed_with_its_kind() -> None:

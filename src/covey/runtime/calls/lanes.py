@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -153,8 +152,7 @@ class CallLanes:
         self.node: CallingNode | None = node
         self.config, self.rank = node.config, Rank(node.seat)
         self.members = self.roster = _Seats(node)
-        self._descriptors: list[int] = []
-        self._bell = Bell(self._descriptors)
+        self._bell = Bell()
         self.routing = _CallRouting(self, self._bell)
         self.used_messenger: ListeningMessenger | None = None
         """The messenger, if it is used already."""
@@ -174,9 +172,6 @@ class CallLanes:
             self.routing.close(time.monotonic() + FLUSH_SECONDS)
             self.node.groups.forget(self.id, 0)
             self._bell.close()
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            self._descriptors.clear()
 
     # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
 

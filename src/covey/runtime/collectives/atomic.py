@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.base.numbers import Rank
@@ -17,21 +18,24 @@ from covey.base.pace import Growing
 from covey.proto.commit import LENT_PHASES, Commit, Raised, Returned, RunOperation
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
-from covey.runtime.collectives.attempt import Attempt, DisagreedError, HaltedError, HandedOver
-from covey.runtime.collectives.part import EnginePart
-from covey.runtime.collectives.undo_buffer import UndoBuffer
+from covey.runtime.collectives.attempt import DisagreedError, HaltedError, HandedOver
+from covey.runtime.collectives.executor import UndoBuffer
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.commit import Revoked
-    from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.native_executor import Shortcut
+    from covey.runtime.collectives.attempt import Attempt, Shortcuts
+    from covey.runtime.collectives.failure import Failure
+    from covey.runtime.collectives.operation import CurrentAttempt
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
 
     Step = RunOperation | Returned | Raised | Revoked
+    MakeAttempt = Callable[[int, tuple[Rank, ...], Bell, Any], Attempt]
 
 PAUSES: Final = Growing(0.04, 2.0)
 """Before an attempt whose predecessors failed too; the first that follows a failure comes at once."""
@@ -39,20 +43,41 @@ SURPLUS_SECONDS: Final = 30.0
 """How long after the end of `patience` a view may still be decided; then none will be."""
 
 
-class AtomicOperations(EnginePart):
+class AtomicOperations:
     """The all-or-nothing operations of one group on this rank."""
 
-    def __init__(self, engine: Engine, generation: Generation, descriptors: list[int]) -> None:
-        super().__init__(engine)
-        self.group = engine.id
-        self._node, self._generation = engine.node, generation
-        self._ranks_of = generation.ranks_of(engine.members)
+    def __init__(
+        self,
+        facts: GroupFacts,
+        roster: GroupRoster,
+        lanes: CollectiveLanes,
+        failure: Failure,
+        trouble: OperationTrouble,
+        shortcuts: Shortcuts,
+        current: CurrentAttempt,
+        generation: Generation,
+        make_attempt: MakeAttempt,
+        *,
+        has_news: bool,
+    ) -> None:
+        """`make_attempt` gets the number and the ranks of an attempt, its bell and its undo buffer.
+
+        `has_news` if the program goes from generation to generation: every operation tells of waiting changes then.
+        """
+        self.group = facts.id
+        self._name, self._roster, self._lanes = facts.name, roster, lanes
+        self._failure, self._trouble, self._current = failure, trouble, current
+        self._shortcuts = weakref.ref(shortcuts)  # a shortcut refers to this object
+        self._generation, self._make_attempt, self._has_news = generation, make_attempt, has_news
+        self._ranks_of = generation.ranks_of(roster.seats)
         """By rank of the group: the rank in the generation."""
+        self.contributors = tuple(roster.ranks)
+        """The ranks whose input is in the result of the last operation that returned."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._bell = Bell(descriptors)
+        self._bell = Bell()
         self._undo: Any = UndoBuffer()
-        if engine.is_native:
+        if facts.is_native:
             from covey.runtime.collectives.native_executor import NativeUndoBuffer
 
             self._undo = NativeUndoBuffer()
@@ -63,14 +88,16 @@ class AtomicOperations(EnginePart):
         self._halt_number = -1
         self._translated: tuple[tuple[int, ...], tuple[Rank, ...]] = ((), ())
         """The ranks of the generation that `_ranks` translated last, and the ranks of the group that they are."""
-        self._strikes, self._trouble = 0, ""
+        self._strikes, self._problem = 0, ""
         """How often lanes broke since an operation returned, and how the last one did."""
         self._step: Step | None = None
         """What the last view says about the operation in progress."""
         self._reason: Fault | None = None
         """Why a rank gave up."""
-        self._commit = Commit(engine.id, self._ranks_of, self._ranks_of[engine.rank], generation.view)
-        self.attempt = self._new_attempt(engine)
+        self._commit = Commit(facts.id, self._ranks_of, self._ranks_of[roster.rank], generation.view)
+        self.attempt = self._new_attempt()
+        self._renew_shortcut()
+        failure.agree_with(weakref.ref(self))
 
     @property
     def size(self) -> int:
@@ -92,10 +119,12 @@ class AtomicOperations(EnginePart):
         """The number of the last operation that has ended."""
         return self._commit.returned
 
-    def _new_attempt(self, engine: Engine) -> Attempt:
+    def _new_attempt(self) -> Attempt:
         live = set(self._commit.live)
-        ranks = tuple(rank for rank, member in zip(engine.ranks, self._ranks_of, strict=True) if member in live)
-        return Attempt(engine, self._commit.attempt, ranks, self._bell, self._undo)
+        ranks = tuple(rank for rank, at in zip(self._roster.ranks, self._ranks_of, strict=True) if at in live)
+        attempt = self._make_attempt(self._commit.attempt, ranks, self._bell, self._undo)
+        self._current.follow(weakref.ref(attempt))
+        return attempt
 
     # The thread that runs an operation
 
@@ -107,7 +136,7 @@ class AtomicOperations(EnginePart):
             CoveyError: the group has ended, on all ranks.
         """
         step: Step | None
-        engine = self.engine
+        failure = self._failure
         with self._lock:
             is_begun, self._is_handed_over = self._is_handed_over, False
             if is_begun:
@@ -122,24 +151,24 @@ class AtomicOperations(EnginePart):
                     step = self._await_view()
                 if type(step) is RunOperation:
                     if self._strikes:
-                        engine.operation.check_deadline(self._trouble)
+                        self._trouble.check_deadline(self._problem)
                     if not is_begun:
                         self._undo.restore()
-                    step, result = self._attempt(engine, step, body, is_begun=is_begun)
+                    step, result = self._attempt(step, body, is_begun=is_begun)
                     is_begun = False
                 elif type(step) is Returned:
                     self._undo.forget()
                     self._strikes = 0
-                    engine.returned(self._ranks(step.contributors))
+                    self._returned(self._ranks(step.contributors))
                     if isinstance(result, DisagreedError):
-                        engine.failure.end_here(Fault("MismatchError", str(result)))
+                        failure.end_here(Fault("MismatchError", str(result)))
                         raise result.error
                     return result
                 elif type(step) is Raised:
-                    raise engine.failure.root_lost(root)
+                    raise failure.root_lost(root)
                 elif step is not None:
-                    engine.failure.end_here(self._revocation(engine))
-                    engine.failure.check()
+                    failure.end_here(self._revocation())
+                    failure.raise_fault()
         except BaseException:
             self._undo.restore()
             self._stop_executing()
@@ -151,9 +180,13 @@ class AtomicOperations(EnginePart):
             self._translated = members, tuple(Rank(index) for index in map(self._ranks_of.index, members))
         return self._translated[1]
 
-    def _attempt(
-        self, engine: Engine, run: RunOperation, body: Callable[[Attempt], Any], *, is_begun: bool
-    ) -> tuple[Step | None, Any]:
+    def _returned(self, contributors: tuple[Rank, ...]) -> None:
+        """Note the ranks whose input is in the result of an operation, which returns now."""
+        self.contributors = contributors
+        if self._roster.node is not None and self._roster.node.events.is_recovering:
+            self._roster.node.events.phase("redo")
+
+    def _attempt(self, run: RunOperation, body: Callable[[Attempt], Any], *, is_begun: bool) -> tuple[Step | None, Any]:
         """Run one attempt; return the next step, None if a view has to decide it, and the result if there is one.
 
         With `is_begun`, the shortcut has begun it, and may be in the barrier.
@@ -162,9 +195,8 @@ class AtomicOperations(EnginePart):
         is_in_barrier = is_begun and self._commit.is_complete
         try:
             # The headers of a barrier that has begun say what this rank knew then: nothing new counts in it.
-            attempt.begin(
-                knows_change=engine.knows_change and not is_in_barrier, begun=HandedOver(is_begun + is_in_barrier)
-            )
+            knows_change = self._roster.knows_change and not is_in_barrier
+            attempt.begin(knows_change=knows_change, begun=HandedOver(is_begun + is_in_barrier))
             try:
                 result = body(attempt)
             except DisagreedError as disagreement:
@@ -187,12 +219,12 @@ class AtomicOperations(EnginePart):
         give_up_at = time.monotonic() + self._generation.patience + SURPLUS_SECONDS
         with self._lock:
             while self._step is None:
-                self.engine.failure.check()
+                self._failure.raise_fault()
                 left = give_up_at - time.monotonic()
                 if left <= 0:
                     patience = self._generation.patience
                     text = f"the members agreed on no view of the run within the timeout of {patience:g} s (patience)"
-                    self.engine.failure.end_here(Fault("DeadlineError", text))
+                    self._failure.end_here(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None
             self.is_executing = type(step) is RunOperation
@@ -200,12 +232,13 @@ class AtomicOperations(EnginePart):
 
     # The shortcut
 
-    def shortcut(self) -> Shortcut | None:
-        """Return a shortcut for the sums of the present attempt, if the compiled executor is used."""
-        if self._node is None or self._node.is_elastic:  # an elastic one has news to tell with every operation
-            return None
-        parts = (self, self._commit, *LENT_PHASES)
-        return self.attempt.shortcut(parts)
+    def _renew_shortcut(self) -> None:
+        """Let the group have a shortcut for the sums of the present attempt, if the compiled executor is used."""
+        shortcuts = self._shortcuts()
+        if shortcuts is not None:
+            is_usable = self._roster.node is not None and not self._has_news
+            parts = (self, self._commit, *LENT_PHASES)
+            shortcuts.all_reduce = self.attempt.shortcut(parts) if is_usable else None
 
     def open_shortcut(self, started: int) -> None:
         """Let operations take the shortcut, unless a view is being decided; `started` is the number of operations."""
@@ -216,8 +249,9 @@ class AtomicOperations(EnginePart):
     def drop_shortcut(self) -> None:
         """Let every operation go the long way, now that the node is elastic; not while a view brings a shortcut."""
         with self._lock:
+            self._has_news = True
             self.attempt.close_shortcut()
-            self.engine.all_reduce_shortcut = None
+            self._renew_shortcut()
 
     def handed_over(self, x: Any) -> None:
         """Note that the shortcut has begun an operation on `x`, which `perform` goes on with."""
@@ -243,14 +277,18 @@ class AtomicOperations(EnginePart):
             number, self._halt_number = self._halt_number, -1
             control.soon(self._generation.halted, self.group, number, self._commit.freeze())
 
-    def disturbed(self, attempt: Attempt, trouble: str) -> None:
+    def disturbed(self, attempt: int, trouble: str) -> NoReturn:
         """Ask for a new view because a lane of the attempt broke, and stop the attempt. No process need be lost.
 
         If lanes keep breaking, each request comes a little later than the one before.
         """
-        self._strikes, self._trouble = self._strikes + 1, trouble
-        control.soon(self._generation.disturbed, attempt.number, PAUSES.after(self._strikes - 1))
+        self._strikes, self._problem = self._strikes + 1, trouble
+        control.soon(self._generation.disturbed, attempt, PAUSES.after(self._strikes - 1))
         raise HaltedError
+
+    def withdraw(self) -> None:
+        """Let the others agree to continue without this rank. On any thread."""
+        control.soon(self._generation.withdraw)
 
     def give_up(self, fault: Fault, differs_at: int = 0) -> None:
         """Ask all ranks to end the operation in progress, or the next one, and the group with it. On any thread.
@@ -287,16 +325,13 @@ class AtomicOperations(EnginePart):
             self._halt_number = number
             self.attempt.stop()
         self._bell.ring()
-        if self._node is not None:
-            over = ClosedError("the members are agreeing on a view")
-            self._node.lanes.abandon(lambda key: key.group == self.group and key.purpose == "collectives", over)
+        self._lanes.abandon(ClosedError("the members are agreeing on a view"), purpose="collectives")
         return None
 
     def install(self, view: View) -> None:
         """Continue as a decided view says: with a new attempt among its members."""
-        engine = self._owner()
-        if engine is None or self._node is None:
-            return  # the group was dropped in the meantime
+        if self._roster.node is None:
+            return
         with self._lock:
             self.attempt.close_shortcut()
             self._halt_number = -1
@@ -305,23 +340,23 @@ class AtomicOperations(EnginePart):
             except RemoteProtocolError as error:
                 step = None
                 fault = Fault("MismatchError", f"{error}: the ranks called different things")
-                control.soon(lambda: engine.failure.declare(fault))  # which keeps the engine until then
+                control.soon(self._failure.declare, fault)
             # None: this view ends the operation, or an earlier one did whose step was not fetched yet.
             self._step = step if step is not None else self._step
             self.attempt.close()
-            self.attempt = self._new_attempt(engine)
-            engine.all_reduce_shortcut = self.shortcut()
+            self.attempt = self._new_attempt()
+            self._renew_shortcut()
             self._bell.hush()
             if self._commit.gives_up and not self._commit.is_revoked:
                 control.soon(self._generation.disturbed, view.number)  # the request came too late for this view
             self._changed.notify_all()
             is_over = self._commit.is_revoked and step is None
-        self._node.lanes.retire(self.group, view.number)
+        self._lanes.retire(view.number)
         if is_over:  # which ends the group's messages, too
-            engine.failure.end_here(self._revocation(engine))
+            self._failure.end_here(self._revocation())
 
-    def _revocation(self, engine: Engine) -> Fault:
-        return self._reason or Fault("ClosedError", f"group {engine.name!r} was revoked")
+    def _revocation(self) -> Fault:
+        return self._reason or Fault("ClosedError", f"group {self._name!r} was revoked")
 
     def wake(self) -> None:
         """Wake the thread that runs an operation: the group has failed."""

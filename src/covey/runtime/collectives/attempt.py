@@ -6,54 +6,50 @@ Plans need positions without gaps, so the ranks of an attempt are numbered anew:
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+
+import numpy as np
 
 from covey.base.arithmetic import reduction
-from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.base.numbers import Slot
-from covey.base.pace import Growing
 from covey.net.host import tcp
-from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain, is_exhausted
-from covey.net.lanes.lane import LaneClosedError
-from covey.net.lanes.stream import SocketLane, is_resumable
 from covey.plan import choose, doubling
-from covey.runtime import loop as control
-from covey.runtime.collectives.executor import execute
-from covey.runtime.collectives.lane_switch import LaneSwitch
-from covey.runtime.collectives.part import EnginePart
+from covey.runtime.collectives.attempt_lanes import AttemptLanes, LaneSwitch
+from covey.runtime.collectives.executor import COMMIT_PHASE, execute
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, HEADER_PREFIX, MAGIC
 
 if TYPE_CHECKING:
     import select
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
+    from collections.abc import Callable, Hashable, Sequence
 
     from covey.base.arithmetic import Reduction
-    from covey.base.errors import MismatchError
+    from covey.base.errors import ConnectError, MismatchError
     from covey.base.numbers import Rank
-    from covey.net.lanes.lane import Lane, LanePath
+    from covey.net.lanes.lane import Lane, LaneClosedError
+    from covey.plan.choose import PlanSizes
+    from covey.plan.fit import Fitted
     from covey.plan.moves import Plan
+    from covey.plan.network import Network
     from covey.runtime.bell import Bell
-    from covey.runtime.collectives.call_log import Call
-    from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.executor import Coder
+    from covey.runtime.collectives.call_log import Call, CallLog
+    from covey.runtime.collectives.executor import Coder, UndoBuffer
+    from covey.runtime.collectives.link_probes import MeasuredLinks
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
-    from covey.runtime.collectives.planner import Planner
-    from covey.runtime.collectives.undo_buffer import UndoBuffer
+    from covey.runtime.collectives.operation import CurrentOperation
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.size_class import SizeClass, Sums
+    from covey.runtime.collectives.trouble import OperationTrouble
+    from covey.runtime.counters import GroupCounters
 
 T = TypeVar("T")
+Array = np.ndarray[Any, np.dtype[Any]]
 
 CACHED_PREFIXES: Final = 4096
-LANE_SECONDS: Final = 0.2
-"""How long to wait for a lane before checking whether the group has failed."""
-BELL_PAUSES: Final = Growing(0.02, 0.2)
-"""Between tries to open a descriptor when the process has no more of them."""
-COMMIT_PHASE: Final = 0xFFFF
-"""The phase of the barrier in which the ranks that have completed learn that all have."""
+NOTHING: Final = np.empty(0, np.uint8)
 
 
 class HandedOver(enum.IntEnum):
@@ -76,51 +72,99 @@ class DisagreedError(Exception):
         self.error = error
 
 
-class Attempt(EnginePart):
+class AttemptPlanner(Protocol):
+    """What fits the plans of large sums of an attempt to its links (`planner.Planner`)."""
+
+    hosts: tuple[int, ...]
+    network: Network | None
+    classes: dict[Hashable, SizeClass]
+    is_earlier: bool
+
+    def times(self) -> tuple[tuple[float, ...], ...]: ...
+
+    def fits_medium(self, nbytes: int, sizes: PlanSizes) -> bool: ...
+
+    def reduce_plain(
+        self, attempt: Attempt, count: int, itemsize: int, plain: Plan, perform: Callable[[Plan], None]
+    ) -> None: ...
+
+    def reduce(self, attempt: Attempt, sums: Sums, perform: Callable[[Fitted | None], None]) -> None: ...
+
+
+class Shortcuts:
+    """What runs repeated small calls of a group with one call of the extension each, if anything does."""
+
+    def __init__(self) -> None:
+        self.any: Shortcut | None = None
+        """For all operations; None in a group that survives losses."""
+        self.all_reduce: Shortcut | None = None
+        """For sums. In a group that survives losses, each attempt has its own."""
+
+
+class LinkMemory:
+    """What the ranks of a group have measured of the links between them, from attempt to attempt; see `planner`."""
+
+    measured: MeasuredLinks | None = None
+
+
+class Attempt:
     """The ranks of one attempt and their lanes."""
 
     def __init__(
-        self, engine: Engine, number: int, ranks: tuple[Rank, ...], bell: Bell, undo: UndoBuffer | None
+        self,
+        facts: GroupFacts,
+        roster: GroupRoster,
+        lanes: CollectiveLanes,
+        operation: CurrentOperation,
+        call_log: CallLog,
+        trouble: OperationTrouble,
+        counters: GroupCounters,
+        links: LinkMemory,
+        number: int,
+        ranks: tuple[Rank, ...],
+        bell: Bell,
+        undo: UndoBuffer | None,
     ) -> None:
         """`ranks` are in the order of the group; `bell` wakes the running thread; `undo` saves what is overwritten."""
-        super().__init__(engine)
+        self.facts, self.roster, self.operation, self.links = facts, roster, operation, links
+        self._call_log, self._trouble, self._group_lanes = call_log, trouble, lanes
         self.number, self.ranks = number, ranks
         self._slots = {rank: Slot(slot) for slot, rank in enumerate(ranks)}
         self.slots = tuple(self._slots.values())
-        self.slot: Slot = self._slots[engine.rank]
+        self.slot: Slot = self._slots[roster.rank]
         """The slot of this process in the attempt."""
         self.size: int = len(ranks)
         self.prepared: dict[Any, Any] = {}
         """Plans and reductions that repeated calls share."""
         self.undo: Any = undo
         """An `UndoBuffer`, or that of the compiled executor; None in a group that ends with its first loss."""
-        self.recorder: Any = engine.counters.recorder
+        self.recorder: Any = counters.recorder
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
-        self.has_idle_core, self.sizes = engine.has_idle_core, engine.sizes
+        self.has_idle_core, self.sizes = facts.has_idle_core, facts.sizes
         self.deadline = 0.0
         """When the current operation must have ended."""
         self.knows_change = self.is_stopped = False
         """Whether headers carry CHANGE_PENDING, and whether `check` raises."""
         self._native: NativeExecutor | None = None
-        if engine.is_native:
+        if facts.is_native:
             from covey.runtime.collectives.native_executor import NativeExecutor
 
-            self._native = NativeExecutor(engine.counters.recorder, ranks)
-        run: Callable[..., None] = engine.quiet.run
-        self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
-        self.known_planner: Planner | None = None
-        """None before the first large sum, and where plans are not fitted."""
+            self._native = NativeExecutor(counters.recorder, ranks)
+            self._execute: Any = self._native.execute
+        else:
+            quiet = contextvars.Context()  # numpy warns of no infinity and no nan in it; cheaper than np.errstate
+            quiet.run(np.seterr, all="ignore")
+            run: Callable[..., None] = quiet.run
+            self._execute = functools.partial(run, execute)
+        self.planner: AttemptPlanner | None = None
+        """None before the first large sum, and where plans are not fitted; see `planner.planner_of`."""
         self.planning_seconds = 0.0
         """What the running thread has spent on plans and links beside sums, in all: not what a sum takes."""
-        self._bell = bell
-        self._lanes: list[Lane | None] = [None] * self.size
-        self._paths: list[tuple[str, str] | None] = [None] * self.size
-        """The addresses of both ends of the link with each peer when its lane was opened."""
+        self.lanes = AttemptLanes(number, ranks, facts, roster, lanes, trouble, bell)
         self.switch = LaneSwitch()
         """The lanes that are to be replaced by others."""
         self._barrier = doubling.dissemination(self.slot, self.size)
-        self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
         self._begun = HandedOver.NOTHING
@@ -146,13 +190,11 @@ class Attempt(EnginePart):
         undo = self.undo if keeps else None
         if undo is not None:
             undo.make_room(buffers)
-        engine = self.engine
-        operation = engine.operation
+        operation = self.operation
         prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self.prefix(operation.call, phase)
         self.deadline = operation.deadline
-        self._execute(
-            plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo, coder
-        )
+        may_spin = self.facts.may_spin
+        self._execute(plan, buffers, reduction, self.size, prefix, operation.sequence, self, may_spin, undo, coder)
 
     def all_reduce(self, x: np.ndarray[Any, Any], op: str, algorithm: str | None = None) -> Plan:
         """Combine `x` of all ranks in place, as a step of the current operation; return the plan that did it."""
@@ -162,12 +204,11 @@ class Attempt(EnginePart):
 
     def synchronize(self) -> None:
         """Return once all ranks of the attempt have begun this step of the current operation."""
-        self.execute(self._barrier, self._nothing)
+        self.execute(self._barrier, (NOTHING,))
 
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""
-        engine = self.engine
-        operation = engine.operation
+        operation = self.operation
         prefix = self._prefixes.get((operation.call.fingerprint, COMMIT_PHASE)) or self.prefix(
             operation.call, COMMIT_PHASE
         )
@@ -176,13 +217,14 @@ class Attempt(EnginePart):
             assert self._native is not None
             self._native.resume(self)
             return
-        self._execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
+        may_spin = self.facts.may_spin
+        self._execute(self._barrier, (NOTHING,), None, self.size, prefix, operation.sequence, self, may_spin)
 
     def prefix(self, call: Call, phase: int) -> bytes:
         """Return the first bytes of the headers of an operation, and cache them."""
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
-        fields = (call.operation, call.dtype, phase, self.number, 0, self.engine.id, call.fingerprint)
+        fields = (call.operation, call.dtype, phase, self.number, 0, self.facts.id, call.fingerprint)
         prefix = self._prefixes[call.fingerprint, phase] = HEADER_PREFIX.pack(MAGIC, *fields)
         return prefix
 
@@ -195,22 +237,19 @@ class Attempt(EnginePart):
         if atomic is not None:
             assert self.undo is not None
             atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native)
-        return self._native.make_shortcut(self.engine, self.number, atomic)
+        return self._native.make_shortcut(
+            self.operation, self._call_log, self.number, atomic, may_spin=self.facts.may_spin
+        )
 
     def open_shortcut(self) -> None:
         """Let calls take the shortcut, if there is one and no lane is to be replaced."""
         if self._native is not None:
-            self.switch.open_shortcut(self)
-
-    def open_native_shortcut(self) -> None:
-        """Let calls take the shortcut, as `switch` allows it."""
-        if self._native is not None:
-            self._native.open_shortcut()
+            self.switch.open_shortcut(self._native.runner)
 
     def close_shortcut(self) -> None:
         """Let all calls go the long way. On any thread."""
         if self._native is not None:
-            self._native.close_shortcut()
+            self._native.runner.is_open = False
 
     def resume_begun(self) -> bool:
         """Go on with the operation, if a shortcut has begun it in this attempt; return whether its result is here."""
@@ -234,7 +273,7 @@ class Attempt(EnginePart):
         """Go on with an operation that a shortcut has begun."""
         assert self._native is not None
         self._phase += 1
-        self.deadline = self.engine.operation.deadline
+        self.deadline = self.operation.deadline
         self._native.resume(self)
 
     # Ranks and slots
@@ -245,63 +284,30 @@ class Attempt(EnginePart):
 
     def chosen(self, items: Sequence[T]) -> list[T]:
         """Return the items of the ranks in this attempt, from a list by rank."""
-        return list(items) if self.size == self.engine.size else [items[rank] for rank in self.ranks]
+        return list(items) if self.size == self.roster.size else [items[rank] for rank in self.ranks]
 
     def by_rank(self, items: Sequence[T]) -> list[T | None]:
         """Return a list by rank from a list by slot, with None for lost ranks."""
-        if self.size == self.engine.size:
+        if self.size == self.roster.size:
             return list(items)
         items_by_rank = dict(zip(self.ranks, items, strict=True))
-        return [items_by_rank.get(rank) for rank in self.engine.ranks]
+        return [items_by_rank.get(rank) for rank in self.roster.ranks]
 
     @functools.cached_property
     def lane_family(self) -> str:
         """ "ring" if all ranks of the attempt are on one host and share memory, else "stream". Equal on all ranks."""
         # All of them are asked: a kind that some pair cannot have is an error here, before a lane is dialled.
-        share = [self.engine.roster.shares_memory(rank) for rank in self.ranks if rank != self.engine.rank]
+        share = [self._group_lanes.shares_memory(rank) for rank in self.ranks if rank != self.roster.rank]
         return "ring" if all(share) else "stream"
 
     @functools.cached_property
     def fits_plans(self) -> bool:
         """Whether the plans of large sums are fitted to the links. Equal on all ranks."""
-        config, roster = self.engine.config, self.engine.roster
+        config, roster = self.facts.config, self.roster
         if config.plan == "plain" or self.size < 3:
             return False
         several = len({roster.host(rank) for rank in self.ranks}) > 1
         return config.plan == "always" or (several and self.lane_family == "stream")
-
-    def planner(self) -> Planner | None:
-        """Return what fits the plans of large sums to the links; None where all links are alike.
-
-        For the thread that runs an operation; others read `known_planner`.
-        """
-        if self.known_planner is None and self.fits_plans:
-            from covey.runtime.collectives.planner import Planner  # most groups have no use for it
-
-            hosts = [self.engine.roster.host(rank) for rank in self.ranks]
-            if self.engine.config.plan == "always":  # for tests on one host: as if each rank were on a host of its own
-                hosts = [str(slot) for slot in self.slots]
-            self.known_planner = Planner(tuple(hosts.index(host) for host in hosts))
-        return self.known_planner
-
-    def open_lane(self, rank: Rank) -> Lane | None:
-        """Return the open lane to a rank, if there is one."""
-        slot = self._slots.get(rank)
-        return None if slot is None else self._lanes[slot]
-
-    def paths_of(self, rank: Rank) -> tuple[LanePath, ...]:
-        """Return the networks that the lane to a rank goes over, if it goes over several."""
-        lane = self.open_lane(rank)
-        return lane.paths() if lane is not None else ()
-
-    def streams_of(self, rank: Rank) -> int:
-        """Return how many connections the lane to a rank has; 0 if it is not open, or shares memory."""
-        lane = self.open_lane(rank)
-        return len(lane.sockets()) if isinstance(lane, SocketLane) else 0
-
-    def open_kinds(self) -> dict[Rank, str]:
-        """Return the kinds of the open lanes, by rank."""
-        return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}
 
     # What the executor calls (`executor.ExecutionHost`): `peer` is a slot, taken from a move of a plan
 
@@ -312,111 +318,31 @@ class Attempt(EnginePart):
             self._native.stop()
 
     def check(self) -> None:
-        self.engine.failure.check()
+        self._trouble.check()
         if self.is_stopped:
             raise HaltedError
 
     def lane(self, peer: int) -> Lane:
-        lane = self._lanes[peer]
-        return lane if lane is not None else self._open_lane(peer)
-
-    def _open_lane(self, peer: int) -> Lane:
-        engine, rank = self.engine, self.ranks[peer]
-        assert engine.node is not None
-        self._open_bell()
-        since = time.monotonic()
-        while True:
-            self.check()
-            try:
-                lane: Lane = engine.node.lanes.open(
-                    engine.id, engine.members[rank], "collectives", LANE_SECONDS, self.number
-                )
-            except DeadlineError:
-                self.stalled(since, (peer,))
-            except ScarceError as error:  # of this process: the others hear that it gave up, and why
-                raise ConnectError(f"{engine.operation.describe()} cannot go on: {error}") from error
-            except ConnectError as error:
-                self.lane_closed(peer, error)
-            except ClosedError:
-                self.check()
-                raise
-            else:
-                self._lanes[peer], self._paths[peer] = lane, self._path_to(peer)
-                engine.lane_opened(rank, lane.kind)
-                return lane
+        lane = self.lanes.by_slot[peer]
+        return lane if lane is not None else self.lanes.open(peer, self)
 
     def replace_lane(self, slot: Slot, lane: Lane) -> None:
         """Use another lane to a slot from now on. The node ends the one that was used so far."""
-        from covey.runtime.lanes.table import LaneKey  # slow to load, and few lanes are replaced
-
-        engine, rank = self.engine, self.ranks[slot]
-        assert engine.node is not None
-        self._open_bell()
-        self._lanes[slot], self._paths[slot] = lane, self._path_to(slot)
+        self.lanes.open_bell(self)
+        self.lanes.use(slot, lane)
         self.polls.clear()  # which are by descriptor
         if self._native is not None:
             self._native.set_lane(slot, lane, self)
-        engine.node.lanes.moves.switched(LaneKey(engine.id, engine.members[rank], "collectives", self.number))
-        engine.lane_opened(rank, lane.kind)
-
-    def _open_bell(self) -> None:
-        """Open the bell; if the process has no descriptor left for it, wait a while for one.
-
-        Raises:
-            OSError: there is none after `SCARCE_SECONDS`.
-            DeadlineError: the operation's deadline has passed before.
-        """
-        from covey.runtime.backoff import Backoff  # slow to load; a program that joins a run has it already
-
-        shortage = Backoff(
-            f"a free descriptor for group {self.engine.name!r}", BELL_PAUSES, within=FREE_DESCRIPTOR_SECONDS
-        )
-        while True:
-            try:
-                self._bell.open()
-            except OSError as error:
-                if not is_exhausted(error):
-                    raise
-                self.check()
-                self.engine.operation.check_deadline(explain(error))
-                shortage.failed(explain(error))
-                if shortage.is_over:
-                    raise
-                time.sleep(shortage.pause)
-            else:
-                self.wake_fd = self._bell.fd
-                return
+        self._group_lanes.switched(self.ranks[slot], self.number)
 
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
-        for slot, lane in enumerate(self._lanes):
-            # The streams of a resumable lane find another path by themselves (`lanes.resumption`).
-            if lane is None or is_resumable(lane):
-                continue
-            if lane.is_stuck(has_moved=self._has_moved(slot)):
-                self._report_stuck(slot)
-                self.lane_closed(slot, LaneClosedError(f"the other end {tcp.STUCK}"))
-        again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
+        self.lanes.watch(self)
+        again_at = self._trouble.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
         return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
 
-    def _report_stuck(self, slot: int) -> None:
-        """Let the node leave the path of a lane, before another lane is opened."""
-        engine = self.engine
-        if engine.node is not None:
-            control.soon(engine.node.paths.stuck, engine.members[self.ranks[slot]])
-
-    def _path_to(self, slot: int) -> tuple[str, str] | None:
-        peer = self.engine.roster.peer(self.ranks[slot])
-        link = None if peer is None else peer.link
-        return None if link is None else (link.local_ip, link.remote_ip)
-
-    def _has_moved(self, slot: int) -> bool:
-        """Tell whether the link with a peer goes over other addresses than when the lane was opened."""
-        before, now = self._paths[slot], self._path_to(slot)
-        return before is not None and now is not None and before != now
-
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
-        self.engine.lane_trouble.lane_closed(self, self.ranks[peer], error)
+        self._trouble.lane_closed(self, self.ranks[peer], error)
 
     def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
         if header[FLAGS_AT] == CHANGE_PENDING:
@@ -424,15 +350,15 @@ class Attempt(EnginePart):
             if plain == expected:
                 self.knows_change = True
                 return
-        self.engine.lane_trouble.wrong_header(self, self.ranks[peer], expected, header)
+        self._trouble.wrong_header(self, self.ranks[peer], expected, header)
 
     def reject(self, slot: Slot, what: str) -> NoReturn:
         """End the group because a rank sent `what`, which breaks the protocol; raise RemoteProtocolError."""
-        self.engine.lane_trouble.reject(self, "RemoteProtocolError", self.ranks[slot], what)
+        self._trouble.reject(self, "RemoteProtocolError", self.ranks[slot], what)
 
     def disagree_with(self, slot: Slot, what: str) -> NoReturn:
         """End the group because a rank sent `what`, which this rank cannot accept; raise MismatchError."""
-        self.engine.lane_trouble.reject(self, "MismatchError", self.ranks[slot], what)
+        self._trouble.reject(self, "MismatchError", self.ranks[slot], what)
 
     def disagree(self, error: MismatchError) -> NoReturn:
         """End the operation and the group with an error that every rank finds by itself."""
@@ -440,7 +366,7 @@ class Attempt(EnginePart):
 
     def close(self) -> None:
         """Forget the lanes. Their owner closes them."""
-        self._lanes = [None] * self.size
+        self.lanes.close()
         self.polls.clear()
         if self._native is not None:
             self._native.forget_lanes()

@@ -6,10 +6,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.arithmetic import DTYPES
-from covey.base.operations import OPERATIONS
+from covey.base.operations import OPERATIONS, operation_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+    from covey.wire.header import TransferHeader
 
 TEXT_LIMIT: Final = 2000
 """Characters of another rank's call that are stored."""
@@ -39,7 +41,7 @@ def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, *
     return Call(OPERATIONS.index(operation), 255 if code is None else code, int.from_bytes(digest, "little"), text)
 
 
-class Heard(NamedTuple):
+class HeardCalls(NamedTuple):
     """What another rank has reported about its calls."""
 
     entered: int
@@ -55,7 +57,9 @@ class CallLog:
         self.entered = 0
         self.slots: list[tuple[int, Call] | None] = [None] * LOGGED
         """The recent calls of this rank, each in the slot of its number modulo LOGGED."""
-        self._others: dict[int, Heard] = {}
+        self._others: dict[int, HeardCalls] = {}
+        self.compared = 0
+        """The operation that ranks are known to have called differently, while its calls are compared; else 0."""
         self.words: Counter[int] = Counter()
         """The number of reports from each other rank."""
 
@@ -81,8 +85,8 @@ class CallLog:
             calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
             while len(calls) > LOGGED:
                 del calls[min(calls)]
-        known = known or Heard(0, 0, calls)
-        self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
+        known = known or HeardCalls(0, 0, calls)
+        self._others[rank] = HeardCalls(max(entered, known.entered), max(sequence, known.spoke_of), calls)
         self.words[rank] += 1  # last: a thread that sees it finds what was reported
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
@@ -107,24 +111,24 @@ class CallLog:
 
     def reported(self, rank: int) -> tuple[int, dict[int, int]]:
         """Return the last operation that another rank is known to have entered, and its known calls by number."""
-        heard = self._others.get(rank, Heard(0, 0, {}))
+        heard = self._others.get(rank, HeardCalls(0, 0, {}))
         return heard.entered, {sequence: fingerprint for sequence, (fingerprint, _) in list(heard.calls.items())}
 
     def last_of(self, rank: int) -> tuple[int, str]:
         """Return the last operation that another rank is known to have entered, and its call if that is known."""
-        heard = self._others.get(rank, Heard(0, 0, {}))
+        heard = self._others.get(rank, HeardCalls(0, 0, {}))
         return heard.entered, heard.calls.get(heard.entered, (0, ""))[1]
 
     def late(self, sequence: int, ranks: Sequence[int], me: int) -> tuple[int, ...]:
         """Return the ranks that keep `sequence` waiting: those that do not answer, or else those furthest behind."""
-        others = {rank: self._others.get(rank, Heard(0, 0, {})) for rank in ranks if rank != me}
+        others = {rank: self._others.get(rank, HeardCalls(0, 0, {})) for rank in ranks if rank != me}
         silent = tuple(rank for rank, heard in others.items() if heard.spoke_of < sequence)
         last = min((heard.entered for heard in others.values()), default=sequence)
         return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
     def excuse(self, sequence: int, late: Sequence[int]) -> str:
         """Return why `sequence` waits for the ranks that `late` returned, in words that follow their names."""
-        heard = [self._others.get(rank, Heard(0, 0, {})) for rank in late]
+        heard = [self._others.get(rank, HeardCalls(0, 0, {})) for rank in late]
         one = len(late) == 1
         if all(each.entered >= sequence for each in heard):
             return f"{'has' if one else 'have'} called it, but {'its' if one else 'their'} data did not arrive"
@@ -134,7 +138,7 @@ class CallLog:
 
     def heard_all(self, sequence: int, ranks: Sequence[int], known: Collection[int]) -> bool:
         """Tell whether every rank has reported what it called at `sequence`, except those of which all is known."""
-        return all(rank in known or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
+        return all(rank in known or sequence in self._others.get(rank, HeardCalls(0, 0, {})).calls for rank in ranks)
 
     def story(self, sequence: int, ranks: Sequence[int], me: int, parted: Collection[int]) -> str:
         """Return what each rank called at `sequence`, with ranks of equal calls together.
@@ -155,3 +159,9 @@ class CallLog:
             f"rank{'s' if len(them) > 1 else ''} {', '.join(map(str, them))} called {text}"
             for text, them in said.items()
         )
+
+
+def describe_header(header: TransferHeader) -> str:
+    """Return the call of a rank, as far as a header tells it."""
+    words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
+    return f"{operation_name(header.operation)}({', '.join([*words, '...'])})"

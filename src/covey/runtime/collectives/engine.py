@@ -7,42 +7,40 @@ touches a lane in use, so that each lane is used by one thread at a time.
 
 from __future__ import annotations
 
-import contextvars
+import functools
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
-from covey.base.numbers import NO_RANK, Seat
+from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.base.operations import OPERATIONS
 from covey.net.host.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime.bell import Bell
-from covey.runtime.collectives.attempt import Attempt, DisagreedError
-from covey.runtime.collectives.backlog import Backlog
-from covey.runtime.collectives.closing import Closing
-from covey.runtime.collectives.evidence import Suspicion
+from covey.runtime.collectives import closure
+from covey.runtime.collectives.attempt import Attempt, DisagreedError, LinkMemory, Shortcuts
+from covey.runtime.collectives.call_log import CallLog
+from covey.runtime.collectives.evidence import CallEvidence
 from covey.runtime.collectives.failure import Failure
-from covey.runtime.collectives.farewell import Farewell
-from covey.runtime.collectives.lane_trouble import LaneTrouble
-from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
+from covey.runtime.collectives.operation import NO_INFO, Backlog, CurrentAttempt, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import GroupRoster, LaneKinds
+from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
+from covey.runtime.collectives.suspicion import Suspicion
+from covey.runtime.collectives.trouble import OperationTrouble
 from covey.runtime.counters import GroupCounters, process
+from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
-    from covey.base.numbers import Rank
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
-    from covey.runtime.collectives.measuring import MeasuredLinks
     from covey.runtime.collectives.native_executor import Shortcut
     from covey.runtime.members.node import Node
     from covey.runtime.views.generation import Generation
@@ -53,10 +51,12 @@ CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "b
 
 
 class Engine:
-    """The order and state of a group's operations on this rank. A run of one has no node and sends nothing.
+    """Wires the parts of a group on this rank, and runs its operations. A run of one has no node and sends nothing.
 
-    Its parts have one concern each and are used by one another: `roster`, `operation`, `stalls`, `suspicion`,
-    `failure`, `lane_trouble`, `routing`, and `atomic` in a group that survives losses.
+    Each part gets what it uses, from the ones below it: facts, ranks, lanes, the current operation and attempt; what
+    this rank can tell (`evidence`); how the group ends (`failure`); who is late (`stalls`); what a loss hides
+    (`suspicion`); what to do about trouble; attempts; and in a group that survives losses, `atomic`. None refers to the
+    engine, and those below refer to those above only weakly: a group that is dropped is freed without a collection.
     """
 
     def __init__(
@@ -70,70 +70,80 @@ class Engine:
         generation: Generation | None = None,
     ) -> None:
         """`members` are seats of the run, in the order of the group's ranks."""
-        self.id = group_id
-        self.name = name
-        self.config = config
-        self.generation = generation
+        survives = generation is not None and config.on_loss == "continue"
         self.roster = roster = GroupRoster(node, members)
+        self.facts = facts = _facts(node, group_id, name, config, generation, roster, survives=survives)
+        self.node, self.generation = node, generation
+        """The node of this process; None in a run of one, and in a process that was forked from a member."""
+        self.id, self.name, self.config = group_id, name, config
         self.members, self.size, self.rank, self.ranks = members, roster.size, roster.rank, roster.ranks
-        self.contributors = tuple(self.ranks)
-        """The ranks whose input is in the result of the last operation that returned."""
-        self.sizes = PlanSizes(
-            config.exchange_bytes,
-            config.doubling_bytes,
-            config.tree_bytes,
-            config.segment_bytes,
-            config.cached_segment_bytes,
+        self.sizes, self.may_spin, self.is_native, self.survives = (
+            facts.sizes,
+            facts.may_spin,
+            facts.is_native,
+            survives,
         )
-        self.measured: MeasuredLinks | None = None
-        """What the ranks measured last of the links between them; see `planner`."""
-        self.nothing = np.empty(0, np.uint8)
-        self.quiet = contextvars.Context()
-        """A context in which numpy does not warn about infinities and nans; cheaper to enter than np.errstate."""
-        self.quiet.run(np.seterr, all="ignore")
-        self.may_spin = roster.has_cores(1)
-        self.has_idle_core = roster.has_cores(2)
-        self.is_native = node is not None and node.lanes.factory.is_native
-        """Whether the compiled executor runs the plans."""
-        self.counters = GroupCounters(name, self.rank, members, is_native=self.is_native)
-        self._recorder = self.counters.recorder
-        process.register(self.counters)
-        self.operation = CurrentOperation(self)
-        self.failure = Failure(self)
-        self.lane_trouble = LaneTrouble(self)
-        self.stalls = StallDiagnosis(self)
-        self._call_log = self.stalls.call_log
-        self.suspicion = Suspicion(self)
-        self._farewell = Farewell(self)
-        self._is_pending = False
+        self.counters = counters = GroupCounters(name, self.rank, members, is_native=facts.is_native)
+        self._recorder = counters.recorder
+        process.register(counters)
+        lanes, paths, events = (None, None, None) if node is None else (node.lanes, node.paths, node.events)
+        self._lanes = CollectiveLanes(lanes, paths, members, facts, counters, events)
+        self.operation = operation = CurrentOperation(name)
+        self._call_log = call_log = CallLog()
+        self._current = current = CurrentAttempt(roster, survives=survives)
+        self.shortcuts = Shortcuts()
+        self.bell = bell = Bell()
+        self.routing: MessageRouting = MessageRouting(self, bell, counters.messages)
+        self._evidence = evidence = CallEvidence(group_id, call_log, roster, self._lanes, current)
+        self.failure = failure = Failure(
+            facts, roster, self._lanes, operation, current, call_log, evidence, self.routing, bell, counters
+        )
+        self.stalls = stalls = StallDiagnosis(facts, roster, operation, current, call_log, evidence, failure)
+        self.suspicion = suspicion = Suspicion(
+            roster, operation, current, evidence, failure, stalls, bell, survives=survives
+        )
+        self._farewell = closure.Farewell(roster, evidence, failure, stalls, bell)
+        trouble = OperationTrouble(facts, roster, operation, failure, stalls, suspicion, bell)
+        make_attempt = functools.partial(
+            Attempt, facts, roster, self._lanes, operation, call_log, trouble, counters, LinkMemory()
+        )
+        self._is_pending, self._everyone = False, tuple(self.ranks)
         # Reentrant: a thread that Ctrl-C interrupts right after it acquired the lock must be able to close the group.
         self._issuing, self._is_issuing = threading.RLock(), False
-        self.is_closed = False
-        """Whether `close` was called."""
         self._backlog = Backlog(name)
-        self._descriptors: list[int] = []
-        self.bell = Bell(self._descriptors)
-        self.routing = MessageRouting(self, self.bell, self.counters.messages)
-        self.shortcut: Shortcut | None = None
-        """Runs repeated small calls; None if there is none, and in a group that survives losses."""
-        self.all_reduce_shortcut: Shortcut | None = None
-        """Runs repeated small sums. In a group that survives losses, each attempt has its own."""
+        self._closure = closure.Closure(failure, self.routing, self._backlog)
+        self._dropped = weakref.finalize(
+            self,
+            closure.dropped,
+            None if node is None else node.groups,
+            generation,
+            group_id,
+            members,
+            self._backlog.queue,
+            counters,
+        )
         self.atomic: AtomicOperations | None = None
         """None in a group that ends with its first loss."""
-        self._closing = Closing(self, self._backlog, self._descriptors)
-        if generation is not None and config.on_loss == "continue":
+        self._has_news = has_news = node is not None and node.is_elastic
+        """Whether the program goes from generation to generation: then operations tell of waiting changes."""
+        if generation is not None and survives:
             from covey.runtime.collectives.atomic import AtomicOperations  # other groups do not need it
 
-            self.atomic = AtomicOperations(self, generation, self._descriptors)
-            self.all_reduce_shortcut = self.atomic.shortcut()
+            self.atomic = AtomicOperations(
+                facts, roster, self._lanes, failure, trouble, self.shortcuts, current, generation, make_attempt,
+                has_news=has_news,
+            )  # fmt: skip
             generation.enroll(self.atomic)
             if generation.fault is not None:
-                self.failure.end_here(generation.fault)
+                failure.end_here(generation.fault)
         else:
-            self._attempt = Attempt(self, 0, tuple(self.ranks), self.bell, None)
-            if node is not None and not node.is_elastic:  # an elastic one has news to tell with every operation
-                self.shortcut = self.all_reduce_shortcut = self._attempt.shortcut()
-        self.reports = ControlReports(self)
+            self._attempt = make_attempt(0, self._everyone, bell, None)
+            current.follow(weakref.ref(self._attempt))
+            if node is not None and not has_news:
+                self.shortcuts.any = self.shortcuts.all_reduce = self._attempt.shortcut()
+        self.reports = ControlReports(
+            weakref.ref(self), generation, facts, roster, operation, failure, stalls, suspicion, self.routing, counters
+        )
         if node is not None:
             node.groups.register(group_id, self.reports)
             for peer in roster.peers():  # peers that were lost before the group was registered
@@ -149,29 +159,34 @@ class Engine:
         return Engine(self.node, number, members, name, used, generation=self.generation)
 
     @property
-    def node(self) -> Node | None:
-        """The node of this process; None in a run of one, and in a process that was forked from a member."""
-        return self.roster.node
-
-    @property
     def attempt(self) -> Attempt:
         """The attempt in which operations run now."""
         return self._attempt if self.atomic is None else self.atomic.attempt
 
     @property
-    def survives(self) -> bool:
-        """Whether operations continue among the remaining ranks after a loss."""
-        return self.atomic is not None
+    def shortcut(self) -> Shortcut | None:
+        """Runs repeated small calls; None if there is none, and in a group that survives losses."""
+        return self.shortcuts.any
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether links with most ranks may rest."""
-        return self.generation is not None and self.generation.is_sparse
+    def all_reduce_shortcut(self) -> Shortcut | None:
+        """Runs repeated small sums. In a group that survives losses, each attempt has its own."""
+        return self.shortcuts.all_reduce
+
+    @property
+    def contributors(self) -> tuple[Rank, ...]:
+        """The ranks whose input is in the result of the last operation that returned."""
+        return self._everyone if self.atomic is None else self.atomic.contributors
+
+    @property
+    def since(self) -> float:
+        """When this process came into its run, in seconds since 1970."""
+        return process.since if self.node is None else self.node.since
 
     @property
     def live(self) -> tuple[Rank, ...]:
         """The ranks that have not been lost."""
-        return self.roster.present() if self.atomic is None else self.atomic.attempt.ranks
+        return self._current.live
 
     @property
     def change_pending(self) -> bool:
@@ -181,8 +196,7 @@ class Engine:
     @property
     def knows_change(self) -> bool:
         """Whether this rank knows of a waiting change."""
-        node = self.roster.node
-        return node is not None and node.knows_change
+        return self.roster.knows_change
 
     @property
     def last_returned(self) -> int:
@@ -197,12 +211,17 @@ class Engine:
     @property
     def is_over(self) -> bool:
         """Whether the group was closed or has failed."""
-        return self.is_closed or self.failure.fault is not None
+        return self.failure.is_over
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.failure.is_closed
 
     @property
     def is_freed(self) -> bool:
         """Whether `close` has finished."""
-        return self._closing.is_done
+        return self._closure.is_done
 
     @property
     def has_pending(self) -> bool:
@@ -211,12 +230,12 @@ class Engine:
 
     def lane_kinds(self) -> LaneKinds:
         """Return the kind of lane to each other rank: of the open lane, or of the one that would be opened."""
-        opened = self.attempt.open_kinds()
-        others = (rank for rank in self.attempt.ranks if rank != self.rank)
-        kinds = LaneKinds({rank: opened.get(rank) or self.roster.lane_kind(rank) for rank in others})
+        attempt = self.attempt
+        others, lanes = [rank for rank in attempt.ranks if rank != self.rank], attempt.lanes
+        kinds = LaneKinds({rank: lanes.kind_of(rank) for rank in others})
         kinds.executor = "compiled" if self.is_native else "Python"
-        kinds.paths = {rank: self.attempt.paths_of(rank) for rank in self.attempt.ranks if rank in kinds}
-        kinds.streams = {rank: self.attempt.streams_of(rank) for rank in self.attempt.ranks if rank in kinds}
+        kinds.paths = {rank: lanes.paths_of(rank) for rank in others}
+        kinds.streams = {rank: lanes.streams_of(rank) for rank in others}
         return kinds
 
     # Operations
@@ -243,10 +262,10 @@ class Engine:
             )
         try:
             self._is_issuing = True
-            if self.all_reduce_shortcut is not None:
-                self.attempt.close_shortcut()
-            if self.failure.fault is not None or self.is_closed:
-                self.failure.refuse(call)
+            if (shortcut := self.shortcuts.all_reduce) is not None:
+                shortcut.runner.is_open = False
+            if self.failure.fault is not None or self.failure.is_closed:
+                self.suspicion.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
             if not async_op and not self._backlog.unfinished:
                 return self.perform(call, body, then, limit, root)
@@ -257,25 +276,31 @@ class Engine:
         finally:
             self._is_issuing = False
             self._issuing.release()
-            if self.all_reduce_shortcut is not None:
+            if self.shortcuts.all_reduce is not None:
                 self.open_shortcut()
+
+    def refuse(self, call: Call) -> NoReturn:
+        """Raise the error that keeps an operation from running: the group is closed or has ended."""
+        self.suspicion.refuse(call)
 
     def carry_news(self) -> None:
         """Let every operation go the long way, which tells all ranks of waiting changes; before the first operation."""
+        self._has_news = True
         if self.atomic is not None:
             self.atomic.drop_shortcut()
         else:
             self._attempt.close_shortcut()
-            self.shortcut = self.all_reduce_shortcut = None
+            self.shortcuts.any = self.shortcuts.all_reduce = None
 
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
-        if self._is_issuing or self._backlog.unfinished or self.is_over:
+        failure, shortcut = self.failure, self.shortcuts.any
+        if self._is_issuing or self._backlog.unfinished or failure.fault is not None or failure.is_closed:
             return
         if self.atomic is not None:
             self.atomic.open_shortcut(self.operation.sequence)
-        elif self.shortcut is not None:
-            self._attempt.open_shortcut()
+        elif shortcut is not None:
+            self._attempt.switch.open_shortcut(shortcut.runner)
 
     def perform(
         self,
@@ -302,7 +327,7 @@ class Engine:
                 result = self.atomic.perform(body, root)
             else:
                 attempt, carries = self._attempt, call.operation in CARRIERS
-                attempt.begin(knows_change=carries and self.knows_change)
+                attempt.begin(knows_change=self._has_news and carries and self.roster.knows_change)
                 result = body(attempt)
                 self._is_pending |= carries and attempt.knows_change
                 operation.returned = sequence
@@ -319,52 +344,95 @@ class Engine:
                 raise
         finally:
             operation.is_running = False
-            self._recorder.end(self.attempt.number, has_failed)
-            if self.suspicion.is_open:  # noted too late for this operation
+            attempt = self._attempt if self.atomic is None else self.atomic.attempt
+            self._recorder.end(attempt.number, has_failed)
+            if self.suspicion.fault is not None and self.suspicion.is_open:  # noted too late for this operation
                 self.suspicion.settle()
         return result if then is None else then(result)
-
-    def returned(self, contributors: tuple[Rank, ...]) -> None:
-        """Note the ranks whose input is in the result of an all-or-nothing operation, which returns now."""
-        self.contributors = contributors
-        node = self.roster.node
-        assert node is not None
-        if node.events.is_recovering:
-            node.events.phase("redo")
-
-    def lane_opened(self, rank: Rank, kind: str) -> None:
-        """Count a lane of this group that was opened, and note it in the timeline of a recovery."""
-        self.counters.lane_opened(rank, kind)
-        if self.node is not None and self.node.events.is_recovering:
-            self.node.events.phase("reconnect")
 
     # The end
 
     def confirm(self) -> None:
         """Compare the last calls with those of the other ranks, before the group is closed; see `Farewell`."""
-        self._farewell.confirm()
+        self._farewell.confirm(is_needed=not (self.survives or self.is_closed or self.has_pending))
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. A second call waits for the first, unless the first waits for it."""
-        self._closing.close()
+        self._closure.close(self._free)
 
-    def await_idle(self, seconds: float) -> None:
-        """Wait until no thread is in `run`, for so many seconds at most."""
-        if self._issuing.acquire(timeout=seconds):
+    def _free(self) -> None:
+        self.routing.close(time.monotonic() + closure.FLUSH_SECONDS)
+        if self.has_pending:
+            text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
+            fault = Fault("ClosedError", text, (self.rank,))
+            if self.survives:
+                self.failure.end_here(fault)
+            else:
+                self.failure.declare(fault)
+        self._backlog.end(closure.END_SECONDS)
+        if self._issuing.acquire(
+            timeout=closure.END_SECONDS
+        ):  # an operation on another thread ends before its lanes do
             self._issuing.release()
+        if self.atomic is not None:
+            self.atomic.close()
+        self.attempt.close()
+        self._dropped.detach()
+        self.counters.is_over = True
+        process.sweep()
+        if self.node is not None:
+            if not self.survives:
+                self._evidence.part()
+            sequence = self.operation.sequence
+            if self.failure.fault is not None or sequence:
+                closure.flush_control()
+            self.node.groups.forget(self.id, sequence)
+        self.bell.close()
 
     def forked(self) -> None:
         """End the group in a forked child: locks of other threads are replaced, pending works raise ClosedError."""
         self._issuing, self._is_issuing = threading.RLock(), False
-        if self.shortcut is not None:
+        if self.shortcuts.any is not None:
             self.attempt.close_shortcut()  # or the child would write into the parent's lanes
         self.bell.forked()
         if self.atomic is not None:
             self.atomic.forked()
-        self._closing.forked()
+        self._dropped.detach()
+        self._closure.forked()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self.failure.forked(text)
-        self.roster.node = None
+        self.node = self.roster.node = None
+        self._lanes.forked()
         for work in self._backlog.forked() + self.routing.forked():
             if not work.done():
                 work.forked(ClosedError(text))
+
+
+def _facts(
+    node: Node | None,
+    group_id: int,
+    name: str,
+    config: GroupConfig,
+    generation: Generation | None,
+    roster: GroupRoster,
+    *,
+    survives: bool,
+) -> GroupFacts:
+    return GroupFacts(
+        group_id,
+        name,
+        config,
+        PlanSizes(
+            config.exchange_bytes,
+            config.doubling_bytes,
+            config.tree_bytes,
+            config.segment_bytes,
+            config.cached_segment_bytes,
+        ),
+        generation=0 if generation is None else generation.number,
+        survives=survives,
+        is_sparse=generation is not None and generation.is_sparse,
+        is_native=node is not None and node.lanes.factory.is_native,
+        may_spin=roster.has_cores(1),
+        has_idle_core=roster.has_cores(2),
+    )

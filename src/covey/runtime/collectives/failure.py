@@ -8,39 +8,98 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from covey.base.errors import ClosedError, CoveyError, PeerLostError, Remedy
-from covey.runtime import loop as control
 from covey.runtime.collectives.call_log import Call
-from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable
+
     from covey.base.errors import MismatchError
     from covey.base.numbers import Rank
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.bell import Bell
+    from covey.runtime.collectives.call_log import CallLog
+    from covey.runtime.collectives.evidence import CallEvidence
+    from covey.runtime.collectives.operation import CurrentAttempt, CurrentOperation
+    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.counters import GroupCounters
     from covey.wire import messages
 
 TEXT_LIMIT: Final = 8000
 """Characters of a fault that other ranks are told."""
+CAUSE_SECONDS: Final = 0.2
+"""How long a rank whose lane broke waits for a message that says why."""
 MESSAGES: Final = Call(0, 0, 0, "point-to-point")
 
 
-class Failure(EnginePart):
-    """The fault that ended a group, if one has."""
+class Survivors(Protocol):
+    """The operations of a group that survives losses, as far as its end needs them (`collectives.atomic`)."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def give_up(self, fault: Fault, differs_at: int) -> None: ...
+
+    def disturbed(self, attempt: int, trouble: str) -> NoReturn: ...
+
+    def withdraw(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Interruptible(Protocol):
+    """The messages of a group (`messages.routing`)."""
+
+    def interrupt(self) -> None: ...
+
+
+class Failure:
+    """The fault that ended a group, if one has, and whether it was closed."""
+
+    def __init__(
+        self,
+        facts: GroupFacts,
+        roster: GroupRoster,
+        lanes: CollectiveLanes,
+        operation: CurrentOperation,
+        attempt: CurrentAttempt,
+        call_log: CallLog,
+        evidence: CallEvidence,
+        messages: Interruptible,
+        bell: Bell,
+        counters: GroupCounters,
+    ) -> None:
+        self._facts, self._roster, self._lanes, self._operation, self._attempt = (
+            facts,
+            roster,
+            lanes,
+            operation,
+            attempt,
+        )
+        self._log, self._evidence, self._messages, self._bell = call_log, evidence, messages, bell
+        self._counters = counters
         self.fault: Fault | None = None
+        self.is_closed = False
+        """Whether the program has closed the group."""
         self._raised: BaseException | None = None
         """The first error that the program was told of. Later calls name it as their cause."""
         self._lock = threading.Lock()
+        self.survivors: Callable[[], Survivors | None] = lambda: None
+        """Return the operations of a group that survives losses; None in other groups."""
+
+    def agree_with(self, survivors: weakref.ref[Survivors]) -> None:
+        """Let the members agree on a fault before it ends the group, by these operations, which are not kept."""
+        self.survivors = survivors
 
     @property
     def has_happened(self) -> bool:
         """Whether a fault has ended the group."""
         return self.fault is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was closed or has failed."""
+        return self.is_closed or self.fault is not None
 
     @property
     def is_mismatch(self) -> bool:
@@ -54,7 +113,7 @@ class Failure(EnginePart):
         Groups that survive losses agree on what is behind one before they end.
         """
         is_loss = self.fault is not None and self.fault.kind == "PeerLostError"
-        return is_loss and self._raised is None and self.engine.atomic is None
+        return is_loss and self._raised is None and not self._facts.survives
 
     # Ending the group
 
@@ -64,42 +123,38 @@ class Failure(EnginePart):
         A group that survives losses ends once its members have agreed to; `differs_at` is the operation that they are
         known to have called differently, if any.
         """
-        engine = self.engine
-        if (self.fault is not None and not self._yields_to(fault)) or engine.node is None:
+        if (self.fault is not None and not self._yields_to(fault)) or self._roster.node is None:
             self.end_here(fault)
             return
-        if fault.kind == "PeerLostError" and engine.stalls.is_comparing:
+        if fault.kind == "PeerLostError" and self._log.compared:
             return  # the comparison ends the group, with a more useful error
-        if engine.atomic is not None:
-            engine.roster.tell_others(self.revocation(fault))  # before the view that it leads to
-            engine.atomic.give_up(fault, differs_at)
+        if (survivors := self.survivors()) is not None:
+            self._roster.tell_others(self.revocation(fault))  # before the view that it leads to
+            survivors.give_up(fault, differs_at)
         else:
             self.end_here(fault)
-            if fault.culprit == engine.rank:
-                engine.stalls.part()
-            engine.roster.tell_others(self.revocation(fault))
+            if fault.culprit == self._roster.rank:
+                self._evidence.part()
+            self._roster.tell_others(self.revocation(fault))
 
     def end_here(self, fault: Fault) -> None:
         """Record the first fault and wake the waiting threads; tell no other rank. On any thread."""
-        engine = self.engine
         with self._lock:
             if self.fault is not None and not self._yields_to(fault):
                 return
-            if fault.kind == "PeerLostError" and engine.stalls.is_comparing:
+            if fault.kind == "PeerLostError" and self._log.compared:
                 return  # the comparison ends the group, with a more useful error
             self.fault = fault
         self.interrupt(fault)
-        if engine.atomic is not None:
-            engine.atomic.wake()
+        if (survivors := self.survivors()) is not None:
+            survivors.wake()
 
     def interrupt(self, fault: Fault) -> None:
         """Wake the thread that runs an operation, and fail the lanes that are being opened."""
-        engine = self.engine
-        engine.attempt.stop()
-        engine.bell.ring()
-        engine.routing.interrupt()
-        if engine.node is not None:
-            engine.node.lanes.abandon(lambda key: key.group == engine.id, ClosedError(fault.text))
+        self._attempt.stop()
+        self._bell.ring()
+        self._messages.interrupt()
+        self._lanes.abandon(ClosedError(fault.text))
 
     def _yields_to(self, fault: Fault) -> bool:
         """Tell whether a mismatch replaces a recorded loss, because the program was not told of the loss yet."""
@@ -110,45 +165,36 @@ class Failure(EnginePart):
         """Return the message that tells another rank of a fault."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        testimony = self.engine.suspicion.testimony() if fault.kind == "PeerLostError" else ()
-        return messages.Revoke(self.engine.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks, *testimony)
+        evidence = self._evidence.given() if fault.kind == "PeerLostError" else ()
+        return messages.Revoke(self._facts.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks, *evidence)
 
     def operation_raised(self, error: BaseException) -> None:
         """End the group because its current operation raised `error` on this rank."""
-        engine = self.engine
-        if engine.atomic is not None and self.fault is None and isinstance(error, PeerLostError):
+        survivors, rank = self.survivors(), self._roster.rank
+        if self._facts.survives and self.fault is None and isinstance(error, PeerLostError):
             return  # the root was lost, which all ranks know; the group continues
         if self.fault is None:
-            what = engine.operation.describe()
+            what = self._operation.describe()
             why = str(error).removeprefix(f"{what} cannot go on: ")
-            text = f"rank {engine.rank} gave up {what}: {type(error).__name__}: {why}"
-            fault = Fault("PeerLostError", text, (engine.rank,))
-            if engine.node is not None:
-                self._tell_keeper(text, b"")
-            if engine.atomic is not None and engine.generation is not None:
-                # Only this rank has failed: the others agree to continue without it.
+            text = f"rank {rank} gave up {what}: {type(error).__name__}: {why}"
+            fault = Fault("PeerLostError", text, (rank,))
+            self._roster.tell_keeper(text, b"")
+            if survivors is not None:  # only this rank has failed: the others agree to continue without it
                 self.end_here(fault)
-                control.soon(engine.generation.withdraw)
+                survivors.withdraw()
             else:
-                engine.suspicion.look()
+                self._evidence.look()
                 self.declare(fault)
         if self._raised is None:
             self._first_raised(error)
 
     def report_loss(self, reason: str) -> None:
         """Tell the keeper that this program ends with `reason`, if that is the loss of another rank, and which one."""
-        fault, engine = self.fault, self.engine
-        if fault is not None and fault.kind == "PeerLostError" and fault.culprit != engine.rank:
-            peer = engine.roster.peer(fault.culprit)
+        fault = self.fault
+        if fault is not None and fault.kind == "PeerLostError" and fault.culprit != self._roster.rank:
+            peer = self._roster.peer(fault.culprit)
             if peer is not None:
-                self._tell_keeper(reason, peer.life)
-
-    def _tell_keeper(self, reason: str, cause: bytes) -> None:
-        """Let the keeper know which process is the cause: this one, before others fail because of it, or another."""
-        from covey.wire import messages  # slow to load; a program that joins a run has it already
-
-        assert self.engine.node is not None
-        self.engine.node.tell_keeper(messages.Failing(reason[: messages.REASON_LIMIT], cause))
+                self._roster.tell_keeper(reason, peer.life)
 
     def disagreed(self, error: MismatchError) -> None:
         """End the group with an error that every rank raises by itself."""
@@ -167,7 +213,7 @@ class Failure(EnginePart):
             with contextlib.suppress(OSError):  # no descriptor to import it with: `error` is what the program must see
                 from covey.runtime.metrics.flight import write_failed  # most groups do not fail
 
-                write_failed(self.engine.counters, error)
+                write_failed(self._counters, error)
 
     def forked(self, text: str) -> None:
         """End the group in a forked child, where another thread of the parent may have held the lock."""
@@ -180,34 +226,25 @@ class Failure(EnginePart):
         """Return the error of a group that ended with a mismatch, if the program was not told; it is told now."""
         if not self.is_mismatch or self._raised is not None:
             return None
-        error = self._error("close", self.engine.operation.sequence)
+        error = self._error("close", self._operation.sequence)
         self.note_raised(error)
         return error
 
-    def check(self) -> None:
-        """Raise the group's error if it has ended. On the thread that runs the operation."""
-        suspicion, operation = self.engine.suspicion, self.engine.operation
-        if suspicion.is_open:
-            suspicion.weigh()
-        elif self.may_be_mismatch:  # the loss was declared just before the operation was known to run
-            suspicion.reconsider()
+    def raise_fault(self) -> None:
+        """Raise the group's error, in the current operation, if it has ended."""
         if self.fault is not None:
-            raise self._error(operation.call.text, operation.sequence)
+            raise self._error(self._operation.call.text, self._operation.sequence)
 
-    def refuse(self, call: Call) -> None:
+    def refuse(self, call: Call) -> NoReturn:
         """Raise the error that keeps `call` from running; `base.errors` has the rule."""
-        engine = self.engine
-        name, sequence = engine.name, engine.operation.sequence + 1
+        name, sequence = self._facts.name, self._operation.sequence + 1
         if self.fault is None:
             raise ClosedError(f"{call.text}: group {name!r} is closed")
+        error = self._error(call.text, sequence)
         if self._raised is None:
-            if self.may_be_mismatch and call is not MESSAGES:
-                engine.suspicion.reconsider(call)
-            error = self._error(call.text, sequence)
             self.note_raised(error)
             raise error
-        error = self._error(call.text, sequence)
-        is_own = isinstance(error, PeerLostError) and self.fault.culprit == engine.rank
+        is_own = isinstance(error, PeerLostError) and self.fault.culprit == self._roster.rank
         if error.remedy is Remedy.REGROUP and not isinstance(error, ClosedError) and not is_own:
             raise error
         raise ClosedError(
@@ -216,31 +253,51 @@ class Failure(EnginePart):
 
     def require_open(self) -> None:
         """Raise the error that keeps messages from being sent or received, if the group is closed or has ended."""
-        if self.fault is not None or self.engine.is_closed:
+        if self.is_over:
             self.refuse(MESSAGES)
 
     def message_error(self) -> CoveyError | None:
         """Return the error for a message, None while the group has not ended. A caller that raises it notes that."""
-        return None if self.fault is None else self._error(MESSAGES.text, self.engine.operation.sequence)
+        return None if self.fault is None else self._error(MESSAGES.text, self._operation.sequence)
 
     def lost_error(self, rank: Rank) -> CoveyError:
         """Return the error for a message to or from a rank whose lane ended; wait a moment for the reason."""
-        engine = self.engine
-        text = engine.lane_trouble.why_closed(rank, "end of stream")
-        host, sequence = engine.roster.host_name(rank), engine.operation.sequence
+        text = self.why_closed(rank, "end of stream")
+        host, sequence = self._roster.host_name(rank), self._operation.sequence
         lost = PeerLostError(text, rank=rank, host=host, operation=MESSAGES.text, sequence=sequence)
         return self.message_error() or lost
 
+    def why_closed(self, rank: Rank, symptom: str) -> str:
+        """Wait a moment for a message that says why a lane ended; return the reason, or what is known without one."""
+        peer = self._roster.peer(rank)
+        assert peer is not None
+        self._bell.await_news(
+            CAUSE_SECONDS,
+            lambda: (
+                self.has_happened
+                or bool(peer.failure)
+                or peer.has_left
+                or peer.is_excluded
+                or rank in self._evidence.parted
+            ),
+        )
+        why = f"closed the group, or the connection broke ({symptom})"
+        if peer.failure or peer.is_excluded:
+            why = peer.how_it_went()
+        elif peer.has_left:
+            why = "left the group"
+        return f"{self._roster.describe((rank,))} {why}"
+
     def root_lost(self, root: Rank) -> PeerLostError:
         """Return the error for the current operation, whose root is lost. The group continues."""
-        return self._missing(root, f"{self.engine.operation.describe()} cannot be done without it")
+        return self._missing(root, f"{self._operation.describe()} cannot be done without it")
 
     def part_lost(self, rank: Rank) -> PeerLostError:
         """Return the error for the current operation, whose result lacks a lost rank's part. The group continues."""
-        return self._missing(rank, f"its part of {self.engine.operation.describe()} with it")
+        return self._missing(rank, f"its part of {self._operation.describe()} with it")
 
     def _missing(self, rank: Rank, consequence: str) -> PeerLostError:
-        roster, operation = self.engine.roster, self.engine.operation
+        roster, operation = self._roster, self._operation
         peer = roster.peer(rank)
         how = peer.how_it_went() if peer is not None and peer.failure else "is lost"
         text = f"{roster.describe((rank,))} {how}, and {consequence}"
@@ -248,7 +305,7 @@ class Failure(EnginePart):
         return PeerLostError(text, rank=rank, host=host, operation=operation.call.text, sequence=operation.sequence)
 
     def _error(self, what: str, sequence: int) -> CoveyError:
-        fault, roster = self.fault, self.engine.roster
+        fault, roster = self.fault, self._roster
         assert fault is not None
         host = roster.host_name(fault.culprit)
-        return fault.error(rank=roster.rank, host=host, operation=what, sequence=sequence, group=self.engine.name)
+        return fault.error(rank=roster.rank, host=host, operation=what, sequence=sequence, group=self._facts.name)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from covey.base.arithmetic import BFLOAT16
 from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan.moves import first_writes
-from covey.runtime.collectives.attempt import COMMIT_PHASE
-from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
+from covey.runtime.collectives.executor import COMMIT_PHASE, ExecutionHost
+from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from covey.base.arithmetic import Reduction
     from covey.base.numbers import Rank
     from covey.plan.moves import Plan
-    from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.call_log import Call
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.call_log import Call, CallLog
     from covey.runtime.collectives.executor import Coder
+    from covey.runtime.collectives.operation import CurrentOperation
     from covey.runtime.recorder import NativeRecorder
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -46,19 +45,35 @@ DONE, STALLED, WRONG_HEADER, LANE_ENDED, STOPPED, NEEDS_LANE, _, ENCODE, DECODE 
 _HALF_OPS: Final = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
 
 
+class NativeHost(ExecutionHost, Protocol):
+    """What the compiled executor needs of an attempt besides."""
+
+    number: int
+    size: int
+    deadline: float
+    """When the current operation must have ended."""
+    has_idle_core: bool
+    undo: Any
+    """A `NativeUndoBuffer`; None in a group that ends with its first loss."""
+
+    def prefix(self, call: Call, phase: int) -> bytes:
+        """Return the first bytes of the headers of an operation."""
+
+
 class NativeExecutor:
     """The compiled executor of one attempt: its runner, and what it has prepared."""
 
     def __init__(self, recorder: NativeRecorder, ranks: tuple[Rank, ...]) -> None:
         """`recorder` is that of the group, and `ranks` are its ranks in the attempt, by slot."""
-        self._runner = native().module.Runner(len(ranks), recorder.native, ranks)
+        self.runner = native().module.Runner(len(ranks), recorder.native, ranks)
+        """The extension's part. Calls may take the shortcut while it `is_open`; any thread may set that."""
         self._plans: dict[int, tuple[Plan, Any]] = {}
         self._reductions: dict[int, tuple[Reduction, Any]] = {}
         """By identity, with what is identified: plans are long, and equal ones are mostly the same object."""
-        self.stop = self._runner.stop
+        self.stop = self.runner.stop
         """Let a running operation return. On any thread."""
-        self.forget_lanes = self._runner.forget_lanes
-        self.finish = self._runner.finish
+        self.forget_lanes = self.runner.forget_lanes
+        self.finish = self.runner.finish
         """Release what an operation uses that is given up."""
 
     def execute(
@@ -69,7 +84,7 @@ class NativeExecutor:
         contributors: int,
         prefix: bytes,
         sequence: int,
-        attempt: Attempt,
+        attempt: NativeHost,
         spin: bool,
         undo: NativeUndoBuffer | None = None,
         coder: Coder | None = None,
@@ -80,7 +95,7 @@ class NativeExecutor:
         rule = None if reduction is None else self.prepared_reduction(reduction, dtype, contributors)
         if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
-        runner = self._runner
+        runner = self.runner
         try:
             reason = runner.start(
                 prepared,
@@ -100,17 +115,17 @@ class NativeExecutor:
             runner.finish()
             raise
 
-    def resume(self, attempt: Attempt) -> None:
+    def resume(self, attempt: NativeHost) -> None:
         """Go on with an operation that a shortcut has begun."""
         try:
-            self._finish(self._runner.resume(_first_stall_ns(attempt)), attempt)
+            self._finish(self.runner.resume(_first_stall_ns(attempt)), attempt)
         except BaseException:
-            self._runner.finish()
+            self.runner.finish()
             raise
 
-    def _finish(self, reason: int, attempt: Attempt, coder: Coder | None = None) -> None:
+    def _finish(self, reason: int, attempt: NativeHost, coder: Coder | None = None) -> None:
         """Let the runner go on, after it returned with `reason`, until the operation is done."""
-        runner = self._runner
+        runner = self.runner
         while reason != DONE:
             if reason >= ENCODE:
                 assert coder is not None
@@ -124,28 +139,40 @@ class NativeExecutor:
         if runner.change_pending:
             attempt.knows_change = True
 
-    def make_shortcut(self, engine: Engine, number: int, atomic: tuple[Any, ...] | None) -> Shortcut:
+    def make_shortcut(
+        self,
+        operation: CurrentOperation,
+        call_log: CallLog,
+        number: int,
+        atomic: tuple[Any, ...] | None,
+        *,
+        may_spin: bool,
+    ) -> Shortcut:
         """Return a shortcut for operations of a group in the attempt of that number; for `atomic` see `shortcut.c`."""
-        return Shortcut(self, self._runner, engine, number, () if atomic is None else (atomic,))
-
-    def open_shortcut(self) -> None:
-        """Let calls take the shortcut from now on."""
-        self._runner.is_open = True
-
-    def close_shortcut(self) -> None:
-        """Let all calls go the long way from now on. On any thread."""
-        self._runner.is_open = False
+        # native/attributes.h names what the extension sets of these objects
+        made = native().module.Shortcut(
+            self.runner,
+            operation,
+            call_log,
+            call_log.slots,
+            np.ndarray,
+            SPIN_NS if may_spin else 0,
+            YIELD_NS,
+            STALL_NS,
+            *(() if atomic is None else (atomic,)),
+        )
+        return Shortcut(self, made, number)
 
     def wrong_header(self) -> tuple[int, bytes] | None:
         """Return the wrong header for which a shortcut has handed its call over, and its sender's slot; else None."""
-        if self._runner.pending != WRONG_HEADER:
+        if self.runner.pending != WRONG_HEADER:
             return None
-        peer, _, header, _ = self._runner.details()
+        peer, _, header, _ = self.runner.details()
         return peer, header
 
-    def _handle(self, reason: int, attempt: Attempt) -> float:
+    def _handle(self, reason: int, attempt: NativeHost) -> float:
         """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
-        runner = self._runner
+        runner = self.runner
         if reason == STALLED:
             to, sender, idle = runner.waiting()
             waiting_for = tuple(slot for slot in dict.fromkeys((to, sender)) if slot >= 0)
@@ -163,9 +190,9 @@ class NativeExecutor:
             attempt.wrong_header(peer, expected, header)
         return ANNOUNCE_SECONDS
 
-    def set_lane(self, slot: int, lane: Any, attempt: Attempt) -> None:
+    def set_lane(self, slot: int, lane: Any, attempt: NativeHost) -> None:
         """Use a lane to a slot, instead of the one before if there is one. No operation may be running."""
-        self._runner.set_lane(slot, lane.native, attempt.wake_fd, attempt.has_idle_core)
+        self.runner.set_lane(slot, lane.native, attempt.wake_fd, attempt.has_idle_core)
 
     def prepared_plan(self, plan: Plan, coder: Coder | None = None) -> Any:
         """Return a plan as the extension runs it; a plan has the same moves coded every time."""
@@ -191,7 +218,7 @@ class NativeExecutor:
         return prepared
 
 
-def _first_stall_ns(attempt: Attempt) -> int:
+def _first_stall_ns(attempt: NativeHost) -> int:
     """Return when a stall is looked at for the first time: when it is announced, or at the deadline before."""
     limit = attempt.deadline - time.monotonic()
     return STALL_NS if limit > ANNOUNCE_SECONDS else max(0, int(limit * 1e9))
@@ -216,24 +243,12 @@ def _keeps_left(reduction: Reduction, dtype: np.dtype[Any]) -> bool:
 class Shortcut:
     """Runs repeated small calls of some operations with one call of the extension each."""
 
-    def __init__(
-        self, executor: NativeExecutor, runner: Any, engine: Engine, number: int, atomic: tuple[Any, ...]
-    ) -> None:
-        """`number` is that of the attempt."""
-        call_log = engine.stalls.call_log  # native/attributes.h names what the extension sets of these objects
-        spin_ns = SPIN_NS if engine.may_spin else 0
-        self._executor, self._number = executor, number
-        self._made = native().module.Shortcut(
-            runner,
-            engine.operation,
-            call_log,
-            call_log.slots,
-            np.ndarray,
-            spin_ns,
-            YIELD_NS,
-            STALL_NS,
-            *atomic,
-        )
+    def __init__(self, executor: NativeExecutor, made: Any, number: int) -> None:
+        """`made` is the extension's part, and `number` that of the attempt."""
+        self._executor, self._made, self._number = executor, made, number
+        self.most_bytes = SHORT_BYTES
+        """Larger arrays never take the shortcut."""
+        self.runner = executor.runner
         self.run = self._made.run
         """`run(x, what)`, `run(None, what)` or `run(x, what, out)` returns False if the call must go the long way, True
         if it has returned, or the begun call."""
@@ -258,7 +273,7 @@ class Shortcut:
         call: Call,
         plan: Plan,
         rule: Reduction | None,
-        attempt: Attempt,
+        attempt: NativeHost,
         out: Array | None = None,
         copied: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
@@ -269,7 +284,7 @@ class Shortcut:
         """
         if attempt.number != self._number:
             return  # another attempt has begun meanwhile
-        if x.nbytes <= SHORT_BYTES and (out is None or out.nbytes <= SHORT_BYTES):
+        if x.nbytes <= self.most_bytes and (out is None or out.nbytes <= self.most_bytes):
             if attempt.undo is not None:
                 attempt.undo.native.make_room(x.nbytes)
             self._made.add(
@@ -285,7 +300,7 @@ class Shortcut:
                 *(() if out is None else (out.shape, *(number * x.itemsize for number in copied))),
             )
 
-    def add_barrier(self, what: Any, call: Call, plan: Plan, attempt: Attempt) -> None:
+    def add_barrier(self, what: Any, call: Call, plan: Plan, attempt: NativeHost) -> None:
         """Let calls without an array take the shortcut."""
         if attempt.number != self._number:
             return  # another attempt has begun meanwhile
@@ -295,7 +310,7 @@ class Shortcut:
 
 
 class NativeUndoBuffer:
-    """The undo buffer of the compiled executor; see `undo_buffer.UndoBuffer`."""
+    """The undo buffer of the compiled executor; see `executor.UndoBuffer`."""
 
     def __init__(self) -> None:
         self.native = native().module.Undo()

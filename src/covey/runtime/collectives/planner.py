@@ -1,10 +1,11 @@
 """Fit the plans of large sums to the links between the ranks, which the ranks measure and agree on.
 
 The first large sums of an attempt use the plain plan, and are timed. From a call with a fixed number on, the ranks
-measure the links (`measuring`), a part after each large sum, and then choose a plan for each size class: all from the
+measure the links (`link_probes`), a part after each large sum, and then choose a plan for each size class: all from the
 same figures, so all alike. Later they measure again, at calls that all of them know, so seldom that it takes little of
-the time, or when sums take much longer or shorter than they did (`drift`). A fitted plan stays chosen only if it turns
-out to be faster than the plain one; where lines allow bursts, the plain one is timed once more before that is decided.
+the time, or when sums take much longer or shorter than they did (`size_class.Drift`). A fitted plan stays chosen only
+if it turns out to be faster than the plain one; where lines allow bursts, the plain one is timed once more before that
+is decided.
 
 If earlier runs have measured all links (`saved_links`), the ranks choose from those figures at the first large sum, and
 measure soon if sums do not take about the predicted time.
@@ -20,8 +21,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,23 +29,21 @@ from covey.plan.choose import PLANNED_BYTES
 from covey.plan.fit import is_distant
 from covey.plan.measurement import MOST_SECONDS
 from covey.plan.network import infer
-from covey.runtime.collectives import network_report, saved_links
-from covey.runtime.collectives.drift import CHANGE, Drift
-from covey.runtime.collectives.measuring import LinkProbes
-from covey.runtime.collectives.metered import is_metered
-from covey.runtime.collectives.sums import PlainSums
+from covey.runtime.collectives import saved_links
+from covey.runtime.collectives.link_probes import LinkProbes, is_metered
+from covey.runtime.collectives.size_class import CHANGE, FIRST, METERED, UNKNOWN, PlainSums, PlanChoice, SizeClass
 from covey.runtime.events import PLAN, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from covey.plan.choose import PlanSizes
-    from covey.plan.fit import Candidate, Fitted
+    from covey.plan.fit import Fitted
     from covey.plan.moves import Plan
     from covey.plan.network import Network
-    from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.measuring import MeasuredLinks
-    from covey.runtime.collectives.sums import Sums
+    from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
+    from covey.runtime.collectives.link_probes import MeasuredLinks
+    from covey.runtime.collectives.size_class import Sums
 
 PLAIN_CALLS: Final = 2
 """Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
@@ -53,8 +51,6 @@ MEASURING: Final = PLAIN_CALLS
 """The large call of an attempt, counted from 1, after which the ranks begin to measure."""
 CHECKING: Final = 2
 """Calls of a fitted plan that are timed before it is compared with the plain plan."""
-TIMED: Final = 2
-"""The last timed calls of a plan, of which the fastest counts: the first ones may be those of a burst."""
 COST: Final = 0.01
 """The part of the time of large sums that later measurements may take."""
 REVIEW_CALLS: Final = 64
@@ -66,48 +62,9 @@ GAIN: Final = 0.9
 """A plan replaces another one if it is predicted to take at most this part of its time."""
 NEVER: Final = 0
 """The number of no call."""
-UNKNOWN: Final = math.inf
 
 Times = tuple[tuple[float, ...], ...]
 """By source and target, in seconds since 1970."""
-
-
-class PlanChoice(NamedTuple):
-    """The plan of a size class."""
-
-    fitted: Fitted | None
-    """None: the plain plan."""
-    why: str
-    predicted: float
-    """Seconds; infinite before the links are known."""
-
-
-FIRST: Final = PlanChoice(None, "plain: the links are not measured yet", UNKNOWN)
-METERED: Final = PlanChoice(None, "plain: a link is metered, so nothing is sent to measure the links", UNKNOWN)
-
-
-class SizeClass:
-    """The sums of arrays of about one size. Read on any thread."""
-
-    def __init__(self) -> None:
-        self.choice = FIRST
-        self.calls = 0
-        """Since the choice."""
-        self.timed: deque[float] = deque(maxlen=TIMED)
-        """What the last timed calls took on this rank since the choice. All ranks have timed the same calls."""
-        self.measured = self.plain = UNKNOWN
-        """What the fastest timed call took with the chosen plan, and with the plain one before: agreed seconds."""
-        self.given_up: PlanChoice | None = None
-        """A fitted plan that was slower than the plain one, until that has been timed again."""
-        self.fitted_measured = UNKNOWN
-        """What that plan took."""
-        self.has_returned = False
-        """Whether a plan that was given up has been taken again since the links were measured."""
-        self.plain_predicted = UNKNOWN
-        self.candidates: tuple[Candidate, ...] = ()
-        self.network: Network | None = None
-        """What the choice was made from."""
-        self.drift = Drift()
 
 
 class Planner:
@@ -216,15 +173,15 @@ class Planner:
 
         If there is nothing, take over what earlier runs have measured, if that is complete.
         """
-        engine = attempt.engine
-        before = None if engine.measured is None else engine.measured.among(attempt.ranks)
+        links = attempt.links
+        before = None if links.measured is None else links.measured.among(attempt.ranks)
         known = 0 if before is None else zlib.crc32(repr((before.rounds, before.round_trips)).encode())
         is_same, is_known = _agrees(attempt, zlib.crc32(repr(self.hosts).encode()), known)
         self._is_on = is_same
         if not is_same:
             return
         if not is_known or before is None:
-            before = engine.measured = saved_links.recalled(attempt)
+            before = links.measured = saved_links.recalled(attempt)
             self.is_earlier = before is not None
         if before is not None:
             self._plain_calls = 0
@@ -239,7 +196,7 @@ class Planner:
 
         It is put off if it would take too large a part of the time, or of what is left to this operation.
         """
-        left = attempt.engine.operation.deadline - time.monotonic()
+        left = attempt.operation.deadline - time.monotonic()
         figures = np.array([seconds, -left, -self._spent], np.float64)
         attempt.all_reduce(figures, "max")
         if not np.isfinite(figures).all() or not figures[0] > 0:  # every rank has these figures, and returns here
@@ -264,7 +221,7 @@ class Planner:
         self._put_off(REVIEW_CALLS)
         self._is_suspected = False
         if probes.found is not None:
-            attempt.engine.measured = probes.found
+            attempt.links.measured = probes.found
             self.is_earlier = False
             self._use(attempt, probes.found)
             saved_links.keep(attempt, probes.found)
@@ -277,7 +234,7 @@ class Planner:
         self.network = infer(self.hosts, measured.rounds, measured.round_trips)
         self.measured = measured
         self._seen.clear()
-        network_report.tell(attempt, self, "")
+        saved_links.tell(attempt, self, "")
 
     def times(self) -> Times:
         """Return when the figures of each link were measured, or last seen to hold, by source and target."""
@@ -360,7 +317,7 @@ class Planner:
         for slot in range(attempt.size):
             moves = sums.plan(attempt, kind.choice.fitted, slot)
             self._seen |= {(slot, send.peer): now for send in moves.sends}
-        network_report.tell(attempt, self, kind.choice.why)
+        saved_links.tell(attempt, self, kind.choice.why)
 
     def _suspect(self) -> None:
         """Measure after this call, because links seem to have changed."""
@@ -376,11 +333,23 @@ class Planner:
         kind.calls, kind.measured = 0, UNKNOWN
         kind.timed.clear()
         if self.network is not None:
-            network_report.tell(attempt, self, choice.why)
-        engine = attempt.engine
-        if engine.node is not None:
-            generation = 0 if engine.generation is None else engine.generation.number
-            engine.node.events.add(Event(PLAN, time.time(), generation, 0, text=f"{engine.name}: {choice.why}"))
+            saved_links.tell(attempt, self, choice.why)
+        facts, node = attempt.facts, attempt.roster.node
+        if node is not None:
+            node.events.add(Event(PLAN, time.time(), facts.generation, 0, text=f"{facts.name}: {choice.why}"))
+
+
+def planner_of(attempt: Attempt) -> AttemptPlanner | None:
+    """Return what fits the plans of large sums of an attempt to its links; None where all links are alike.
+
+    For the thread that runs an operation; others read `Attempt.planner`.
+    """
+    if attempt.planner is None and attempt.fits_plans:
+        hosts = [attempt.roster.host(rank) for rank in attempt.ranks]
+        if attempt.facts.config.plan == "always":  # for tests on one host: as if each rank were on a host of its own
+            hosts = [str(slot) for slot in attempt.slots]
+        attempt.planner = Planner(tuple(hosts.index(host) for host in hosts))
+    return attempt.planner
 
 
 def _form(fitted: Fitted | None) -> Fitted | None:

@@ -6,121 +6,146 @@ each lane is used by one thread at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.base.numbers import Rank
 from covey.net.host import tcp
-from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 from covey.runtime.lanes.tuning.urgency import Urgency
 
 if TYPE_CHECKING:
+    import weakref
+
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat, Slot
+    from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.failure import Failure
+    from covey.runtime.collectives.operation import CurrentOperation
+    from covey.runtime.collectives.roster import GroupFacts, GroupRoster
+    from covey.runtime.collectives.stalls import StallDiagnosis
+    from covey.runtime.collectives.suspicion import Suspicion
+    from covey.runtime.counters import GroupCounters
     from covey.runtime.members.group_registry import GroupMessage
+    from covey.runtime.messages.routing import MessageRouting
+    from covey.runtime.views.generation import Generation
     from covey.wire import messages
 
 
-class ControlReports(EnginePart):
-    """A group as its node sees it (`members.node.Member`). The engine may be dropped while a report is under way."""
+class ReportedGroup(Protocol):
+    """The group that is reported to (`collectives.engine`)."""
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def atomic(self) -> AtomicOperations | None: ...
+
+    def forked(self) -> None: ...
+
+    def confirm(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ControlReports:
+    """A group as its node sees it (`members.group_registry`). It may be dropped while a report is under way."""
 
     has_rings = True
     urgency = Urgency.TENSORS
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.members, self.generation, self.survives = engine.members, engine.generation, engine.survives
+    def __init__(
+        self,
+        group: weakref.ref[ReportedGroup],
+        generation: Generation | None,
+        facts: GroupFacts,
+        roster: GroupRoster,
+        operation: CurrentOperation,
+        failure: Failure,
+        stalls: StallDiagnosis,
+        suspicion: Suspicion,
+        routing: MessageRouting,
+        counters: GroupCounters,
+    ) -> None:
+        self._group, self._roster, self._operation, self._failure = group, roster, operation, failure
+        self._stalls, self._suspicion, self._routing, self._counters = stalls, suspicion, routing, counters
+        self.members, self.generation, self.survives = roster.seats, generation, facts.survives
 
     def heard(self, seat: Seat, message: GroupMessage) -> None:
         """Act on a message from the rank in `seat`."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        engine = self._owner()
-        if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(seat)) is None:
+        rank = self._roster.rank_of.get(seat)
+        if self._roster.node is None or rank is None:
             return
         if isinstance(message, messages.Revoke):
-            self._revoked(engine, rank, message)
+            self._revoked(rank, message)
         elif isinstance(message, messages.Calls):
-            if engine.atomic is None:
-                engine.stalls.recall(rank, message)
+            if not self.survives:
+                self._stalls.recall(rank, message)
         else:
-            if isinstance(message, messages.Announce) and (fault := engine.failure.fault) is not None:
+            if isinstance(message, messages.Announce) and (fault := self._failure.fault) is not None:
                 # The revocation may have reached the asking rank before it made the group.
-                engine.node.tell((seat,), engine.failure.revocation(fault))
-            engine.stalls.heard(rank, message)
+                self._roster.tell((rank,), self._failure.revocation(fault))
+            self._stalls.heard(rank, message)
 
-    def _revoked(self, engine: Engine, sender: Rank, message: messages.Revoke) -> None:
-        ranks = tuple(Rank(rank) for rank in message.ranks if rank in engine.ranks)
+    def _revoked(self, sender: Rank, message: messages.Revoke) -> None:
+        ranks = tuple(Rank(rank) for rank in message.ranks if rank in self._roster.ranks)
         fault = Fault(message.kind, message.text, ranks or (sender,))
-        if engine.atomic is not None:
-            engine.atomic.note_reason(fault)
+        group = self._group()
+        if group is not None and group.atomic is not None:
+            group.atomic.note_reason(fault)
         elif fault.kind == "PeerLostError":
-            engine.suspicion.heard(sender, message)
-            self._suspect(engine, fault)
+            self._suspicion.heard(sender, message)
+            self._suspicion.reported(fault)
         else:
-            engine.failure.end_here(fault)
+            self._failure.end_here(fault)
 
     def peer_gone(self, seat: Seat, *, left: bool) -> None:
         """Act on the loss of the process in `seat`, or on its orderly leaving."""
-        engine = self._owner()
-        if engine is None or (rank := engine.roster.rank_of.get(seat)) is None:
+        roster, rank = self._roster, self._roster.rank_of.get(seat)
+        if rank is None:
             return
-        if engine.atomic is not None:
-            engine.routing.peer_lost(rank)
+        if self.survives:
+            self._routing.peer_lost(rank)
         elif not left:
-            other = engine.roster.peer(rank)
+            other = roster.peer(rank)
             why = f"is gone: {other.reason}" if other is not None and other.reason else "is gone"
             if other is not None and other.failure:
                 why = other.how_it_went()
-            self._suspect(engine, Fault("PeerLostError", f"{engine.roster.describe((rank,))} {why}", (rank,)))
-
-    def _suspect(self, engine: Engine, fault: Fault) -> None:
-        """Record a loss in a group that ends with its first one. The thread that runs an operation decides."""
-        engine.suspicion.note(fault)
-        if engine.operation.is_running:
-            engine.failure.interrupt(fault)
-        else:
-            engine.suspicion.settle()
+            self._suspicion.reported(Fault("PeerLostError", f"{roster.describe((rank,))} {why}", (rank,)))
 
     def lane_arrived(self, seat: Seat, purpose: str, lane: Any) -> bool:
         """Pass on a lane for messages from `seat`; tell whether the group uses it."""
-        engine = self._owner()
-        if engine is None or purpose != "messages":
-            return False
-        return engine.routing.lane_arrived(engine.roster.rank_of[seat], lane)
+        return purpose == "messages" and self._routing.lane_arrived(self._roster.rank_of[seat], lane)
 
     def sent_to(self, seat: Seat) -> tuple[int, int]:
         """Return the bytes that were sent to `seat`, and in how many transfers."""
-        engine = self._owner()
-        rank = None if engine is None else engine.roster.rank_of.get(seat)
-        if engine is None or rank is None:
+        rank = self._roster.rank_of.get(seat)
+        if rank is None:
             return 0, 0
-        traffic = engine.counters.recorder.traffic()[rank]
+        traffic = self._counters.recorder.traffic()[rank]
         return traffic.sent_bytes, traffic.sends
 
     def lane_to(self, seat: Seat) -> Any:
         """Return the open lane to `seat`; None if there is none."""
-        engine = self._owner()
-        rank = None if engine is None else engine.roster.rank_of.get(seat)
-        return None if engine is None or rank is None else engine.attempt.open_lane(rank)
+        group, rank = self._group(), self._roster.rank_of.get(seat)
+        return None if group is None or rank is None else group.attempt.lanes.of(rank)
 
     def lane_stuck(self, seat: Seat, attempt: int) -> None:
         """Act on a lane to `seat` whose bytes are not acknowledged, while no operation runs that would notice it.
 
         This rank has sent its part and gone on; the other one waits for it.
         """
-        where = self._slot_in(seat, attempt)
-        if where is None or (engine := where[0].engine).operation.is_running:
+        if self._slot_in(seat, attempt) is None or self._operation.is_running:
             return
-        if engine.atomic is not None:
-            assert engine.generation is not None
-            engine.generation.disturbed(attempt)
+        if self.survives:
+            assert self.generation is not None
+            self.generation.disturbed(attempt)
         else:
-            rank = engine.roster.rank_of[seat]
-            text = f"{engine.roster.describe((rank,))} {tcp.STUCK}"
-            self._suspect(engine, Fault("PeerLostError", text, (rank,)))
+            rank = self._roster.rank_of[seat]
+            text = f"{self._roster.describe((rank,))} {tcp.STUCK}"
+            self._suspicion.reported(Fault("PeerLostError", text, (rank,)))
 
     def propose_switch(self, seat: Seat, attempt: int, lane: Any, least: int) -> int | None:
         """Return the operation, `least` or later, from which this end wants to use another lane to `seat`.
@@ -148,35 +173,35 @@ class ControlReports(EnginePart):
 
     def _slot_in(self, seat: Seat, attempt: int) -> tuple[Attempt, Slot] | None:
         """Return the present attempt, if it has that number, and the slot of `seat` in it."""
-        engine = self._owner()
-        rank = None if engine is None or engine.is_over else engine.roster.rank_of.get(seat)
-        if engine is None or rank is None or engine.attempt.number != attempt or rank not in engine.attempt.ranks:
+        group, rank = self._group(), self._roster.rank_of.get(seat)
+        if group is None or rank is None or self._failure.is_over:
             return None
-        return engine.attempt, engine.attempt.slot_of(rank)
+        present = group.attempt
+        if present.number != attempt or rank not in present.ranks:
+            return None
+        return present, present.slot_of(rank)
 
     def end(self, fault: Fault) -> None:
         """End the group on this rank."""
-        if (engine := self._owner()) is not None:
-            engine.failure.end_here(fault)
+        self._failure.end_here(fault)
 
     def fail(self, fault: Fault) -> None:
         """End the group on all ranks."""
-        if (engine := self._owner()) is not None:
-            engine.failure.declare(fault)
+        self._failure.declare(fault)
 
     def forked(self) -> None:
         """Detach the group from its run, in a process that was forked from a member."""
-        if (engine := self._owner()) is not None:
-            engine.forked()
+        if (group := self._group()) is not None:
+            group.forked()
 
     def confirm(self) -> None:
         """Compare the last calls of the group with those of the other ranks, before it is closed. Not on the loop."""
-        if (engine := self._owner()) is not None:
-            engine.confirm()
+        if (group := self._group()) is not None:
+            group.confirm()
 
     def close(self) -> CoveyError | None:
         """Close the group; return a mismatch of which the program was not told. Not on the loop."""
-        if (engine := self._owner()) is None:
+        if (group := self._group()) is None:
             return None
-        engine.close()
-        return engine.failure.untold_mismatch()
+        group.close()
+        return self._failure.untold_mismatch()

@@ -1,22 +1,34 @@
-"""The ranks of one group: the seat, host and process of each, and how error messages name them."""
+"""The ranks of one group: the seat, host and process of each, how error messages name them, and the lanes to them."""
 
 from __future__ import annotations
 
 import os
 import types
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from covey.base.numbers import Rank
 from covey.net.host.machine import usable_cores
+from covey.runtime import loop as control
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from covey.base.config import GroupConfig
+    from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
-    from covey.net.lanes.lane import LanePath
-    from covey.runtime.members.node import Node
+    from covey.net.lanes.lane import Lane, LanePath
+    from covey.plan.choose import PlanSizes
+    from covey.runtime.counters import GroupCounters
+    from covey.runtime.events import Events
+    from covey.runtime.lanes.lanes import Lanes
+    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
+    from covey.wire.reports import MeasuredNetwork
+
+LANE_SECONDS: Final = 0.2
+"""How long to wait for a lane before checking whether the group has failed."""
 
 
 class LaneKinds(dict[int, str]):
@@ -30,10 +42,56 @@ class LaneKinds(dict[int, str]):
     """By rank: how many connections an open lane has; 0 if none is open, or if it shares memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What is fixed when a group is made, and what all its parts may know."""
+
+    id: int
+    name: str
+    config: GroupConfig
+    sizes: PlanSizes
+    """Which plans arrays of which sizes have."""
+    generation: int
+    """The number of the run's generation; 0 if there is none."""
+    survives: bool
+    """Whether operations continue among the remaining ranks after a loss."""
+    is_sparse: bool
+    """Whether links with most ranks may be idle."""
+    is_native: bool
+    """Whether the compiled executor runs the plans."""
+    may_spin: bool
+    has_idle_core: bool
+    """Whether every rank on this host has a core for itself, and a second one."""
+
+
+class RosterNode(Protocol):
+    """What a group's ranks are read from, and told things by: the node of this process (`members.node`)."""
+
+    seat: Seat
+    card: messages.Card
+    host: str
+    cluster: str
+    measured: tuple[float, MeasuredNetwork] | None
+    """What a group has measured last of the links between its ranks, and when: since 1970."""
+
+    @property
+    def peers(self) -> Mapping[Seat, RemoteProcess]: ...
+
+    @property
+    def events(self) -> Events: ...
+
+    @property
+    def knows_change(self) -> bool: ...
+
+    def tell(self, seats: Iterable[Seat], message: messages.Control, *, wakes: bool = True) -> None: ...
+
+    def tell_keeper(self, message: messages.Control) -> None: ...
+
+
 class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
-    def __init__(self, node: Node | None, seats: tuple[Seat, ...]) -> None:
+    def __init__(self, node: RosterNode | None, seats: tuple[Seat, ...]) -> None:
         """`seats` are positions in the run, in the order of the group's ranks. A run of one has no node."""
         self.node = node
         """None in a run of one, and in a process that was forked from a member."""
@@ -76,6 +134,18 @@ class GroupRoster:
             self.node.tell(beside, message)
         self.node.tell([seat for seat in self.others() if seat not in beside], message, wakes=wakes)
 
+    def tell(self, ranks: Iterable[Rank], message: messages.Control) -> None:
+        """Send a control message to some other ranks. Returns at once."""
+        if self.node is not None:
+            self.node.tell([self.seats[rank] for rank in ranks], message)
+
+    def tell_keeper(self, reason: str, cause: bytes) -> None:
+        """Tell the keeper why this program fails, and which process is the cause: this one if it is empty."""
+        if self.node is not None:
+            from covey.wire import messages  # slow to load; a program that joins a run has it already
+
+            self.node.tell_keeper(messages.Failing(reason[: messages.REASON_LIMIT], cause))
+
     def describe(self, ranks: tuple[Rank, ...]) -> str:
         """Return the ranks with their hosts and process ids, as error messages name them."""
         if self.node is None:
@@ -113,15 +183,10 @@ class GroupRoster:
         peer = self.peer(rank)
         return os.getpid() if peer is None else peer.card.pid
 
-    def lane_kind(self, rank: Rank) -> str:
-        """Return the kind of lane that this end offers to a rank."""
-        assert self.node is not None
-        return self.node.lanes.kind(self.seats[rank])
-
-    def shares_memory(self, rank: Rank) -> bool:
-        """Tell whether a rank shares memory with this one; equal on all ranks, as plans need it."""
-        assert self.node is not None
-        return self.node.lanes.shares_memory(self.seats[rank])
+    @property
+    def knows_change(self) -> bool:
+        """Whether this rank knows of a waiting change of the members."""
+        return self.node is not None and self.node.knows_change
 
     def has_cores(self, each: int) -> bool:
         """Tell whether every rank on this host can have so many cores for itself.
@@ -131,3 +196,72 @@ class GroupRoster:
         host = self.node.host if self.node is not None else ""
         here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
         return here * each <= usable_cores()
+
+
+class CollectiveLanes:
+    """The lanes of one group's collectives, among those of the node. On any thread."""
+
+    def __init__(
+        self,
+        lanes: Lanes | None,
+        paths: PathMonitor | None,
+        seats: tuple[Seat, ...],
+        facts: GroupFacts,
+        counters: GroupCounters,
+        events: Events | None,
+    ) -> None:
+        """A run of one has no lanes, no paths and no events."""
+        self._lanes, self._paths, self._events = lanes, paths, events
+        self._group, self._seats, self._counters = facts.id, seats, counters
+
+    def open(self, rank: Rank, attempt: int) -> Lane:
+        """Return the lane to a rank in an attempt, opened if need be; wait for `LANE_SECONDS` at most."""
+        assert self._lanes is not None
+        opened: Lane = self._lanes.open(self._group, self._seats[rank], "collectives", LANE_SECONDS, attempt)
+        return opened
+
+    def opened(self, rank: Rank, kind: str) -> None:
+        """Count a lane that is used from now on, and note it in the timeline of a recovery."""
+        self._counters.lane_opened(rank, kind)
+        if self._events is not None and self._events.is_recovering:
+            self._events.phase("reconnect")
+
+    def switched(self, rank: Rank, attempt: int) -> None:
+        """End the lane to a rank that was used so far: another one is used now."""
+        from covey.runtime.lanes.table import LaneKey  # slow to load, and few lanes are replaced
+
+        assert self._lanes is not None
+        self._lanes.moves.switched(LaneKey(self._group, self._seats[rank], "collectives", attempt))
+
+    def stuck(self, rank: Rank) -> None:
+        """Let the node leave the path to a rank, over which bytes of a lane do not arrive. Returns at once."""
+        if self._paths is not None:
+            control.soon(self._paths.stuck, self._seats[rank])
+
+    def arrived(self) -> dict[Seat, Any]:
+        """Return the open lanes, by seat."""
+        return {} if self._lanes is None else self._lanes.arrived(self._group, "collectives")
+
+    def abandon(self, error: CoveyError, *, purpose: str | None = None) -> None:
+        """Fail the waits for lanes of the group: those for one purpose, or all."""
+        if self._lanes is not None:
+            self._lanes.abandon(lambda key: key.group == self._group and purpose in (None, key.purpose), error)
+
+    def retire(self, attempt: int) -> None:
+        """Close the lanes of the attempts before this one. No thread may be using them."""
+        if self._lanes is not None:
+            self._lanes.retire(self._group, attempt)
+
+    def kind(self, rank: Rank) -> str:
+        """Return the kind of lane that this end offers to a rank."""
+        assert self._lanes is not None
+        return self._lanes.kind(self._seats[rank])
+
+    def shares_memory(self, rank: Rank) -> bool:
+        """Tell whether a rank shares memory with this one; equal on all ranks, as plans need it."""
+        assert self._lanes is not None
+        return self._lanes.shares_memory(self._seats[rank])
+
+    def forked(self) -> None:
+        """Forget the lanes, in a forked child: they are the parent's."""
+        self._lanes = self._paths = None

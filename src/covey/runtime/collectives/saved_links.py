@@ -1,16 +1,18 @@
-"""What the ranks of earlier runs have measured: the figures from which a group plans before it has measured itself.
+"""Figures of links that outlast a measurement: those of earlier runs, from which a group plans before it has measured
+itself, and those that the node tells commands that ask (`covey status --graph`).
 
 Each machine keeps the figures of the links that end at it (`net.saved_figures`). At the first large sum of a group
-every rank adds its own figures to a sum of disjoint rows, as in `measuring`, so that all ranks hold the same bits, and
-either all plan from them or none does. A rank has no figure of a link whose interface or addresses are others now.
+every rank adds its own figures to a sum of disjoint rows, as in `link_probes`, so that all ranks hold the same bits,
+and either all plan from them or none does. A rank has no figure of a link whose interface or addresses are others now.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,16 +21,18 @@ from covey.net.discovery.interfaces import all_interfaces
 from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
-from covey.runtime.collectives.measuring import ROUND_TRIP, MeasuredLinks
+from covey.runtime.collectives.link_probes import ROUND_TRIP, MeasuredLinks
 from covey.wire.machine import machine_of
+from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 from covey.wire.saved_figures import FASTEST, LONGEST_TRIP, SLOWEST, SavedFigure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from covey.base.numbers import Rank
+    from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.members.node import Node
+    from covey.runtime.collectives.roster import RosterNode
     from covey.wire.machine import Endorsed
 
 logger = logging.getLogger("covey")
@@ -51,6 +55,15 @@ class _LinkWay(NamedTuple):
     interface: str
     here: str
     there: str
+
+
+class ToldNetwork(Protocol):
+    """What the ranks have agreed on of the links between them (`planner.Planner`)."""
+
+    network: Network | None
+
+    def times(self) -> tuple[tuple[float, ...], ...]:
+        """Return when the figures of each link were measured, or last seen to hold, by source and target."""
 
 
 def recalled(attempt: Attempt) -> MeasuredLinks | None:
@@ -88,7 +101,7 @@ def recalled(attempt: Attempt) -> MeasuredLinks | None:
 
 def keep(attempt: Attempt, measured: MeasuredLinks) -> None:
     """Let this machine keep what this rank has received; it is written on another thread."""
-    node, ends = attempt.engine.node, _ends(attempt)
+    node, ends = attempt.roster.node, _ends(attempt)
     if node is None or ends is None:
         return
     mine, ways, cluster = ends[attempt.slot], _ways(attempt, node), _cluster(node)
@@ -115,7 +128,7 @@ def keep(attempt: Attempt, measured: MeasuredLinks) -> None:
 def _own_figures(attempt: Attempt, rounds: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Return this rank's row: what it has received in each round of a measurement; zeros for what is not known."""
     row = np.zeros((len(rounds), FIELDS), np.float64)
-    node, ends = attempt.engine.node, _ends(attempt)
+    node, ends = attempt.roster.node, _ends(attempt)
     if node is None or ends is None:
         return row
     mine, now, cluster = ends[attempt.slot], time.time(), _cluster(node)
@@ -136,7 +149,7 @@ def _own_figures(attempt: Attempt, rounds: list[int]) -> np.ndarray[tuple[int, i
 
 def _ends(attempt: Attempt) -> list[_End] | None:
     """Return what later runs know the slots by; None if a node has no key, or names a machine that is not its own."""
-    node, roster = attempt.engine.node, attempt.engine.roster
+    node, roster = attempt.roster.node, attempt.roster
     assert node is not None
     ends: list[_End] = []
     for rank in attempt.ranks:
@@ -151,10 +164,10 @@ def _ends(attempt: Attempt) -> list[_End] | None:
     return ends
 
 
-def _ways(attempt: Attempt, node: Node) -> Mapping[Rank, _LinkWay]:
+def _ways(attempt: Attempt, node: RosterNode) -> Mapping[Rank, _LinkWay]:
     """Return how this rank reaches each other one; none for a link through a relay, whose speed is the relay's."""
     names = {ip: each.name for each in all_interfaces() for ip in each.addresses}
-    roster, ways = attempt.engine.roster, {}
+    roster, ways = attempt.roster, {}
     for rank in attempt.ranks:
         peer = roster.peer(rank)
         if peer is None:
@@ -171,7 +184,47 @@ def _ways(attempt: Attempt, node: Node) -> Mapping[Rank, _LinkWay]:
     return ways
 
 
-def _cluster(node: Node) -> bytes:
+def _cluster(node: RosterNode) -> bytes:
     import hashlib  # slow to load: it loads OpenSSL
 
     return hashlib.blake2b(node.cluster.encode(), digest_size=CLUSTER_BYTES).digest()
+
+
+def tell(attempt: Attempt, planner: ToldNetwork, plan: str) -> None:
+    """Let the node of this process tell a network that its ranks hold; the one of another group is replaced.
+
+    A network of more than NETWORK_LIMIT ranks is not told.
+    """
+    node, network = attempt.roster.node, planner.network
+    if node is None or network is None or len(attempt.ranks) > NETWORK_LIMIT:
+        return
+    times = planner.times()
+    measured_at = oldest(times)
+    members = []
+    for slot, rank in enumerate(attempt.ranks):
+        known = attempt.roster.card(rank)
+        members.append(
+            NetworkMember(
+                known.id,
+                known.name,
+                known.host_name,
+                network.hosts[slot],
+                network.sites[slot],
+                _finite(network.up[slot]),
+                _finite(network.down[slot]),
+                tuple(map(_finite, network.rates[slot])),
+                network.round_trips[slot],
+                tuple(measured_at - at for at in times[slot]),
+            )
+        )
+    trunks = tuple(tuple(map(_finite, row)) for row in network.trunks)
+    node.measured = measured_at, MeasuredNetwork(tuple(members), trunks, 0.0, node.card.name, "", plan)
+
+
+def oldest(times: tuple[tuple[float, ...], ...]) -> float:
+    """Return when the first of all figures was measured."""
+    return min((at for i, row in enumerate(times) for j, at in enumerate(row) if i != j), default=0.0)
+
+
+def _finite(speed: float) -> float:
+    return speed if math.isfinite(speed) else 0.0

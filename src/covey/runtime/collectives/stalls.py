@@ -10,19 +10,19 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.base.arithmetic import DTYPES
 from covey.base.numbers import Rank
-from covey.base.operations import operation_name
 from covey.runtime import loop as control
-from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog
-from covey.runtime.collectives.part import EnginePart
+from covey.runtime.collectives.call_log import TEXT_LIMIT, describe_header
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from covey.runtime.collectives.call_log import Call
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.call_log import Call, CallLog
+    from covey.runtime.collectives.evidence import CallEvidence
+    from covey.runtime.collectives.failure import Failure
+    from covey.runtime.collectives.operation import CurrentAttempt, CurrentOperation
+    from covey.runtime.collectives.roster import GroupFacts, GroupRoster
     from covey.wire import messages
     from covey.wire.header import TransferHeader
 
@@ -30,8 +30,8 @@ COMPARE_ROUND_SECONDS: Final = 0.15
 """How long a rank that found a difference waits for the other ranks' calls, in each round."""
 ROUNDS: Final = 3
 """How often it asks again, for the ranks that had not entered the operation."""
-PARTING_LIMIT: Final = 200
-"""Characters of each call in the list that a rank sends when it closes a group or testifies to a loss."""
+COMPARE_SECONDS: Final = (ROUNDS + 1) * COMPARE_ROUND_SECONDS
+"""The longest time that a comparison of calls takes."""
 ANSWERS_CHECK_EVERY: Final = 0.002
 """How often a rank that has asked others for their calls checks for answers."""
 
@@ -57,19 +57,22 @@ class Late(NamedTuple):
         return f"{name} is {self.behind} {word} behind" + (f"; it last entered {self.call}" if self.call else "")
 
 
-class StallDiagnosis(EnginePart):
+class StallDiagnosis:
     """Asks the other ranks about their calls, answers their questions, and compares."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.call_log = CallLog()
-        self._compared = 0
-        """The operation that ranks are known to have called differently, or 0."""
+    def __init__(
+        self,
+        facts: GroupFacts,
+        roster: GroupRoster,
+        operation: CurrentOperation,
+        attempt: CurrentAttempt,
+        call_log: CallLog,
+        evidence: CallEvidence,
+        failure: Failure,
+    ) -> None:
+        self._facts, self._roster, self._operation, self._attempt = facts, roster, operation, attempt
+        self.call_log, self._evidence, self._failure = call_log, evidence, failure
         self._is_concluded = False
-        self._parted: set[Rank] = set()
-        """Ranks that have sent their last calls, this one among them."""
-        self._in_order: set[Rank] = set()
-        """Those of them whose programs close the group without an error."""
         self._seen: dict[tuple[Rank, int], TransferHeader] = {}
         """By rank and operation: headers that lanes have shown, of calls that their ranks have not told of."""
         self.reported = threading.Event()
@@ -83,48 +86,20 @@ class StallDiagnosis(EnginePart):
         """
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        engine = self.engine
-        engine.roster.tell_others(messages.Announce(engine.id, sequence, *self._mine(sequence)), wakes=wakes)
+        self._roster.tell_others(messages.Announce(self._facts.id, sequence, *self._mine(sequence)), wakes=wakes)
 
     @property
     def is_comparing(self) -> bool:
         """Whether ranks are known to have called different operations: a MismatchError is about to end the group."""
-        return self._compared > 0
+        return self.call_log.compared > 0
 
     def has_parted(self, rank: Rank) -> bool:
         """Tell whether a rank has closed the group and sent its last calls."""
-        return rank in self._parted
+        return rank in self._evidence.parted
 
     def has_parted_in_order(self, rank: Rank) -> bool:
         """Tell whether the program of a rank has closed the group without an error."""
-        return rank in self._in_order
-
-    def part(self, *, in_order: bool = False) -> None:
-        """Send this rank's last calls to the others, once: a rank that only sends may exit before they compare.
-
-        `in_order` if the program closes the group without an error. Ranks whose links rest hear of a difference from
-        those that notice it.
-        """
-        engine = self.engine
-        if engine.node is None or engine.rank in self._parted:
-            return
-        self._parted.add(engine.rank)
-        from covey.wire import messages  # slow to load; a program that joins a run has it already
-
-        engine.roster.tell_others(messages.Calls(engine.id, self.recent_runs(), in_order), wakes=False)
-
-    def recent_runs(self) -> tuple[messages.CallRun, ...]:
-        """Return this rank's last calls, as messages tell them."""
-        from covey.wire import messages  # slow to load; a program that joins a run has it already
-
-        runs: list[messages.CallRun] = []
-        for sequence, call in self.call_log.recent():
-            last = runs[-1] if runs else None
-            if last is not None and (last.first + last.count, last.fingerprint) == (sequence, call.fingerprint):
-                runs[-1] = messages.CallRun(last.first, last.count + 1, last.fingerprint, last.call)
-            else:
-                runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
-        return tuple(runs)
+        return rank in self._evidence.in_order
 
     def recall(self, rank: Rank, calls: messages.Calls) -> None:
         """Note the last calls of a rank that has closed the group, and compare. On the control loop.
@@ -135,8 +110,8 @@ class StallDiagnosis(EnginePart):
             for sequence in range(run.first, run.first + run.count):
                 self.call_log.heard(rank, sequence, sequence, run.fingerprint, run.call)
         if calls.in_order:
-            self._in_order.add(rank)
-        self._parted.add(rank)
+            self._evidence.in_order.add(rank)
+        self._evidence.parted.add(rank)
         self.compare_known()
         self.reported.set()
 
@@ -163,14 +138,11 @@ class StallDiagnosis(EnginePart):
             self._begin(sequence)
         return self.is_comparing
 
-    def ask(self, ranks: Sequence[int], sequence: int) -> None:
+    def ask(self, ranks: Sequence[Rank], sequence: int) -> None:
         """Ask some ranks what they called as operation `sequence`, and tell them what this rank called."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        engine = self.engine
-        if engine.node is not None:
-            question = messages.Announce(engine.id, sequence, *self._mine(sequence))
-            engine.node.tell([engine.members[rank] for rank in ranks], question)
+        self._roster.tell(ranks, messages.Announce(self._facts.id, sequence, *self._mine(sequence)))
 
     def compare(self, sequence: int) -> None:
         """Start a comparison of an operation that another rank has called differently, unless one is under way."""
@@ -179,43 +151,42 @@ class StallDiagnosis(EnginePart):
 
     def conclude(self) -> None:
         """End the group with what is known of the calls that differ. On any thread."""
-        self._conclude(self.engine, is_last=True)
+        self._conclude(is_last=True)
 
     def _begin(self, sequence: int) -> None:
-        self._compared = sequence
+        self.call_log.compared = sequence
         self.announce(sequence)
-        control.soon(self._compare, self.engine, sequence, ROUNDS + 1)
+        control.soon(self._compare, sequence, ROUNDS + 1)
 
     def late(self, waiting_for: tuple[Rank, ...]) -> tuple[Rank, ...]:
         """Return the ranks that have not entered the current operation; if there are none, `waiting_for`."""
-        engine = self.engine
-        late = self.call_log.late(engine.operation.sequence, engine.attempt.ranks, engine.rank)
+        late = self.call_log.late(self._operation.sequence, self._attempt.ranks, self._roster.rank)
         return tuple(map(Rank, late)) or tuple(sorted(set(waiting_for)))
 
     def excuse(self, late: tuple[Rank, ...]) -> str:
         """Say why the current operation waits for the ranks that `late` returned."""
-        return self.call_log.excuse(self.engine.operation.sequence, late)
+        return self.call_log.excuse(self._operation.sequence, late)
 
     def who_is_late(self, seconds: float) -> list[Late]:
         """Ask the live ranks where they are; return those behind the others, and those that do not answer in time.
 
         On any thread but the control loop's. Running operations are not disturbed.
         """
-        engine, until = self.engine, time.monotonic() + seconds
-        others = [rank for rank in engine.live if rank != engine.rank]
+        until, me = time.monotonic() + seconds, self._roster.rank
+        others = [rank for rank in self._attempt.live if rank != me]
         answered = self._ask(others, [self.call_log.entered], until)
-        reached = {rank: self.call_log.last_of(rank)[0] for rank in answered} | {engine.rank: self.call_log.entered}
+        reached = {rank: self.call_log.last_of(rank)[0] for rank in answered} | {me: self.call_log.entered}
         furthest = max(reached.values())
         behind = [rank for rank in answered if reached[rank] < furthest]
         calls = sorted({reached[rank] for rank in behind} - {0})
         self._ask(behind, calls, max(until, time.monotonic() + COMPARE_ROUND_SECONDS))
         late = []
-        for rank in sorted({*others, engine.rank}):
+        for rank in sorted({*others, me}):
             entered, call = self.call_log.last_of(rank)
-            if rank == engine.rank:
+            if rank == me:
                 entered, call = self.call_log.entered, self._mine(self.call_log.entered)[1]
             if rank not in reached or reached[rank] < furthest:
-                host, pid = engine.roster.host_name(rank), engine.roster.pid(rank)
+                host, pid = self._roster.host_name(rank), self._roster.pid(rank)
                 late.append(Late(rank, host, pid, rank in reached, furthest - entered, call))
         return late
 
@@ -236,48 +207,41 @@ class StallDiagnosis(EnginePart):
         """Note what another rank called, answer if it asks, and compare. On the control loop."""
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
-        engine, sequence = self.engine, message.sequence
+        sequence = message.sequence
         entered = sequence if message.call else 0  # a rank may ask about an operation that it has not called
         if isinstance(message, messages.Position):
             entered = message.entered
-        elif engine.node is not None:
-            answer = messages.Position(engine.id, self.call_log.entered, sequence, *self._mine(sequence))
-            engine.node.tell((engine.members[rank],), answer)
+        else:
+            answer = messages.Position(self._facts.id, self.call_log.entered, sequence, *self._mine(sequence))
+            self._roster.tell((rank,), answer)
         differs = self.call_log.heard(rank, entered, sequence, message.fingerprint, message.call)
         if differs and not self.is_comparing:
             self._begin(sequence)
         elif self.is_comparing:
-            self._conclude(engine, is_last=False)
+            self._conclude(is_last=False)
         self.reported.set()
 
     def _mine(self, sequence: int) -> tuple[int, str]:
         call = self.call_log.at(sequence)
         return (0, "") if call is None else (call.fingerprint, call.text[:TEXT_LIMIT])
 
-    def _compare(self, engine: Engine, sequence: int, rounds: int) -> None:
+    def _compare(self, sequence: int, rounds: int) -> None:
         """Wait until all ranks have said what they called at `sequence`, for at most `rounds` rounds."""
-        self._conclude(engine, is_last=rounds == 1)
+        self._conclude(is_last=rounds == 1)
         if not self._is_concluded:
             if rounds <= ROUNDS:
                 self.announce(sequence)  # a rank that had not entered the operation before may have by now
-            control.control_loop().call_later(COMPARE_ROUND_SECONDS, self._compare, engine, sequence, rounds - 1)
+            control.control_loop().call_later(COMPARE_ROUND_SECONDS, self._compare, sequence, rounds - 1)
 
-    def _conclude(self, engine: Engine, *, is_last: bool) -> None:
+    def _conclude(self, *, is_last: bool) -> None:
         """End the group with what each rank called, once all are known or this `is_last`."""
-        sequence, ranks = self._compared, engine.attempt.ranks
-        if not self._is_concluded and (
-            is_last or self.call_log.heard_all(sequence, ranks, self._parted | {engine.rank})
-        ):
+        log, me, parted = self.call_log, self._roster.rank, self._evidence.parted
+        sequence, ranks = log.compared, self._attempt.ranks
+        if not self._is_concluded and (is_last or log.heard_all(sequence, ranks, parted | {me})):
             for (rank, of), header in list(self._seen.items()):
-                if of == sequence and not self.call_log.knows(rank, of):
-                    self.call_log.heard(rank, of, of, header.fingerprint, describe_header(header))
-            story = self.call_log.story(sequence, ranks, engine.rank, self._parted)
-            text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
-            engine.failure.declare(Fault("MismatchError", text), differs_at=sequence)
+                if of == sequence and not log.knows(rank, of):
+                    log.heard(rank, of, of, header.fingerprint, describe_header(header))
+            story = log.story(sequence, ranks, me, parted)
+            text = f"ranks of group {self._facts.name!r} called different things as operation {sequence}: {story}"
+            self._failure.declare(Fault("MismatchError", text), differs_at=sequence)
             self._is_concluded = True  # only now: a thread that concludes at the same time relies on the fault
-
-
-def describe_header(header: TransferHeader) -> str:
-    """Return the call of a rank, as far as a header tells it."""
-    words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
-    return f"{operation_name(header.operation)}({', '.join([*words, '...'])})"

@@ -216,7 +216,7 @@ class CompressedSum:
         attempt.all_reduce(flat, "mean" if self._divides else "sum")
 
     def _reduce_selected(self, attempt: Attempt, codec: Sparsifier) -> int:
-        salt = attempt.engine.operation.sequence
+        salt = attempt.operation.sequence
         self._selected = [
             codec.select(self._of(self.work, part), salt + (number << 40)) for number, part in enumerate(self._parts)
         ]

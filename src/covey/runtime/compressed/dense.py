@@ -11,7 +11,8 @@ from covey.plan import choose, direct, ring
 from covey.plan.coded import PLAIN_RING, CodedArray, CodedPlan, coded, coded_plan_of, fit_coded, predicted
 from covey.plan.cost import CodecPace
 from covey.plan.moves import elements_sent
-from covey.runtime.collectives.sums import size_class
+from covey.runtime.collectives.planner import planner_of
+from covey.runtime.collectives.size_class import size_class
 from covey.runtime.compressed.automatic import codec_speed
 from covey.runtime.compressed.coder import PlanCoder, salt_of
 
@@ -59,7 +60,7 @@ def all_reduce(
         attempt.execute(plan.plan, [wire], coder=coder)
         sent = elements_sent(plan.plan)  # which are bytes
 
-    planner = attempt.planner() if wire.nbytes >= choose.PLANNED_BYTES and algorithm is None else None
+    planner = planner_of(attempt) if wire.nbytes >= choose.PLANNED_BYTES and algorithm is None else None
     if planner is None:
         perform(None)
     else:
@@ -101,7 +102,7 @@ def check_algorithm(algorithm: str | None) -> None:
 
 
 class CodedSums(NamedTuple):
-    """Sums of arrays that travel encoded; see `collectives.sums`."""
+    """Sums of arrays that travel encoded; see `collectives.size_class`."""
 
     elements: int
     codec: Codec
@@ -192,4 +193,4 @@ def _segment(codec: Codec) -> int:
 
 
 def _salt(attempt: Attempt) -> int:
-    return salt_of(attempt.engine.operation.sequence, attempt.engine.rank)
+    return salt_of(attempt.operation.sequence, attempt.roster.rank)

@@ -65,7 +65,7 @@ def _bases(attempt: Attempt, matrices: Sequence[Matrix], codec: PowerSGD) -> lis
     extremes = np.array([number, -number], np.int64)
     attempt.all_reduce(extremes, "max")
     is_agreed = extremes[0] == -extremes[1]
-    salt = attempt.engine.operation.sequence
+    salt = attempt.operation.sequence
     return [
         basis if basis is not None and is_agreed else codec.start(len(matrix.x), matrix.x.shape[1], salt + at)
         for at, (matrix, basis) in enumerate(zip(matrices, known, strict=True))

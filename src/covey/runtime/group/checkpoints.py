@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError
-from covey.runtime.group.issuer import Issuer
 
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
+    from covey.runtime.collectives.failure import Failure
+    from covey.runtime.collectives.roster import GroupFacts
     from covey.runtime.state.checkpoints import Checkpoints
+    from covey.runtime.views.generation import Generation
 
 REQUEST_SECONDS: Final = 30.0
 """How long the ranks may take to agree which checkpoint a request is for."""
 
 
-class CheckpointForms(Issuer):
-    """What a group offers for checkpoints of its run. Only the group that `join` or `generations` returns has them."""
+class CheckpointedEngine(Protocol):
+    """The engine of the group, whose operations checkpoints begin after (`collectives.engine`)."""
 
-    _alone: Checkpoints | None = None
-    """Those of a group of one, which has no node."""
-    _known: Checkpoints | None = None
-    """Those of the run, once the program has looked for one."""
-    _parent_ranks: tuple[int, ...] | None
+    facts: GroupFacts
+    failure: Failure
+    generation: Generation | None
 
     @property
-    def checkpoint_pending(self) -> Checkpoint | None:
-        """The checkpoint that this rank is to save now, or None.
+    def issued(self) -> int: ...
 
-        It is set on all ranks after the same operation of this group. Operations count when they are issued: wait for
-        your works before you save. `end_checkpoint` clears it. Reading it takes no time, except for the few
-        milliseconds in which the ranks agree on a request.
-        """
+    @property
+    def is_over(self) -> bool: ...
+
+
+class CheckpointRequests:
+    """Checkpoints, as `Group` offers them. Only the group that `join` or `generations` returns has them."""
+
+    def __init__(self, engine: CheckpointedEngine, of_run: Checkpoints | None, *, is_alone: bool) -> None:
+        """`of_run` are the checkpoints of the run, None without a node. A group that `is_alone` has its own."""
+        self._engine, self._of_run, self._is_alone = engine, of_run, is_alone
+        self._known: Checkpoints | None = None
+        """Those of the run, once the program has looked for one, or those of a group that is alone."""
+
+    def pending(self) -> Checkpoint | None:
+        """Return the checkpoint that this rank is to save now, or None; see `Group.checkpoint_pending`."""
         if self._known is not None and self._known.is_idle:
             return None
         engine = self._engine
-        checkpoints = self._known = self._checkpoints()
+        checkpoints = self._known = self.of_run()
         try:
-            return checkpoints.look(engine, engine.config.timeout)
+            return checkpoints.look(engine, engine.facts.config.timeout)
         except ClosedError:
             engine.failure.require_open()  # raises the error that ended the group, if there is one
             raise
@@ -53,7 +63,7 @@ class CheckpointForms(Issuer):
         Raises:
             DeadlineError: the ranks did not answer within `timeout` seconds.
         """
-        return self._checkpoints().request(path, id, check_timeout(timeout))
+        return self.of_run().request(path, id, check_timeout(timeout))
 
     def end_checkpoint(self, error: str = "") -> None:
         """Tell that this rank has saved the pending checkpoint, or why it could not.
@@ -63,22 +73,22 @@ class CheckpointForms(Issuer):
         Raises:
             ConfigError: no checkpoint is pending on this rank.
         """
-        self._checkpoints().end(error)
+        self.of_run().end(error)
 
-    def _checkpoints(self) -> Checkpoints:
-        engine = self._engine
-        if engine.node is None and self._parent_ranks is None:
-            if engine.is_over:
-                engine.failure.require_open()
-            if self._alone is None:
+    def of_run(self) -> Checkpoints:
+        """Return the checkpoints of the run; raise ConfigError for a group that has none."""
+        engine, known = self._engine, self._of_run
+        if self._is_alone:
+            engine.failure.require_open()
+            if known is None:
                 from covey.runtime.state.checkpoints import Checkpoints  # a group of one has loaded little of covey
 
-                self._alone = Checkpoints(None)
-                self._alone.follow(engine)
-            return self._alone
-        if engine.node is None or not engine.node.checkpoints.is_of(engine):
+                known = self._of_run = Checkpoints(None)
+                known.follow(engine)
+            return known
+        if known is None or not known.is_of(engine):
             raise ConfigError(
                 f"a checkpoint is one of the whole run: use the group that covey.join or covey.generations returned "
-                f"last, or torch.distributed.group.WORLD.covey_group if there is one, not {engine.name!r}"
+                f"last, or torch.distributed.group.WORLD.covey_group if there is one, not {engine.facts.name!r}"
             )
-        return engine.node.checkpoints
+        return known

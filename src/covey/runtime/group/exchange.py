@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.proto.message import Received
-    from covey.runtime.group.group import Group
+    from covey.runtime.group.issuer import Issuer
     from covey.runtime.work import Work
     from covey.wire.manifest import Bytes
 
@@ -43,10 +43,10 @@ class ExchangedMessage(NamedTuple):
 class Exchange:
     """The messages of one exchange, until `deadline` on time.monotonic(). Leaving the `with` block ends all of them."""
 
-    def __init__(self, group: Group, exchange: int, deadline: float) -> None:
+    def __init__(self, issuer: Issuer, exchange: int, deadline: float) -> None:
         """`exchange` is equal on all ranks and new for each exchange, so that late messages match no other."""
-        self._engine, self._deadline = group._engine, deadline
-        self._messenger = self._engine.routing.messenger()
+        self._failure, self._deadline = issuer.engine.failure, deadline
+        self._messenger = issuer.engine.routing.messenger()
         self._tag = RESERVED_TAGS | (exchange % (1 << 30)) << 32
         self._over: queue.SimpleQueue[tuple[int, int, Work[Any] | PeerLostError]] = queue.SimpleQueue()
         self._works: set[Work[Any]] = set()
@@ -104,7 +104,7 @@ class Exchange:
             self._works.discard(work)
             if (error := work.exception()) is None:
                 return ExchangedMessage(peer, number, work.result(), None)
-        if isinstance(error, PeerLostError | MismatchError) and not self._engine.is_over:
+        if isinstance(error, PeerLostError | MismatchError) and not self._failure.is_over:
             return ExchangedMessage(peer, number, None, error)
         raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.parsing import Compression
-    from covey.compress.policy import Policy
+    from covey.compress.policy import CompressValue, Policy
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
-    from covey.runtime.group.group import Group
+    from covey.runtime.group.issuer import Issuer
+    from covey.runtime.group.reductions import Reductions
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,97 +37,132 @@ LIST_BYTES: Final = 32 << 20
 LINE_SHOWN: Final = 300
 
 
-def sync(
-    group: Group,
-    grads: Mapping[str, Any],
-    op: str,
-    bucket_bytes: int,
-    policy: Policy | None,
-    feedback: ErrorFeedback | None,
-    timeout: float | None,
-) -> None:
-    """Combine the arrays of `grads` with those of the other ranks, in place; `policy` says which are compressed."""
-    if bucket_bytes <= 0:
-        raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
-    named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
-    for _, operand in named:
-        reduction(op, operand.flat.dtype)
-    _refuse_shared_memory(named)
-    if group.size > 1:
-        call = group._call(
-            "sync_gradients",
-            None,
-            None,
-            op=op,
-            bucket_bytes=bucket_bytes,
-            compress=None if policy is None else str(policy),
-            feedback=None if feedback is None else True,
+class Gradients:
+    """Combines gradients, as `Group` offers it."""
+
+    def __init__(self, issuer: Issuer, reductions: Reductions) -> None:
+        self._issuer, self._reductions = issuer, reductions
+
+    @functools.cached_property
+    def feedback(self) -> ErrorFeedback:
+        """What compressed gradients of `sync_gradients` have lost so far, by name."""
+        from covey.compress.feedback import ErrorFeedback  # slow to load, and most programs do not need it
+
+        return ErrorFeedback()
+
+    def sync_gradients(
+        self,
+        grads: Mapping[str, Any],
+        op: str = "mean",
+        *,
+        bucket_bytes: int | None = None,
+        compress: CompressValue = None,
+        feedback: ErrorFeedback | bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes` (a setting).
+
+        `compress` sends fewer bytes: a codec like "int8", or a mapping of patterns of names to codecs; default: what
+        the group was joined with. What a step loses is added to the next one of the same name, by `group.feedback`,
+        by a `feedback` of your own, or not at all with False.
+
+        Raises:
+            MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
+        """
+        policy = self._issuer.policy
+        if compress is not None:
+            from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
+
+            policy = make_policy(compress)
+        own = self.feedback if feedback is True else feedback or None
+        limit = self._issuer.engine.facts.config.bucket_bytes if bucket_bytes is None else bucket_bytes
+        self._sync(grads, op, limit, policy, None if policy is None else own, timeout)
+
+    def _sync(
+        self,
+        grads: Mapping[str, Any],
+        op: str,
+        bucket_bytes: int,
+        policy: Policy | None,
+        feedback: ErrorFeedback | None,
+        timeout: float | None,
+    ) -> None:
+        if bucket_bytes <= 0:
+            raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
+        named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
+        for _, operand in named:
+            reduction(op, operand.flat.dtype)
+        _refuse_shared_memory(named)
+        if self._issuer.size > 1:
+            call = self._issuer.call(
+                "sync_gradients",
+                None,
+                None,
+                op=op,
+                bucket_bytes=bucket_bytes,
+                compress=None if policy is None else str(policy),
+                feedback=None if feedback is None else True,
+            )
+            _agree(self._issuer, named, call, timeout)
+        for codec, bucket in _buckets(named, bucket_bytes, op, policy):
+            if len(bucket) == 1:
+                name, operand = bucket[0]
+                self._reduce(operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, feedback, timeout)
+                continue
+            packed = np.concatenate([operand.load() for _, operand in bucket])
+            ends = [0, *itertools.accumulate(operand.flat.size for _, operand in bucket)]
+            parts = [Part(name, ends[at], ends[at + 1], operand.shape) for at, (name, operand) in enumerate(bucket)]
+            self._reduce(readable(packed), parts, op, codec, feedback, timeout)
+            for part, (_, operand) in zip(parts, bucket, strict=True):
+                operand.flat[...] = packed[part.start : part.stop]
+                operand.store()
+
+    def _reduce(
+        self,
+        operand: Operand,
+        parts: list[Part],
+        op: str,
+        codec: Compression | None,
+        feedback: ErrorFeedback | None,
+        timeout: float | None,
+    ) -> None:
+        if codec is None:
+            self._reductions.all_reduce(operand, op, timeout=timeout)
+        else:
+            from covey.runtime.group import compression
+
+            piece = compression.Piece(operand, parts, codec)
+            compression.reduce_gradients(self._issuer, [piece], op, feedback=feedback, timeout=timeout)
+
+    def sum_row(self, row: Array, parts: Sequence[Part], policy: Policy | None, feedback: ErrorFeedback | None) -> None:
+        """Add a row of all ranks, in place, in one operation: the gradients in `parts`, then figures that stay exact.
+
+        The parts start at element 0, one after the other. `policy` chooses their codecs by name; the size of the whole
+        row counts, not that of a part: all parts travel together.
+        """
+        by_codec: dict[Compression | None, list[Part]] = {}
+        for part in parts:
+            by_codec.setdefault(None if policy is None else _codec_of_part(policy, part, row), []).append(part)
+        if not by_codec.keys() - {None}:
+            self._reductions.all_reduce(row)
+            return
+        from covey.runtime.group import compression
+
+        end = parts[-1].stop
+        whole = [(row[:end], list(parts))]
+        packed = whole if len(by_codec) == 1 else [pack(row, chosen) for chosen in by_codec.values()]
+        pieces = [
+            compression.Piece(writable(piece), places, codec)
+            for (piece, places), codec in zip(packed, by_codec, strict=True)
+        ]
+        figures = row[end:]
+        compression.reduce_gradients(
+            self._issuer, pieces, "sum", exact=writable(figures) if figures.size else None, feedback=feedback
         )
-        _agree(group, named, call, timeout)
-    for codec, bucket in _buckets(named, bucket_bytes, op, policy):
-        if len(bucket) == 1:
-            name, operand = bucket[0]
-            _reduce(group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, feedback, timeout)
-            continue
-        packed = np.concatenate([operand.load() for _, operand in bucket])
-        ends = [0, *itertools.accumulate(operand.flat.size for _, operand in bucket)]
-        parts = [Part(name, ends[at], ends[at + 1], operand.shape) for at, (name, operand) in enumerate(bucket)]
-        _reduce(group, readable(packed), parts, op, codec, feedback, timeout)
-        for part, (_, operand) in zip(parts, bucket, strict=True):
-            operand.flat[...] = packed[part.start : part.stop]
-            operand.store()
-
-
-def _reduce(
-    group: Group,
-    operand: Operand,
-    parts: list[Part],
-    op: str,
-    codec: Compression | None,
-    feedback: ErrorFeedback | None,
-    timeout: float | None,
-) -> None:
-    if codec is None:
-        group.all_reduce(operand, op, timeout=timeout)
-    else:
-        from covey.runtime.group import compressing
-
-        compressing.reduce_gradients(
-            group, [compressing.Piece(operand, parts, codec)], op, feedback=feedback, timeout=timeout
-        )
-
-
-def sum_row(
-    group: Group, row: Array, parts: Sequence[Part], policy: Policy | None, feedback: ErrorFeedback | None
-) -> None:
-    """Add a row of all ranks, in place, in one operation: the gradients in `parts`, then figures that stay exact.
-
-    The parts start at element 0, one after the other. `policy` chooses their codecs by name; the size of the whole row
-    counts, not that of a part: all parts travel together.
-    """
-    by_codec: dict[Compression | None, list[Part]] = {}
-    for part in parts:
-        by_codec.setdefault(None if policy is None else _codec_of_part(policy, part, row), []).append(part)
-    if not by_codec.keys() - {None}:
-        group.all_reduce(row)
-        return
-    from covey.runtime.group import compressing
-
-    end = parts[-1].stop
-    whole = [(row[:end], list(parts))]
-    packed = whole if len(by_codec) == 1 else [pack(row, chosen) for chosen in by_codec.values()]
-    pieces = [
-        compressing.Piece(writable(piece), places, codec)
-        for (piece, places), codec in zip(packed, by_codec, strict=True)
-    ]
-    figures = row[end:]
-    compressing.reduce_gradients(
-        group, pieces, "sum", exact=writable(figures) if figures.size else None, feedback=feedback
-    )
-    if len(by_codec) > 1:
-        for (piece, places), chosen in zip(packed, by_codec.values(), strict=True):
-            for place, part in zip(places, chosen, strict=True):
-                row[part.start : part.stop] = piece[place.start : place.stop]
+        if len(by_codec) > 1:
+            for (piece, places), chosen in zip(packed, by_codec.values(), strict=True):
+                for place, part in zip(places, chosen, strict=True):
+                    row[part.start : part.stop] = piece[place.start : place.stop]
 
 
 def pack(row: Array, parts: Sequence[Part]) -> tuple[Array, list[Part]]:
@@ -139,9 +176,9 @@ def pack(row: Array, parts: Sequence[Part]) -> tuple[Array, list[Part]]:
 
 
 def _codec_of_part(policy: Policy, part: Part, row: Array) -> Compression | None:
-    from covey.runtime.group import compressing
+    from covey.runtime.group import compression
 
-    return compressing.codec_for_part(policy, part, row.nbytes, row.dtype)
+    return compression.codec_for_part(policy, part, row.nbytes, row.dtype)
 
 
 def _buckets(named: Named, limit: int, op: str, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:
@@ -174,7 +211,7 @@ def _refuse_shared_memory(named: Named) -> None:
             raise ConfigError(f"sync_gradients: {one!r} and {other!r} share memory; pass each array once")
 
 
-def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> None:
+def _agree(issuer: Issuer, named: Named, call: Call, timeout: float | None) -> None:
     """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
     lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
     data = "\n".join(lines).encode(errors="replace")
@@ -205,7 +242,7 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         )
         attempt.disagree(MismatchError(story))
 
-    group._engine.run(call, body, timeout=timeout, async_op=False)
+    issuer.engine.run(call, body, timeout=timeout, async_op=False)
 
 
 def _digest(data: bytes) -> Any:
@@ -219,6 +256,6 @@ def _at(lists: dict[Rank, list[str]], index: int) -> dict[Rank, str]:
 
 
 def _codec(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
-    from covey.runtime.group import compressing
+    from covey.runtime.group import compression
 
-    return compressing.codec_for_gradient(policy, name, operand, op)
+    return compression.codec_for_gradient(policy, name, operand, op)

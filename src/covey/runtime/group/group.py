@@ -1,11 +1,16 @@
-"""`Group`, the object with which a program works on arrays together with other ranks."""
+"""`Group`, the object with which a program works on arrays together with other ranks.
+
+A group is a facade: its parts have one subject each, and carry the operations out. `offered` puts an operation of a
+part into the class, with its signature and documentation, and `Group.__init__` binds it to the part: a call of the
+group is a call of the part, without a frame between.
+"""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+import types
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 
@@ -14,38 +19,71 @@ from covey.base.errors import CoveyError
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault
-from covey.runtime.group import gradients, movements, survival
-from covey.runtime.group.asynchronous import AsyncForms
-from covey.runtime.group.checkpoints import CheckpointForms
-from covey.runtime.group.describing import Description
-from covey.runtime.group.failing import describe, ending_error, is_failure
-from covey.runtime.group.issuer import whole_number
-from covey.runtime.group.messaging import Messages
-from covey.runtime.group.moving import Moves
-from covey.runtime.group.object_moving import ObjectMoves
+from covey.runtime.group import movements
+from covey.runtime.group.checkpoints import CheckpointRequests
+from covey.runtime.group.endings import describe, ending_error, is_failure
+from covey.runtime.group.gradients import Gradients
+from covey.runtime.group.introspection import Introspection
+from covey.runtime.group.issuer import Issuer, whole_number
+from covey.runtime.group.messages import Messages
+from covey.runtime.group.moves import Moves
+from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.reductions import Reductions
-from covey.runtime.group.reports import ReportForms
+from covey.runtime.group.reports import Reports
+from covey.runtime.group.survival import Survival
+from covey.runtime.off_loop import off_loop
+from covey.runtime.report_log import log_of
 from covey.runtime.shutdown import raise_or_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping
+    from collections.abc import Callable, MutableMapping
     from types import TracebackType
 
     from covey.compress.feedback import ErrorFeedback
-    from covey.compress.policy import CompressValue
+    from covey.proto.checkpointing import Checkpoint
+    from covey.runtime.calls.service import CallService
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.group.members import Member
     from covey.runtime.group.node import Node
     from covey.runtime.group.restore import RestoreReport
-    from covey.runtime.group.survival import Assembly
+    from covey.runtime.group.savings import Compression
+    from covey.runtime.state.store import Stores
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
-class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, CheckpointForms, ReportForms):
+class Offered(Protocol[P, R]):
+    """An operation of a part, as a type checker sees it in the class of the group."""
+
+    @overload
+    def __get__(self, group: None, owner: type[Group]) -> Callable[Concatenate[Any, P], R]: ...
+
+    @overload
+    def __get__(self, group: Group, owner: type[Group]) -> Callable[P, R]: ...
+
+
+def offered(operation: Callable[Concatenate[Any, P], R]) -> Offered[P, R]:
+    """Return an operation of a part as a method of groups, for calls as `Group.name(group, ...)` and by `super()`.
+
+    A call of a group goes to the part at once; see `Group._bind`.
+    """
+
+    @functools.wraps(operation)
+    def method(group: Any, /, *args: P.args, **named: P.kwargs) -> R:
+        result: R = group._operations[operation](*args, **named)
+        return result
+
+    return cast("Offered[P, R]", method)
+
+
+class Group:
     """An ordered set of ranks that work together. Use it in `with`, or `close` it.
 
     Collectives of a group run in the order in which they are issued, and every rank must issue the same ones in the
@@ -85,57 +123,150 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
         `on_close` may return an error to raise. `is_fresh`: this rank joined the run with this group, so that `restore`
         does not count its state. `parent_ranks` are the ranks in the group that it was split from.
         """
-        super().__init__(engine)
-        self._local_rank, self._parent_ranks = local_rank, parent_ranks
+        self._engine, self._local_rank, self._is_fresh = engine, local_rank, is_fresh
         self._before_close, self._on_close = before_close, on_close
-        self._is_fresh = is_fresh
-        self._sidecar: Assembly | None = None
-        self._restores = 0
         self._state: MutableMapping[str, Any] | None = None
         """The state that `restore` was given last."""
         self._failure: BaseException | None = None
         """The exception that ended the `with` block, if one did."""
         self._has_told = False
         """Whether the other ranks were told of the exception that ends this program."""
-        self._children = itertools.count(1)
-        self._node: Node | None = None
+        self._issuer = issuer = Issuer(engine)
+        self._reductions, self._objects, self._messages = Reductions(issuer), ObjectMoves(issuer), Messages(issuer)
+        self._moves, self._gradients = Moves(issuer), Gradients(issuer, self._reductions)
+        serve = functools.partial(_serve, engine)
+        self._introspection, self._survival = Introspection(engine, issuer, parent_ranks, serve), Survival(engine)
+        node, is_alone = engine.node, engine.node is None and parent_ranks is None
+        self._checkpoints = CheckpointRequests(engine, None if node is None else node.checkpoints, is_alone=is_alone)
+        self._operations: dict[Callable[..., Any], Callable[..., Any]] = {}
+        """By operation of a part: what carries it out."""
+        operations = (self._reductions, self._moves, self._objects, self._messages, self._gradients)
+        self._reports = Reports(lambda: log_of(engine.node))
+        for part in (*operations, self._introspection, self._checkpoints, self._reports):
+            self._bind(part)
 
-    # Gradients and subgroups
+    def _bind(self, part: object) -> None:
+        """Let this group call the operations of a part that its class offers, unless a subclass has its own."""
+        for name, operation in vars(type(part)).items():
+            if isinstance(operation, types.FunctionType) and not name.startswith("_"):
+                bound = self._operations[operation] = getattr(part, name)
+                if getattr(getattr(type(self), name, None), "__wrapped__", None) is operation:
+                    self.__dict__[name] = bound
 
-    def sync_gradients(
-        self,
-        grads: Mapping[str, Any],
-        op: str = "mean",
-        *,
-        bucket_bytes: int | None = None,
-        compress: CompressValue = None,
-        feedback: ErrorFeedback | bool = True,
-        timeout: float | None = None,
-    ) -> None:
-        """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes` (a setting).
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-        `compress` sends fewer bytes: a codec like "int8", or a mapping of patterns of names to codecs; default: what
-        the group was joined with. What a step loses is added to the next one of the same name, by `group.feedback`,
-        by a `feedback` of your own, or not at all with False.
+    # Operations that combine arrays
 
-        Raises:
-            MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
-        """
-        policy = self._policy
-        if compress is not None:
-            from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
+    all_reduce = offered(Reductions.all_reduce)
+    reduce = offered(Reductions.reduce)
+    reduce_scatter = offered(Reductions.reduce_scatter)
+    scan = offered(Reductions.scan)
+    exscan = offered(Reductions.exscan)
+    sync_gradients = offered(Gradients.sync_gradients)
 
-            policy = make_policy(compress)
-        own = self.feedback if feedback is True else feedback or None
-        limit = self._engine.config.bucket_bytes if bucket_bytes is None else bucket_bytes
-        gradients.sync(self, grads, op, limit, policy, None if policy is None else own, timeout)
-
-    @functools.cached_property
+    @property
     def feedback(self) -> ErrorFeedback:
         """What compressed gradients of `sync_gradients` have lost so far, by name; each rank saves its own."""
-        from covey.compress.feedback import ErrorFeedback  # slow to load, and most programs do not need it
+        return self._gradients.feedback
 
-        return ErrorFeedback()
+    # Operations that move arrays and values
+
+    broadcast = offered(Moves.broadcast)
+    all_gather = offered(Moves.all_gather)
+    gather = offered(Moves.gather)
+    scatter = offered(Moves.scatter)
+    all_to_all = offered(Moves.all_to_all)
+    barrier = offered(Moves.barrier)
+    broadcast_object = offered(ObjectMoves.broadcast_object)
+    all_gather_object = offered(ObjectMoves.all_gather_object)
+    gather_object = offered(ObjectMoves.gather_object)
+    scatter_object = offered(ObjectMoves.scatter_object)
+
+    # Messages
+
+    send = offered(Messages.send)
+    recv = offered(Messages.recv)
+    sendrecv = offered(Messages.sendrecv)
+    probe = offered(Messages.probe)
+    iprobe = offered(Messages.iprobe)
+    send_object = offered(Messages.send_object)
+    recv_object = offered(Messages.recv_object)
+
+    # What the group says about itself
+
+    lanes = offered(Introspection.lanes)
+    to_parent = offered(Introspection.to_parent)
+    to_run = offered(Introspection.to_run)
+    metrics = offered(Introspection.metrics)
+    explain = offered(Introspection.explain)
+    call = offered(Introspection.call)
+    who_is_late = offered(Introspection.who_is_late)
+    on_change = offered(Introspection.on_change)
+    events = offered(Introspection.events)
+    report = offered(Reports.report)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self._engine.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group, lost ones included."""
+        return self._engine.size
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The ranks that have not been lost."""
+        return self._engine.live
+
+    @property
+    def generation(self) -> int:
+        """The number of the run's generation that this group belongs to."""
+        return 0 if self._engine.generation is None else self._engine.generation.number
+
+    @property
+    def name(self) -> str:
+        """The name of this group in error messages."""
+        return self._engine.name
+
+    @property
+    def on_loss(self) -> str:
+        """What operations do when a rank is lost: "raise", or "continue" among the remaining ranks."""
+        return self._engine.config.on_loss
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The ranks whose input is in the result of the last collective that returned."""
+        return self._engine.contributors
+
+    @property
+    def sequence(self) -> int:
+        """The number of collectives of this group that have returned on this rank."""
+        return self._engine.last_returned
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among the run's processes on its host, for instance to choose a device."""
+        return self._local_rank
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the group by rank, lost ones included; see `Node.members`."""
+        return self.node.members
+
+    @property
+    def compression(self) -> Compression:
+        """What compression has saved so far, and the codec of the last compressed operation."""
+        return self._issuer.savings.total
+
+    @property
+    def node(self) -> Node:
+        """This process as the other nodes know it: functions that they may call, and calls to theirs."""
+        return self._introspection.node()
+
+    # Subgroups
 
     @overload
     def split(self, color: int, key: int | None = None, *, timeout: float | None = None) -> Group: ...
@@ -151,12 +282,12 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
         """
         wanted = 0 if color is None else whole_number("color", color)
         choice = np.array([color is not None, wanted, self.rank if key is None else whole_number("key", key)], np.int64)
-        call = self._call("split", None, None)
+        call = self._issuer.call("split", None, None)
         operand = readable(choice)
 
         def body(attempt: Attempt) -> tuple[dict[int, Array], int]:
             gathered = movements.gather_all(attempt, operand, wanted=movements.Wanted(shape=operand.shape))
-            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.engine.operation.sequence
+            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.operation.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:
@@ -173,6 +304,10 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
         """Return a new group of the ranks on this machine. Every rank of this group calls it."""
         ranks = next(ranks for ranks in self.node.hosts().values() if self.rank in ranks)
         return self.split(ranks[0], timeout=timeout)
+
+    async def split_async(self, color: int | None, key: int | None = None, **arguments: Any) -> Any:
+        """Return what `split` returns, without blocking the event loop."""
+        return await off_loop(self.split, color, key, discard=_close, **arguments)
 
     # Losses and changes
 
@@ -196,18 +331,12 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
             QuorumLostError: too few ranks remain.
             DeadlineError: a live rank did not call it in time.
         """
-        return survival.shrink(self, timeout)
+        made, number = self._survival.shrink(timeout)
+        return type(self)(made, local_rank=self._local_rank), number
 
     def agree(self, flag: bool, *, timeout: float | None = None) -> bool:
         """Return whether `flag` is true on all remaining ranks; all get the same answer, also in a failed group."""
-        if self._engine.generation is None or self.on_loss == "continue":
-            return bool(self.all_reduce(bool(flag), "and", timeout=timeout))
-        return self._assembly().agree(flag, timeout)
-
-    def _assembly(self) -> Assembly:
-        if self._sidecar is None:
-            self._sidecar = survival.Assembly(self)
-        return self._sidecar
+        return self._survival.agree(flag, timeout)
 
     def revoke(self) -> None:
         """End this group and all its pending operations, on all ranks. On any thread."""
@@ -237,9 +366,27 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
         all ranks get the state of rank 0.
         """
         self._state = state
-        return survival.restore(
-            self, state, fresh=self._is_fresh, on_drift=on_drift, timeout=timeout, progress=progress
-        )
+        options: dict[str, Any] = {"fresh": self._is_fresh, "on_drift": on_drift}
+        return self._survival.restore(state, **options, timeout=timeout, progress=progress)
+
+    async def restore_async(self, state: Any, **arguments: Any) -> RestoreReport:
+        """Return what `restore` returns, without blocking the event loop."""
+        return await off_loop(self.restore, state, **arguments)
+
+    # Checkpoints
+
+    request_checkpoint = offered(CheckpointRequests.request_checkpoint)
+    end_checkpoint = offered(CheckpointRequests.end_checkpoint)
+
+    @property
+    def checkpoint_pending(self) -> Checkpoint | None:
+        """The checkpoint that this rank is to save now, or None.
+
+        It is set on all ranks after the same operation of this group. Operations count when they are issued: wait for
+        your works before you save. `end_checkpoint` clears it. Reading it takes no time, except for the few
+        milliseconds in which the ranks agree on a request.
+        """
+        return self._checkpoints.pending()
 
     # The end
 
@@ -263,14 +410,17 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
             self._engine.confirm()
         if self._before_close is not None:
             self._before_close(error is None)
-        if self._sidecar is not None:
-            self._sidecar.close()
+        self._survival.close()
         self._engine.close()
         mismatch = self._engine.failure.untold_mismatch()
         if self._on_close is not None and self._engine.is_freed:  # else the thread that closes it calls this
             mismatch = self._on_close() or mismatch
         if mismatch is not None and error is None:
             raise_or_exit(mismatch)
+
+    async def close_async(self) -> None:
+        """Close the group without blocking the event loop."""
+        await off_loop(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -287,6 +437,14 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
                 self._engine.failure.declare(Fault("PeerLostError", text, (self._engine.rank,)))
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await off_loop(self.__exit__, kind, error, trace)
+
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks which error ends this program, before its lanes end."""
         node, is_of_all = self._engine.node, self._before_close is not None
@@ -301,3 +459,17 @@ class Group(Description, Reductions, Moves, ObjectMoves, Messages, AsyncForms, C
     def _is_consequence(self, error: BaseException) -> bool:
         """Tell whether an error comes from the failure of the group itself, which the other ranks know of."""
         return isinstance(error, CoveyError) and self._engine.failure.has_happened
+
+
+def _serve(engine: Engine) -> tuple[CallService, Stores | None]:
+    """Return what serves calls between nodes, and the stores of the run; a process that is alone has none."""
+    from covey.runtime.calls.serve import calls_alone, serve_calls  # most programs make no calls
+
+    if engine.node is None:
+        return calls_alone(engine.config, engine.name), None
+    return serve_calls(engine.node), engine.node.stores
+
+
+def _close(made: Group | None) -> None:
+    if made is not None:
+        made.close()

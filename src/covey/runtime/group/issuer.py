@@ -3,65 +3,95 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
+from covey.base.numbers import NO_RANK
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group.savings import Savings
 from covey.runtime.work import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from covey.base.numbers import Rank
-    from covey.compress.parsing import Compression
-    from covey.compress.policy import CompressValue, Policy
+    from covey.compress.policy import Policy
     from covey.runtime.buffers import Operand
-    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.atomic import AtomicOperations
+    from covey.runtime.collectives.attempt import Attempt, Shortcuts
     from covey.runtime.collectives.call_log import Call
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.native_executor import Shortcut
+    from covey.runtime.collectives.operation import CurrentOperation
+    from covey.runtime.collectives.roster import GroupFacts, GroupRoster
+    from covey.runtime.counters import GroupCounters
+    from covey.runtime.messages.routing import MessageRouting
 
 CACHED_CALLS: Final = 4096
 """Cached descriptions of calls. A program with more different calls pays for describing them again."""
 
 
-class Issuer:
-    """A group on this rank, without its operations."""
+class IssuingEngine(Protocol):
+    """What operations need of the engine that runs them (`collectives.engine`)."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._calls: dict[Any, Call] = {}
-        self._policy: Policy | None = None
+    facts: GroupFacts
+    roster: GroupRoster
+    operation: CurrentOperation
+    failure: Failure
+    counters: GroupCounters
+    shortcuts: Shortcuts
+    routing: MessageRouting
+    atomic: AtomicOperations | None
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def contributors(self) -> tuple[Rank, ...]: ...
+
+    def run(
+        self,
+        call: Call,
+        body: Callable[[Attempt], Any],
+        *,
+        timeout: float | None,
+        async_op: bool,
+        then: Callable[[Any], Any] | None = None,
+        root: Rank = NO_RANK,
+    ) -> Any: ...
+
+
+class Issuer:
+    """Issues the operations of a group on this rank; all parts of a `Group` that have operations share it."""
+
+    def __init__(self, engine: IssuingEngine) -> None:
+        self.engine = engine
+        self.rank: int = engine.roster.rank
+        self.size = engine.roster.size
+        self.calls: dict[Any, Call] = {}
+        """Descriptions of calls, by what tells them apart."""
+        self.policy: Policy | None = None
         """What is compressed of gradients, unless a call says something else. Nothing else is: see `all_reduce`."""
-        if engine.config.compress:
+        if engine.facts.config.compress:
             from covey.compress.policy import make_policy  # slow to load, and most programs do not need it
 
-            self._policy = make_policy(engine.config.compress)
-        self._savings = Savings()
+            self.policy = make_policy(engine.facts.config.compress)
+        self.savings = Savings(engine.facts, engine.roster, engine.counters)
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the group."""
-        return self._engine.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group, lost ones included."""
-        return self._engine.size
-
-    def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+    def call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
         """Return the description of a call, from the cache if it is there."""
         key = (operation, code, shape, *agreed.values())
-        call = self._calls.get(key)
+        call = self.calls.get(key)
         if call is None:
-            if len(self._calls) > CACHED_CALLS:
-                self._calls.clear()
-            call = self._calls[key] = make_call(operation, code, shape, **agreed)
+            if len(self.calls) > CACHED_CALLS:
+                self.calls.clear()
+            call = self.calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _took_shortcut(
+    def took_shortcut(
         self, shortcut: Shortcut, what: tuple[Any, ...], x: Any, out: Any = None, timeout: float | None = None
     ) -> bool:
         """Run an operation on `x`, and an output if there is one; return False if it needs the long way.
@@ -74,10 +104,10 @@ class Issuer:
         if outcome is False:
             return False
         if outcome is not True:
-            self._resume(x, outcome, timeout)
+            self.resume(x, outcome, timeout)
         return True
 
-    def _begin(self, shortcut: Shortcut, name: str, what: Any, x: Any, timeout: float | None) -> Work[Any] | None:
+    def begin(self, shortcut: Shortcut, name: str, what: Any, x: Any, timeout: float | None) -> Work[Any] | None:
         """Begin an operation on `x` with the shortcut, and return its work; None if it needs the long way.
 
         What can be sent is sent at once. If the other ranks have sent their part before, the work is done; else the
@@ -87,39 +117,33 @@ class Issuer:
         if outcome is False:
             return None
         if outcome is not True:
-            resumed: Work[Any] = self._resume(x, outcome, timeout, async_op=True)
+            resumed: Work[Any] = self.resume(x, outcome, timeout, async_op=True)
             return resumed
-        work: Work[Any] = Work(f"{name} of group {self._engine.name!r}")
-        work.contributors = self._engine.contributors
+        work: Work[Any] = Work(f"{name} of group {self.engine.facts.name!r}")
+        work.contributors = self.engine.contributors
         work.finish(x)
         return work
 
-    def _resume(self, x: Any, call: Call, timeout: float | None = None, *, async_op: bool = False) -> Any:
+    def resume(self, x: Any, call: Call, timeout: float | None = None, *, async_op: bool = False) -> Any:
         """Go on with a call that the shortcut has begun, because it takes longer; return `x`, or a Work."""
 
         def body(attempt: Attempt) -> Any:
             attempt.resume()
             return x
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        return self.engine.run(call, body, timeout=timeout, async_op=async_op)
 
-    def _codec_of(self, compress: CompressValue, operand: Operand) -> Compression | None:
-        """Return the codec that a call asks for, for an array; None for "none"."""
-        from covey.runtime.group import compressing  # slow to load, and most programs do not need it
-
-        return compressing.codec_of(compress, operand)
-
-    def _check_rank(self, rank: int, what: str) -> Rank:
+    def check_rank(self, rank: int, what: str) -> Rank:
         """Return `rank` as a `Rank`; raise ConfigError if the group has no such rank."""
         try:
             index = operator.index(rank)
         except TypeError:
             index = -1
         if 0 <= index < self.size:
-            return self._engine.ranks[index]
+            return self.engine.roster.ranks[index]
         raise ConfigError(f"{what}={rank!r} is not a rank of this group; it has ranks 0 to {self.size - 1}")
 
-    def _output(self, out: Any, code: int, shape: tuple[int, ...]) -> Operand:
+    def output(self, out: Any, code: int, shape: tuple[int, ...]) -> Operand:
         """Return `out` as an operand; raise TypeError if it has another dtype or shape."""
         operand = writable(out)
         if operand.shape != shape or operand.code != code:
@@ -128,7 +152,8 @@ class Issuer:
             )
         return operand
 
-    def _list_of_operands(self, xs: Any, what: str) -> list[Operand]:
+    def list_of_operands(self, xs: Any, what: str) -> list[Operand]:
+        """Return a list by rank as operands; raise ConfigError if it has another length."""
         if xs is None or len(xs) != self.size:
             got = "None" if xs is None else f"{len(xs)} elements"
             raise ConfigError(f"{what} must have one array for each of the {self.size} ranks, not {got}")

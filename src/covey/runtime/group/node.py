@@ -13,7 +13,7 @@ from covey.base.errors import ConfigError
 from covey.runtime import checks
 from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.events import KINDS
-from covey.runtime.group import observing
+from covey.runtime.group import members as known_members
 from covey.runtime.group.following import check_kinds, follow
 from covey.runtime.group.store import RunStore
 from covey.wire.call_values import ANY_VALUE
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.service import CallService
     from covey.runtime.calls.work import CallStream, CallWork
-    from covey.runtime.collectives.engine import Engine
     from covey.runtime.events import Event
-    from covey.runtime.group.observing import Member, MemberHealth, PeerLink
+    from covey.runtime.group.members import DescribedEngine, Member, MemberHealth, PeerLink
     from covey.runtime.group.topology import Topology
+    from covey.runtime.state.store import Stores
     from covey.wire.call_values import ValueDecoder
 
     Peer = int | str | bytes
@@ -56,23 +56,23 @@ class Node:
         TypeError: an argument cannot be sent.
     """
 
-    def __init__(self, engine: Engine, service: CallService) -> None:
-        self._engine, self._service = engine, service
+    def __init__(self, engine: DescribedEngine, service: CallService, stores: Stores | None) -> None:
+        self._engine, self._service, self._stores = engine, service, stores
 
     def __repr__(self) -> str:
-        return f"<Node of rank {self._engine.rank} of {self._engine.size} in {self._engine.name!r}>"
+        return f"<Node of rank {self._engine.roster.rank} of {self._engine.roster.size} in {self._engine.facts.name!r}>"
 
     # The members
 
     @property
     def id(self) -> str:
         """The public key of this node, in hexadecimal; empty in a run that uses a launcher's token."""
-        return self.members[self._engine.rank].id
+        return self.members[self._engine.roster.rank].id
 
     @property
     def name(self) -> str:
         """The name of this node."""
-        return self.members[self._engine.rank].name
+        return self.members[self._engine.roster.rank].name
 
     @property
     def leader(self) -> int | None:
@@ -89,15 +89,15 @@ class Node:
     @property
     def members(self) -> tuple[Member, ...]:
         """The members of the group by rank, lost ones included: names, machines and what these have."""
-        return observing.members(self._engine)
+        return known_members.members(self._engine)
 
     def hosts(self) -> dict[str, tuple[int, ...]]:
         """Return the live ranks of each machine, by its name, in the order of their first ranks."""
-        return observing.hosts(self._engine)
+        return known_members.hosts(self._engine)
 
     def links(self) -> tuple[PeerLink, ...]:
         """Return how this node reaches the other live members: lane, interface, round trip, speed."""
-        return observing.links(self._engine)
+        return known_members.links(self._engine)
 
     def topology(self) -> Topology:
         """Return the network between the live members as a graph: machines, sites, links with their speeds.
@@ -110,13 +110,13 @@ class Node:
 
     def health(self) -> tuple[MemberHealth, ...]:
         """Return the state of each member by rank, as this node knows it: since when, and why."""
-        return observing.health(self._engine)
+        return known_members.health(self._engine)
 
     def on_event(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread of covey's."""
         check_kinds(kinds)
-        if self._engine.node is not None:
-            self._engine.node.events.listen(listener, frozenset(kinds))
+        if self._engine.roster.node is not None:
+            self._engine.roster.node.events.listen(listener, frozenset(kinds))
 
     async def events(self, kinds: Collection[str] = KINDS) -> AsyncIterator[Event]:
         """Yield the last events of these kinds, and then new ones as they come, until the run is over here.
@@ -124,8 +124,8 @@ class Node:
         A reader that falls behind by more than a thousand events misses the oldest ones.
         """
         check_kinds(kinds)
-        if self._engine.node is not None:
-            async for event in follow(self._engine.node.events, frozenset(kinds)):
+        if self._engine.roster.node is not None:
+            async for event in follow(self._engine.roster.node.events, frozenset(kinds)):
                 yield event
 
     def add_check(self, name: str, function: Callable[[], Any]) -> None:
@@ -147,7 +147,7 @@ class Node:
     @functools.cached_property
     def store(self) -> RunStore:
         """The key-value store of the run."""
-        return RunStore(self._engine)
+        return RunStore(self._stores, self._engine.facts.config.timeout)
 
     # Functions of this node
 
@@ -213,7 +213,7 @@ class Node:
         by the annotation of the function that is registered here under this name, if there is one.
         """
         rank, name, decoder = self._target(peer, function)
-        seat = self._engine.members[rank]
+        seat = self._engine.roster.seats[rank]
         return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
     def call_async(
@@ -221,7 +221,7 @@ class Node:
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
         rank, name, decoder = self._target(peer, function)
-        seat = self._engine.members[rank]
+        seat = self._engine.roster.seats[rank]
         return self._service.call_async(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
     def stream(
@@ -232,7 +232,7 @@ class Node:
         The generator runs a few items ahead of the reader. `timeout` is for the whole stream.
         """
         rank, name, decoder = self._target(peer, function)
-        seat = self._engine.members[rank]
+        seat = self._engine.roster.seats[rank]
         return self._service.stream(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
     def broadcast_call(
@@ -251,7 +251,7 @@ class Node:
         of the lowest rank is raised.
         """
         engine = self._engine
-        chosen = set(engine.live) - {engine.rank} if peers is None else set(map(self._rank, peers))
+        chosen = set(engine.live) - {engine.roster.rank} if peers is None else set(map(self._rank, peers))
         works = {rank: self.call_async(rank, function, *args, timeout=timeout, **named) for rank in sorted(chosen)}
         results: dict[int, Any] = {}
         try:
@@ -277,7 +277,7 @@ class Node:
         functions = self._service.functions
         name = function if isinstance(function, str) else functions.name_of(function)
         here = functions.by_name.get(name)
-        ranks = self._engine.ranks
+        ranks = self._engine.roster.ranks
         rank = ranks[peer] if type(peer) is int and peer in ranks else self._rank(peer)
         return rank, name, ANY_VALUE if here is None else here.signature.result
 
@@ -285,10 +285,10 @@ class Node:
         """Return the rank of a node; ConfigError if there is none, or several."""
         engine = self._engine
         if isinstance(peer, int) and not isinstance(peer, bool):
-            if peer not in engine.ranks:
-                raise ConfigError(f"there is no rank {peer} in a group of {engine.size}")
-            return engine.ranks[peer]
-        cards = {} if engine.node is None else {rank: engine.roster.card(rank) for rank in engine.ranks}
+            if peer not in engine.roster.ranks:
+                raise ConfigError(f"there is no rank {peer} in a group of {engine.roster.size}")
+            return engine.roster.ranks[peer]
+        cards = {} if engine.roster.node is None else {rank: engine.roster.card(rank) for rank in engine.roster.ranks}
         found = [rank for rank, card in cards.items() if peer in (card.name, card.id)]
         if len(found) != 1 or not peer:
             what = "several nodes are" if found and peer else "no node is"

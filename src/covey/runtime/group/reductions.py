@@ -20,7 +20,7 @@ from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group import movements
-from covey.runtime.group.issuer import CACHED_CALLS, Issuer
+from covey.runtime.group.issuer import CACHED_CALLS
 from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
@@ -33,12 +33,17 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
+    from covey.runtime.group.issuer import Issuer
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Reductions(Issuer):
-    """Operations that combine arrays; a base of `Group`."""
+class Reductions:
+    """Operations that combine arrays, as `Group` offers them."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
+        self.rank, self.size = issuer.rank, issuer.size
 
     def all_reduce(
         self,
@@ -67,14 +72,14 @@ class Reductions(Issuer):
             asked = None
             if type(x) is np.ndarray and type(compress) is str:
                 asked = (compress, name, op, x.dtype, x.shape, feedback is None and algorithm is None and not async_op)
-            if not self._savings.passes(self._engine, asked):
-                from covey.runtime.group import compressing
+            if not self._issuer.savings.passes(asked):
+                from covey.runtime.group import compression
 
-                codec = compressing.codec_for_all_reduce(compress, x, name)
+                codec = compression.codec_for_all_reduce(compress, x, name)
                 if codec is not None:
-                    return compressing.all_reduce(
-                        self, x, op, codec, asked, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
-                        timeout=timeout, async_op=async_op,
+                    return compression.all_reduce(
+                        self._issuer, self.all_reduce, x, op, codec, asked, weight=weight, feedback=feedback, name=name,
+                        algorithm=algorithm, timeout=timeout, async_op=async_op,
                     )  # fmt: skip
         elif feedback is not None:
             raise ConfigError(
@@ -83,12 +88,12 @@ class Reductions(Issuer):
         is_array = type(x) is np.ndarray  # the common case, kept short: this call is paid per step
         if not is_array and isinstance(x, int | np.integer | np.bool_) and op in ("sum", "prod") and weight is None:
             return self._reduce_whole_number(x, op, timeout, algorithm, async_op)
-        shortcut, begun_in = self._engine.all_reduce_shortcut, None
+        shortcut, begun_in = self._engine.shortcuts.all_reduce, None
         if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:
                 check_timeout(timeout)
             if async_op:
-                work = None if self._engine.survives else self._begin(shortcut, "all_reduce", op, x, timeout)
+                work = None if self._facts.survives else self._issuer.begin(shortcut, "all_reduce", op, x, timeout)
                 if work is not None:
                     return work
             outcome = False if async_op else shortcut.run(x, op)
@@ -97,7 +102,7 @@ class Reductions(Issuer):
             if outcome is not False:
                 begun_in = self._engine.atomic
                 if begun_in is None:
-                    return self._resume(x, outcome, timeout)
+                    return self._issuer.resume(x, outcome, timeout)
                 begun_in.handed_over(x)
         is_number = False
         if is_array and x.flags.carray:
@@ -110,7 +115,7 @@ class Reductions(Issuer):
             flat, shape = operand.flat, operand.shape
         is_plain = weight is None
         key = (flat.dtype, shape, op, algorithm, is_plain)
-        call = self._calls.get(key)
+        call = self._issuer.calls.get(key)
         if call is None:
             call = self._prepare_all_reduce(flat, key)
         if weight is not None:
@@ -129,8 +134,11 @@ class Reductions(Issuer):
                 return None  # on every rank, so the group stays usable
             # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             keeps = weight is None and (operand is None or operand.is_own)
-            is_large = flat.nbytes >= PLANNED_BYTES
-            planner = None if algorithm is not None else attempt.planner() if is_large else attempt.known_planner
+            planner = None if algorithm is not None else attempt.planner
+            if planner is None and algorithm is None and attempt.fits_plans and flat.nbytes >= PLANNED_BYTES:
+                from covey.runtime.collectives.planner import planner_of  # most groups have no use for it
+
+                planner = planner_of(attempt)
             if planner is not None:
                 planner.reduce_plain(
                     attempt, flat.size, flat.itemsize, plan,
@@ -148,7 +156,8 @@ class Reductions(Issuer):
         finally:
             if begun_in is not None:
                 begun_in.drop_handed_over()
-        if shortcut is not None and is_plain and operand is None and algorithm is None:
+        may_repeat = shortcut is not None and flat.nbytes <= shortcut.most_bytes
+        if may_repeat and is_plain and operand is None and algorithm is None:
             self._add_shortcut(flat, key, call)
         return result
 
@@ -160,9 +169,9 @@ class Reductions(Issuer):
         number = int(own.flat[0])
         if op == "sum":
             choose.all_reduce(
-                self.rank, self.size, 2, 8, self._engine.attempt.lane_family, algorithm, self._engine.sizes
+                self.rank, self.size, 2, 8, self._engine.attempt.lane_family, algorithm, self._facts.sizes
             )  # raises if there is no such algorithm
-            call = self._call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
+            call = self._issuer.call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
 
             def add(attempt: Attempt) -> int:
                 # The sums of both halves over all ranks fit into 64 bits.
@@ -171,7 +180,7 @@ class Reductions(Issuer):
                 return (int(halves[0]) << 32) + int(halves[1])
 
             return self._engine.run(call, add, timeout=timeout, async_op=async_op)
-        call = self._call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
+        call = self._issuer.call("all_reduce", own.code, (), op=op, whole=True, algorithm=algorithm)
 
         def multiply(attempt: Attempt) -> int:
             rows = movements.gather_all(attempt, own, wanted=movements.Wanted(shape=own.shape))
@@ -181,7 +190,7 @@ class Reductions(Issuer):
 
     def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
         """Let sums of arrays like `flat` take the shortcut of the present attempt."""
-        shortcut, attempt = self._engine.all_reduce_shortcut, self._engine.attempt
+        shortcut, attempt = self._engine.shortcuts.all_reduce, self._engine.attempt
         prepared = attempt.prepared.get(key)
         if shortcut is not None and prepared is not None:
             _, shape, op, _, _ = key
@@ -193,12 +202,12 @@ class Reductions(Issuer):
         _, shape, op, algorithm, is_plain = key
         reduction(op, flat.dtype)
         _prepared_all_reduce(self._engine.attempt, flat, key)
-        if len(self._calls) > CACHED_CALLS:
-            self._calls.clear()
+        if len(self._issuer.calls) > CACHED_CALLS:
+            self._issuer.calls.clear()
         call = make_call(
             "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
         )
-        self._calls[key] = call
+        self._issuer.calls[key] = call
         return call
 
     def reduce(
@@ -212,20 +221,20 @@ class Reductions(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
-            and self._took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x, timeout=timeout)
+            and self._issuer.took_shortcut(shortcut, shortcut.name(("reduce", root, op)), x, timeout=timeout)
         ):
             return x
-        root = self._check_rank(root, "root")
+        root = self._issuer.check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
         choose.reduce(
-            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm, self._engine.sizes
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm, self._facts.sizes
         )
-        call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
+        call = self._issuer.call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
             size, slot = operand.flat.size, attempt.slot_of(root)
@@ -242,7 +251,7 @@ class Reductions(Issuer):
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
         if shortcut is not None and type(x) is np.ndarray and operand.is_own:
             size, itemsize = operand.flat.size, operand.flat.itemsize
-            plan = choose.reduce(self.rank, self.size, root, size, itemsize, None, self._engine.sizes)
+            plan = choose.reduce(self.rank, self.size, root, size, itemsize, None, self._facts.sizes)
             if self.rank == root or not plan.recvs:  # a rank that forwards needs a copy
                 what = shortcut.name(("reduce", root, op))
                 shortcut.add(operand.flat, what, operand.shape, call, plan, rule, self._engine.attempt)
@@ -265,21 +274,22 @@ class Reductions(Issuer):
         the part's shape, write the part there and return `out`.
         `compress` sends fewer bytes: a cast or a quantiser, like "int8".
         """
-        if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
-            from covey.runtime.group import compressing
+        if compress is not None:
+            from covey.runtime.group import compression
 
             whole = readable(x)
-            shares = self._counts(counts, _rows(whole))
-            return compressing.reduce_scatter(
-                self, whole, op, codec, shares, counts is not None, out, timeout, async_op
-            )
-        shortcut = self._engine.shortcut if counts is None and not async_op else None
+            if (codec := compression.codec_of(compress, whole)) is not None:
+                shares = self._counts(counts, _rows(whole))
+                return compression.reduce_scatter(
+                    self._issuer, whole, op, codec, shares, counts is not None, out, timeout, async_op
+                )
+        shortcut = self._engine.shortcuts.any if counts is None and not async_op else None
         is_new = out is None
         if shortcut is not None and type(x) is np.ndarray and x.ndim:
             if is_new:
                 start, stop = part(len(x), self.size, self.rank)
                 out = np.empty((stop - start, *x.shape[1:]), x.dtype)
-            if self._took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out, timeout):
+            if self._issuer.took_shortcut(shortcut, shortcut.name(("reduce_scatter", op)), x, out, timeout):
                 return out
         operand = readable(x)
         rows = _rows(operand)
@@ -290,8 +300,8 @@ class Reductions(Issuer):
         starts = [0, *itertools.accumulate(lengths[:-1])]
         if out is None:
             out = np.empty((shares[self.rank], *operand.shape[1:]), operand.flat.dtype)
-        result = self._output(out, operand.code, (shares[self.rank], *operand.shape[1:]))
-        call = self._call(
+        result = self._issuer.output(out, operand.code, (shares[self.rank], *operand.shape[1:]))
+        call = self._issuer.call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
         )
         first, length, itemsize = starts[self.rank], lengths[self.rank], operand.flat.itemsize
@@ -329,7 +339,7 @@ class Reductions(Issuer):
         if op == "mean":
             raise ConfigError(f"op='mean' has no meaning for {name}; use sum and divide")
         rule = reduction(op, operand.flat.dtype)
-        call = self._call(name, operand.code, operand.shape, op=op)
+        call = self._issuer.call(name, operand.code, operand.shape, op=op)
 
         def body(attempt: Attempt) -> Any:
             operand.load()
@@ -346,7 +356,7 @@ class Reductions(Issuer):
 
     def _counts(self, counts: Sequence[int] | None, rows: int) -> list[int]:
         if counts is None:
-            ranges = (part(rows, self.size, rank) for rank in self._engine.ranks)
+            ranges = (part(rows, self.size, rank) for rank in self._engine.roster.ranks)
             return [stop - start for start, stop in ranges]
         try:
             counts = [operator.index(count) for count in counts]

@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from covey.runtime.group.issuer import Issuer
-from covey.runtime.report_log import log_of
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
-    from covey.runtime.group.group import Group
     from covey.runtime.report_log import ReportLog
 
 
-class ReportForms(Issuer):
-    """Reports of a program; a base of `Group`."""
+class Reports:
+    """Reports of a program, as `Group` offers them."""
+
+    def __init__(self, log: Callable[[], ReportLog]) -> None:
+        """`log` returns what keeps the reports of this process."""
+        self._find_log = log
 
     @functools.cached_property
-    def _reports(self) -> ReportLog:
-        return log_of(self._engine.node)
+    def log(self) -> ReportLog:
+        """What keeps the reports of this process, found when the first comes."""
+        return self._find_log()
 
-    def report(self, *, step: int | None = None, **values: Any) -> None:
+    def report(self, /, *, step: int | None = None, **values: Any) -> None:
         """Tell `covey ui`, `covey top`, `/metrics` and files how far the program is: `report(step=n, loss=loss)`.
 
         It is no collective: any rank may call it or not, on any thread, and it raises nothing for a lost rank. It takes
@@ -40,9 +41,4 @@ class ReportForms(Issuer):
             ValueError: a name is empty, longer than 40 characters or not printable ASCII, or there are more than 32.
             TypeError: a value is no number and no function, or `step` is no whole number.
         """
-        self._reports.add(step, values)
-
-
-def report_for_program(group: Group, step: int | None, values: Mapping[str, Any]) -> None:
-    """Report for a program that uses a library; nothing is kept once the program reports itself, and nothing raises."""
-    group._reports.add_for_program(step, values)
+        self.log.add(step, values)

@@ -17,7 +17,7 @@ from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostEr
 from covey.base.text import printable
 from covey.proto.restore import Election, differing, elect, listed, objection
 from covey.runtime.group.exchange import Exchange
-from covey.runtime.group.internals import engine_of
+from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.state_memory import StateMemory
 from covey.runtime.group.state_transfer import StateTransfer
 from covey.wire.manifest import MANIFEST_BYTES, Manifest, Tagger
@@ -25,7 +25,7 @@ from covey.wire.manifest import MANIFEST_BYTES, Manifest, Tagger
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
-    from covey.runtime.group.group import Group
+    from covey.runtime.group.issuer import Issuer
 
 ON_DRIFT: Final = ("repair", "raise")
 NONCE_BYTES: Final = 16
@@ -74,7 +74,7 @@ class _Outcome:
 
 
 def restore(
-    group: Group,
+    issuer: Issuer,
     state: MutableMapping[str, Any],
     *,
     fresh: bool = False,
@@ -104,19 +104,19 @@ def restore(
     began_at = time.monotonic()
     if on_drift not in ON_DRIFT:
         raise ConfigError(f"on_drift={on_drift!r} must be 'repair' or 'raise'")
-    limit = engine_of(group).config.timeout if timeout is None else check_timeout(timeout)
-    if group.size == 1:
-        return RestoreReport(donors=(group.rank,), first=fresh)
-    call = _Restore(group, state, began_at + limit)
+    limit = issuer.engine.facts.config.timeout if timeout is None else check_timeout(timeout)
+    if issuer.size == 1:
+        return RestoreReport(donors=(issuer.rank,), first=fresh)
+    call = _Restore(issuer, state, began_at + limit)
     manifests = call.compare(fresh, on_drift)
     election = elect(manifests)
     _check(manifests, election, on_drift)
     received = sent = 0
     if election.receivers:
-        with Exchange(group, call.tagger.number, call.deadline) as exchange:
-            transfer = StateTransfer(group.rank, call.memory, call.tagger, election, exchange, call.deadline)
-            if group.rank in election.receivers:
-                received = transfer.receive(manifests[group.rank], progress)
+        with Exchange(issuer, call.tagger.number, call.deadline) as exchange:
+            transfer = StateTransfer(issuer.rank, call.memory, call.tagger, election, exchange, call.deadline)
+            if issuer.rank in election.receivers:
+                received = transfer.receive(manifests[issuer.rank], progress)
             else:
                 sent = transfer.serve()
         call.conclude(election, transfer.failure)
@@ -147,8 +147,8 @@ def _check(manifests: Mapping[int, Manifest], election: Election, on_drift: str)
 class _Restore:
     """One call of `restore` on one rank of several."""
 
-    def __init__(self, group: Group, state: MutableMapping[str, Any], deadline: float) -> None:
-        self.group, self.deadline = group, deadline
+    def __init__(self, issuer: Issuer, state: MutableMapping[str, Any], deadline: float) -> None:
+        self.issuer, self.deadline = issuer, deadline
         self.memory = StateMemory(state)
         self.tagger: Tagger
 
@@ -185,7 +185,7 @@ class _Restore:
     def conclude(self, election: Election, failure: CoveyError | None) -> None:
         """Exchange how the restore ended; raise the same error on all ranks unless all have the winner's state."""
         digest = election.winner.digest
-        if failure is None and self.group.rank in election.receivers and self.memory.has_overlaps():
+        if failure is None and self.issuer.rank in election.receivers and self.memory.has_overlaps():
             # A chunk that arrived later may have overwritten one that was checked before.
             digest = Manifest(is_fresh=False, entries=tuple(self.memory.survey(self.tagger))).digest
         lost = failure.rank if isinstance(failure, PeerLostError) else -1
@@ -194,7 +194,7 @@ class _Restore:
         outcomes: dict[int, _Outcome] = self._gather(mine, _Outcome)
         for rank, outcome in outcomes.items():
             text = _shown(outcome.text)
-            if outcome.lost in range(self.group.size):
+            if outcome.lost in range(self.issuer.size):
                 text = f"restore: no rank is left that has what rank {rank} lacks: {text}"
                 raise PeerLostError(text, rank=outcome.lost, operation="restore()")
             if outcome.is_broken:
@@ -210,7 +210,7 @@ class _Restore:
     def _gather(self, value: Any, type: Any) -> dict[int, Any]:
         """Return what every live rank passed, by rank. A value larger than a manifest may be ends the group."""
         left = max(self.deadline - time.monotonic(), 0.001)
-        values = self.group._gather_all_objects(value, type, False, left, False, most_bytes=MANIFEST_BYTES)
+        values = ObjectMoves(self.issuer).gather_all(value, type, False, left, False, most_bytes=MANIFEST_BYTES)
         return {rank: each for rank, each in enumerate(values) if each is not None}
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.runtime.events import CODEC, Event
 
 if TYPE_CHECKING:
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.roster import GroupFacts, GroupRoster
     from covey.runtime.compressed.automatic import Tuner
+    from covey.runtime.counters import GroupCounters
 
 MOST_PASSING: Final = 4096
 """Calls that are remembered."""
@@ -38,7 +39,8 @@ class Compression(NamedTuple):
 class Savings:
     """The counters of one group."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: GroupFacts, roster: GroupRoster, counters: GroupCounters) -> None:
+        self._facts, self._roster, self._counters = facts, roster, counters
         self.total = Compression(0, 0, 0, "", "")
         self._passing: dict[tuple[Any, ...], tuple[dict[str, Any], float]] = {}
         """Calls that are sent as they are: what is noted of each, and how many more of them there may be."""
@@ -56,7 +58,7 @@ class Savings:
             self._passing.clear()
         self._passing[key] = info, times
 
-    def passes(self, engine: Engine, key: tuple[Any, ...] | None) -> bool:
+    def passes(self, key: tuple[Any, ...] | None) -> bool:
         """Tell whether a call is one that is sent as it is, and count it."""
         passing = self._passing.get(key) if key is not None else None
         if passing is None or key is None:
@@ -66,13 +68,13 @@ class Savings:
             self._passing[key] = info, times - 1
         else:
             del self._passing[key]
-        self.add(engine, info)
+        self.add(info)
         return True
 
-    def add(self, engine: Engine, info: dict[str, Any]) -> None:
+    def add(self, info: dict[str, Any]) -> None:
         """Count an operation that is sent, or has succeeded; an event tells when "auto" chose another codec."""
+        self._counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"], info.get("reason", ""))
         last, reason = self.total, info.get("reason", "")
-        engine.counters.compressed(info["codec"], info["sent_bytes"], info["plain_bytes"], reason)
         self.total = Compression(
             last.operations + 1,
             last.sent_bytes + info["sent_bytes"],
@@ -80,6 +82,6 @@ class Savings:
             info["codec"],
             reason,
         )
-        if reason and info["codec"] != last.codec and engine.node is not None:
-            generation = 0 if engine.generation is None else engine.generation.number
-            engine.node.events.add(Event(CODEC, time.time(), generation, 0, text=f"{engine.name}: {reason}"))
+        facts, node = self._facts, self._roster.node
+        if reason and info["codec"] != last.codec and node is not None:
+            node.events.add(Event(CODEC, time.time(), facts.generation, 0, text=f"{facts.name}: {reason}"))

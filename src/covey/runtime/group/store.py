@@ -1,41 +1,17 @@
-"""Key-value stores for all ranks of a group: that of the run, and further ones for torch's process groups."""
+"""The key-value store of a run, as `Node.store` offers it."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from covey.base.errors import DeadlineError, RemoteProtocolError
+from covey.base.errors import DeadlineError
 from covey.proto.store_copy import RUN_STORE
-from covey.runtime.group.internals import node_of
 from covey.runtime.state.store import StoreClient, Stores, describe, encoded
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from covey.runtime.collectives.engine import Engine
-    from covey.runtime.group.group import Group
-
-OPEN_SECONDS: Final = 60.0
-"""How long it may take to make a store; it takes far less, unless a machine is suspended."""
-
-
-def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
-    """Make a store, and return this rank's client of it. Every rank of the group calls this."""
-    node = node_of(group)
-    number = secrets.randbits(61) + 1
-    if node is None:
-        client = StoreClient(Stores(None), number)
-        client.ask(wire.Open(), OPEN_SECONDS)
-        return client
-    if group.rank == 0:
-        StoreClient(node.stores, number).ask(wire.Open(), OPEN_SECONDS if timeout is None else timeout)
-    number = group.broadcast_object(number, type=int, timeout=timeout)
-    if not 0 <= number < 1 << 62:
-        raise RemoteProtocolError(f"rank 0 sent the store number {number}, which is not within 62 bits")
-    return StoreClient(node.stores, number)
 
 
 class Observed(NamedTuple):
@@ -76,10 +52,10 @@ class RunStore:
         ClosedError: this process has left the run.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._seconds = engine.config.timeout
-        node = engine.node
-        self._client = StoreClient(Stores(None) if node is None else node.stores, RUN_STORE)
+    def __init__(self, stores: Stores | None, timeout: float) -> None:
+        """A process that is alone has no `stores` of a run."""
+        self._seconds = timeout
+        self._client = StoreClient(Stores(None) if stores is None else stores, RUN_STORE)
 
     def set(self, key: str, value: bytes | str, *, timeout: float | None = None) -> None:
         """Set an entry."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.base.text import spell_rate
-from covey.runtime.collectives.network_report import oldest
-from covey.runtime.group import observing
+from covey.runtime.collectives.saved_links import oldest
+from covey.runtime.group import members as known_members
 
 if TYPE_CHECKING:
     from covey.plan.network import Network
-    from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.planner import Planner
+    from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
+    from covey.runtime.group.members import DescribedEngine
 
 
 @dataclass(frozen=True)
@@ -92,30 +91,30 @@ class Topology:
         return "\n".join(lines)
 
 
-def topology(engine: Engine) -> Topology:
+def topology(engine: DescribedEngine) -> Topology:
     """Return the network between the live members of a group."""
     attempt = engine.attempt
-    planner = attempt.known_planner
+    planner = attempt.planner
     network = None if planner is None else planner.network
     if planner is None or network is None:
         return _as_seen(engine)
     return _as_agreed(engine, attempt, network, planner)
 
 
-def _as_agreed(engine: Engine, attempt: Attempt, network: Network, planner: Planner) -> Topology:
+def _as_agreed(engine: DescribedEngine, attempt: Attempt, network: Network, planner: AttemptPlanner) -> Topology:
     times = planner.times()
-    known = observing.members(engine)
-    by_host = observing.hosts(engine, attempt.ranks)
+    known = known_members.members(engine)
+    by_host = known_members.hosts(engine, attempt.ranks)
     slots, ranks = range(attempt.size), attempt.ranks
     sites: dict[int, list[int]] = {}
     for slot in slots:
         sites.setdefault(network.sites[slot], []).append(ranks[slot])
     hosts = []
     for name, here in by_host.items():
-        slot = attempt.slot_of(engine.ranks[here[0]])
+        slot = attempt.slot_of(engine.roster.ranks[here[0]])
         up, down = (value if math.isfinite(value) else None for value in (network.up[slot], network.down[slot]))
         hosts.append(TopologyHost(name, here, network.sites[slot], up, down))
-    own = {link.rank: link.medium for link in observing.links(engine)}
+    own = {link.rank: link.medium for link in known_members.links(engine)}
     links = tuple(
         TopologyLink(
             ranks[i],
@@ -140,16 +139,16 @@ def _as_agreed(engine: Engine, attempt: Attempt, network: Network, planner: Plan
     return Topology(nodes, tuple(hosts), by_site, links, between, oldest(times), planner.is_earlier)
 
 
-def _as_seen(engine: Engine) -> Topology:
+def _as_seen(engine: DescribedEngine) -> Topology:
     """Return what this node knows by itself: all members at one site, and its own links."""
-    known, live = observing.members(engine), engine.live
-    by_host = observing.hosts(engine, live)
+    known, live = known_members.members(engine), engine.live
+    by_host = known_members.hosts(engine, live)
     names = _by_rank(by_host)
     nodes = tuple(TopologyNode(rank, known[rank].name, names[rank], 0) for rank in live)
     hosts = tuple(TopologyHost(name, ranks, 0, None, None) for name, ranks in by_host.items())
     links = tuple(
-        TopologyLink(engine.rank, link.rank, link.medium, link.bytes_per_second, link.round_trip)
-        for link in (observing.links(engine) if engine.node is not None else ())
+        TopologyLink(engine.roster.rank, link.rank, link.medium, link.bytes_per_second, link.round_trip)
+        for link in (known_members.links(engine) if engine.roster.node is not None else ())
     )
     return Topology(nodes, hosts, (live,), links, {}, None)
 
@@ -158,11 +157,11 @@ def _by_rank(by_host: dict[str, tuple[int, ...]]) -> dict[int, str]:
     return {rank: name for name, ranks in by_host.items() for rank in ranks}
 
 
-def _medium(engine: Engine, own: dict[int, str], one: int, other: int) -> str:
-    if engine.rank in (one, other):
-        return own.get(other if one == engine.rank else one, "unknown")
+def _medium(engine: DescribedEngine, own: dict[int, str], one: int, other: int) -> str:
+    if engine.roster.rank in (one, other):
+        return own.get(other if one == engine.roster.rank else one, "unknown")
     roster = engine.roster
-    return "local" if roster.host(engine.ranks[one]) == roster.host(engine.ranks[other]) else "unknown"
+    return "local" if roster.host(engine.roster.ranks[one]) == roster.host(engine.roster.ranks[other]) else "unknown"
 
 
 def _counted(number: int, thing: str) -> str:

@@ -77,7 +77,9 @@ class MessageOwner(Protocol):
     config: GroupConfig
     members: tuple[Seat, ...]
     may_spin: bool
-    is_closed: bool
+
+    @property
+    def is_closed(self) -> bool: ...
 
     @property
     def node(self) -> MessageNode | None: ...

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from covey.base.errors import ConfigError
 from covey.proto.matching import ANY
 from covey.runtime.buffers import writable
-from covey.runtime.group.compressing import Piece
+from covey.runtime.group.compression import Piece
 from covey.runtime.group.internals import policy_of
 from covey.torch.backend.description import DescribedProcessGroup
 from covey.torch.backend.devices import (

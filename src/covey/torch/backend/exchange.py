@@ -10,25 +10,31 @@ from covey.base.arithmetic import DTYPES, reduction
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose, direct
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.group import compressing, movements
-from covey.runtime.group.group import Group
+from covey.runtime.collectives.attempt import NOTHING
+from covey.runtime.group import compression, movements
+from covey.runtime.group.group import Group, offered
+from covey.runtime.group.messages import Messages
+from covey.runtime.group.reductions import Reductions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.compress.feedback import ErrorFeedback
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.group.compressing import Piece
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.group.compression import Piece
+    from covey.runtime.group.issuer import Issuer
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class TensorGroup(Group):
-    """A group whose ranks know the sizes of what they receive.
+class TensorMoves:
+    """Operations into memory of the caller, as `TensorGroup` offers them."""
 
-    With `on_loss="continue"`, an operation raises on a rank with an output that a lost rank should have filled: torch
-    cannot express that a part is missing, and the program would take old memory for a result. The group continues.
-    """
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._engine = issuer, issuer.engine
+        self.rank, self.size = issuer.rank, issuer.size
+        self._reductions, self._messages = Reductions(issuer), Messages(issuer)
 
     def average_gradients(
         self,
@@ -45,9 +51,9 @@ class TensorGroup(Group):
         rank's gradients count that many times; if no rank has a weight, the gradients become 0.
         """
         if weight is None and len(pieces) == 1 and pieces[0].codec is None:
-            return self.all_reduce(pieces[0].operand, "mean", timeout=timeout, async_op=async_op)
-        return compressing.reduce_gradients(
-            self, pieces, "mean", weight=weight, needs_weight=False, feedback=feedback, timeout=timeout,
+            return self._reductions.all_reduce(pieces[0].operand, "mean", timeout=timeout, async_op=async_op)
+        return compression.reduce_gradients(
+            self._issuer, pieces, "mean", weight=weight, needs_weight=False, feedback=feedback, timeout=timeout,
             async_op=async_op,
         )  # fmt: skip
 
@@ -59,7 +65,7 @@ class TensorGroup(Group):
         _check_alike([targets[self.rank], own], "this rank's input and its part of the output")
         _check_dtypes([own, *targets])
         lengths = tuple(target.flat.size for target in targets)
-        call = self._call("all_gather", own.code, None, lengths=_compact(lengths))
+        call = self._issuer.call("all_gather", own.code, None, lengths=_compact(lengths))
 
         def body(attempt: Attempt) -> tuple[int, ...]:
             blocks = attempt.chosen([target.flat for target in targets])
@@ -74,19 +80,19 @@ class TensorGroup(Group):
         self, outs: Sequence[Any] | None, x: Any, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Fill `outs[r]` of `root` with `x` of rank r; other ranks pass None."""
-        root, own = self._check_rank(root, "root"), readable(x)
+        root, own = self._issuer.check_rank(root, "root"), readable(x)
         targets = self._targets(outs) if self.rank == root else []
         _check_dtypes([own, *targets])
         if targets:
             _check_alike([targets[root], own], "this rank's input and its part of the output")
-        call = self._call("gather", own.code, None, root=root)
+        call = self._issuer.call("gather", own.code, None, root=root)
 
         def body(attempt: Attempt) -> tuple[int, ...]:
             if targets:
                 blocks = attempt.chosen([target.flat for target in targets])
                 blocks[attempt.slot][...] = own.load()
             else:
-                blocks = [self._engine.nothing] * attempt.size
+                blocks = [NOTHING] * attempt.size
                 blocks[attempt.slot] = own.load()
             lengths = [block.size for block in blocks]
             attempt.execute(direct.gather(attempt.slot, attempt.slot_of(root), lengths), blocks)
@@ -99,18 +105,18 @@ class TensorGroup(Group):
         self, out: Any, xs: Sequence[Any] | None, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Fill `out` of rank r with `xs[r]` of `root`; other ranks pass None."""
-        root, target = self._check_rank(root, "root"), writable(out)
-        parts = self._list_of_operands(xs, "the list to scatter") if self.rank == root else []
+        root, target = self._issuer.check_rank(root, "root"), writable(out)
+        parts = self._issuer.list_of_operands(xs, "the list to scatter") if self.rank == root else []
         _check_dtypes([target, *parts])
         if parts:
             _check_alike([target, parts[root]], "the output and this rank's part of the input")
-        call = self._call("scatter", target.code, None, root=root)
+        call = self._issuer.call("scatter", target.code, None, root=root)
 
         def body(attempt: Attempt) -> None:
             if parts:
                 blocks = attempt.chosen([part.load() for part in parts])
             else:
-                blocks = [self._engine.nothing] * attempt.size
+                blocks = [NOTHING] * attempt.size
                 blocks[attempt.slot] = target.flat
             lengths = [block.size for block in blocks]
             attempt.execute(direct.scatter(attempt.slot, attempt.slot_of(root), lengths), blocks)
@@ -126,10 +132,10 @@ class TensorGroup(Group):
         self, outs: Sequence[Any], ins: Sequence[Any], *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Send `ins[r]` to rank r, and fill `outs[r]` with what rank r sent to this one."""
-        targets, parts = self._targets(outs), self._list_of_operands(ins, "the list of inputs")
+        targets, parts = self._targets(outs), self._issuer.list_of_operands(ins, "the list of inputs")
         _check_dtypes([*parts, *targets])
         _check_alike([targets[self.rank], parts[self.rank]], "this rank's input for itself and the output for it")
-        call = self._call("all_to_all", parts[0].code, None)
+        call = self._issuer.call("all_to_all", parts[0].code, None)
 
         def body(attempt: Attempt) -> tuple[int, ...]:
             outgoing = attempt.chosen([part.load() for part in parts])
@@ -145,12 +151,12 @@ class TensorGroup(Group):
         self, out: Any, xs: Sequence[Any], op: str, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Fill `out` of rank r with the combination of `xs[r]` of all ranks."""
-        target, parts = writable(out), self._list_of_operands(xs, "the list to reduce")
+        target, parts = writable(out), self._issuer.list_of_operands(xs, "the list to reduce")
         _check_dtypes([target, *parts])
         _check_alike([target, parts[self.rank]], "the output and this rank's part of the input")
         rule = reduction(op, target.flat.dtype)
         lengths = [part.flat.size for part in parts]
-        call = self._call("reduce_scatter", target.code, None, op=op, lengths=_compact(tuple(lengths)))
+        call = self._issuer.call("reduce_scatter", target.code, None, op=op, lengths=_compact(tuple(lengths)))
         # The parts are read until the end, so the result must not overwrite them.
         is_apart = not any(np.may_share_memory(target.flat, part.flat) for part in parts)
 
@@ -187,7 +193,9 @@ class TensorGroup(Group):
         `indices` are below `bounds[r]`.
         """
         keys, entries = readable(indices), readable(values)
-        call = self._call("all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:])
+        call = self._issuer.call(
+            "all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:]
+        )
 
         def body(attempt: Attempt) -> list[tuple[Array, Array]]:
             ndims = (movements.Wanted(ndim=len(operand.shape)) for operand in (keys, entries))
@@ -209,7 +217,7 @@ class TensorGroup(Group):
         """Fill `out` with the next message from `src` with `tag`; return the rank that sent it."""
         deadline = None
         if not async_op:
-            received, deadline = self._receive_short(out, src, tag, timeout)
+            received, deadline = self._messages.receive_short(out, src, tag, timeout)
             if received is not False:
                 return src
         target = writable(out)
@@ -220,7 +228,7 @@ class TensorGroup(Group):
             target.store()
             return int(message.source)
 
-        return self._recv(src, tag, target, finish, timeout, async_op, deadline)
+        return self._messages.receive(src, tag, target, finish, timeout, async_op, deadline)
 
     def _targets(self, outs: Sequence[Any] | None) -> list[Operand]:
         if outs is None or len(outs) != self.size:
@@ -233,12 +241,33 @@ class TensorGroup(Group):
 
         def store(ranks: tuple[int, ...]) -> None:
             if targets and len(ranks) < self.size:
-                lost = next(rank for rank in self._engine.ranks if rank not in ranks)
+                lost = next(rank for rank in self._engine.roster.ranks if rank not in ranks)
                 raise self._engine.failure.part_lost(lost)
             for target in targets:
                 target.store()
 
         return store
+
+
+class TensorGroup(Group):
+    """A group whose ranks know the sizes of what they receive.
+
+    With `on_loss="continue"`, an operation raises on a rank with an output that a lost rank should have filled: torch
+    cannot express that a part is missing, and the program would take old memory for a result. The group continues.
+    """
+
+    def __init__(self, engine: Engine, *, local_rank: int) -> None:
+        super().__init__(engine, local_rank=local_rank)
+        self._bind(TensorMoves(self._issuer))
+
+    average_gradients = offered(TensorMoves.average_gradients)
+    all_gather_into = offered(TensorMoves.all_gather_into)
+    gather_into = offered(TensorMoves.gather_into)
+    scatter_into = offered(TensorMoves.scatter_into)
+    all_to_all_into = offered(TensorMoves.all_to_all_into)
+    reduce_scatter_into = offered(TensorMoves.reduce_scatter_into)
+    gather_pairs = offered(TensorMoves.gather_pairs)
+    recv_into = offered(TensorMoves.recv_into)
 
 
 def _compact(lengths: tuple[int, ...]) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
 from covey.proto.store_copy import STORES_LIMIT
-from covey.runtime.group.store import open_group_store
+from covey.runtime.group.internals import open_group_store
 from covey.runtime.state.store import describe, encoded
 from covey.wire import store as wire
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.base.errors import ConfigError
-from covey.runtime.group.reports import report_for_program
+from covey.runtime.group.internals import report_for_program
 from covey.torch.backend.below import covey_group_of
 from covey.torch.training.drift import DriftCheck
 from covey.torch.training.gradient_mean import GradientMean, consecutive

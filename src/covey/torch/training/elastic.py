@@ -13,9 +13,13 @@ import torch
 from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
-from covey.runtime.group.gradients import sum_row
-from covey.runtime.group.internals import is_newcomer, policy_of, steps_between_checks
-from covey.runtime.group.reports import report_for_program
+from covey.runtime.group.internals import (
+    gradients_of,
+    is_newcomer,
+    policy_of,
+    report_for_program,
+    steps_between_checks,
+)
 from covey.runtime.joining.generations import generations
 from covey.torch.training.drift import DIGEST_FIGURES, compare, digest, from_figures, to_figures
 from covey.torch.training.gradient_mean import consecutive
@@ -198,7 +202,7 @@ class Elastic:
             self._row.digests[self.rank] = torch.tensor(to_figures(digest(self._parameters.values())))
         policy = policy_of(self.group) if self._policy is None else self._policy
         try:
-            sum_row(self.group, self._row.memory, self._row.parts, policy, self.feedback)
+            gradients_of(self.group).sum_row(self._row.memory, self._row.parts, policy, self.feedback)
         except GroupChangedError:
             out.is_synced = self._is_outside = True  # the other ranks continue; the loop joins again
             return

@@ -14,7 +14,7 @@ from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.runtime.buffers import as_array
 from covey.runtime.compressed.part import Part
-from covey.runtime.group.compressing import codec_for_part
+from covey.runtime.group.compression import codec_for_part
 from covey.runtime.group.internals import policy_of
 from covey.runtime.group.weights import scale
 from covey.torch.backend.below import covey_group_of

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
-from covey.runtime.group import survival
+from covey.runtime.group.internals import restore_as
 from covey.torch.backend.devices import tensor_over
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def share_buffers(group: Group, model: torch.nn.Module) -> None:
         return
     state: dict[str, Any] = {name: _on_host(buffer) for name, buffer in buffers.items()}
     # Buffers differ between ranks while they train. That is no drift, so no rank's state counts as the majority's.
-    report = survival.restore(group, state, fresh=True)
+    report = restore_as(group, state, fresh=True)
     if group.rank in report.receivers:
         _fill(buffers, state)
 

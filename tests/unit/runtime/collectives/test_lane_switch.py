@@ -13,17 +13,16 @@ from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 
 from covey.base.numbers import Slot
-from covey.runtime.collectives.lane_switch import MOST_AHEAD, LaneSwitch
+from covey.runtime.collectives.attempt_lanes import MOST_AHEAD, LaneSwitch
 
 SLOT = Slot(1)
 
 
 class Program:
-    """One end of a lane: what an attempt and its engine are to a switch, and a program that counts operations."""
+    """One end of a lane: what an attempt is to a switch, and a program that counts operations."""
 
     def __init__(self, sequence: int = 0) -> None:
         self.operation = SimpleNamespace(sequence=sequence)
-        self.engine = self
         self.switch = LaneSwitch()
         self.lane = "old"
         self.is_open = self.is_halted = False
@@ -36,7 +35,7 @@ class Program:
         if self.switch.pending:
             self.switch.begin(cast("Any", self))
         self.used.append(self.lane)
-        self.switch.open_shortcut(cast("Any", self))
+        self.switch.open_shortcut(self)
 
     def propose(self, least: int = 0) -> int:
         return self.switch.propose(cast("Any", self), SLOT, cast("Any", "new"), least)
@@ -48,9 +47,6 @@ class Program:
 
     def close_shortcut(self) -> None:
         self.is_open = False
-
-    def open_native_shortcut(self) -> None:
-        self.is_open = True
 
     def replace_lane(self, slot: Slot, lane: Any) -> None:
         assert slot == SLOT

@@ -2,7 +2,7 @@
 
 Lanes for messages are replaced at once, which loses nothing. A lane for collectives is replaced at an operation's
 boundary: the end that dials opens its replacement over the new path, and then both ends agree on the operation from
-which they use it (`collectives.lane_switch`). Until then the old lane is used as before, so nothing is lost if the
+which they use it (`collectives.attempt_lanes`). Until then the old lane is used as before, so nothing is lost if the
 replacement does not open, or if the two do not agree.
 
 The old lane stays open until both ends have switched: one of them may be an operation behind, and what was sent to it

@@ -12,15 +12,13 @@ from covey.compress.codec import Codec
 from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm
 from covey.plan.cost import bound
 from covey.plan.fit import fit
-from covey.runtime.collectives.planner import SizeClass
-from covey.runtime.collectives.sums import size_class
+from covey.runtime.collectives.size_class import SizeClass, size_class
 from covey.runtime.group.topology import Topology, topology
 
 if TYPE_CHECKING:
     from covey.plan.fit import Candidate, Fitted
-    from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.planner import Planner
+    from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
+    from covey.runtime.group.members import DescribedEngine
 
 ITEM_BYTES = 4
 """Of an element, where none is given: most large arrays are float32."""
@@ -85,12 +83,12 @@ class PlanReport:
         return "\n".join([*lines, str(self.topology)])
 
 
-def explain(engine: Engine, nbytes: int) -> PlanReport:
+def explain(engine: DescribedEngine, nbytes: int) -> PlanReport:
     """Return the plan of a sum of `nbytes`, as all ranks have it now."""
     attempt = engine.attempt
-    is_alone = engine.node is None  # a run of one, or a process that was forked from a member
+    is_alone = engine.roster.node is None  # a run of one, or a process that was forked from a member
     plain = all_reduce_algorithm(attempt.size, nbytes, "ring" if is_alone else attempt.lane_family, attempt.sizes)
-    planner = None if is_alone else attempt.known_planner
+    planner = None if is_alone else attempt.planner
     is_small = nbytes < PLANNED_BYTES and (planner is None or not planner.fits_medium(nbytes, attempt.sizes))
     if is_alone or is_small or not attempt.fits_plans:
         return _report(engine, attempt, nbytes, plain, None, _why_plain(engine, attempt, nbytes), SizeClass())
@@ -98,7 +96,7 @@ def explain(engine: Engine, nbytes: int) -> PlanReport:
     return _report(engine, attempt, nbytes, plain, planner, kind.choice.why, kind)
 
 
-def explain_coded(engine: Engine, nbytes: int, compress: str | Codec) -> PlanReport:
+def explain_coded(engine: DescribedEngine, nbytes: int, compress: str | Codec) -> PlanReport:
     """Return the plan of a compressed sum of `nbytes` of float32, as all ranks have it now."""
     from covey.compress.parsing import parse
     from covey.runtime.compressed.dense import CodedSums
@@ -107,24 +105,24 @@ def explain_coded(engine: Engine, nbytes: int, compress: str | Codec) -> PlanRep
     if not isinstance(codec, Codec):
         raise ConfigError(f"compress={compress!r} has no plan of its own; use a codec with a fixed rate, like 'int8'")
     attempt, sums = engine.attempt, CodedSums(max(1, nbytes // ITEM_BYTES), codec)
-    is_alone = engine.node is None
+    is_alone = engine.roster.node is None
     plain = "direct" if is_alone or attempt.size == 2 or attempt.lane_family == "ring" else "ring"
     if is_alone or sums.nbytes < PLANNED_BYTES or not attempt.fits_plans:
         why = _why_plain(engine, attempt, sums.nbytes)
         report = _report(engine, attempt, sums.nbytes, plain, None, why, SizeClass())
     else:
-        planner = attempt.known_planner
+        planner = attempt.planner
         kind = SizeClass() if planner is None else planner.classes.get(sums.key, SizeClass())
         report = _report(engine, attempt, sums.nbytes, plain, planner, kind.choice.why, kind, has_fit=False)
     return replace(report, nbytes=nbytes, codec=str(codec), wire_bytes=sums.nbytes)
 
 
 def _report(
-    engine: Engine,
+    engine: DescribedEngine,
     attempt: Attempt,
     nbytes: int,
     plain: str,
-    planner: Planner | None,
+    planner: AttemptPlanner | None,
     why: str,
     kind: SizeClass,
     *,
@@ -139,7 +137,7 @@ def _report(
     order = tuple(ranks[slot] for slot in (fitted.order if fitted is not None else ()) or attempt.slots)
     total = sum(fitted.shares) if fitted is not None else 0
     shares = () if fitted is None or not total else tuple(
-        fitted.shares[attempt.slot_of(engine.ranks[rank])] / total for rank in order
+        fitted.shares[attempt.slot_of(engine.roster.ranks[rank])] / total for rank in order
     )  # fmt: skip
     groups = () if fitted is None or fitted.algorithm != "levels" else fitted.groups
     return PlanReport(
@@ -167,12 +165,12 @@ def _is_used(candidate: Fitted, fitted: Fitted | None, plain: str) -> bool:
     return candidate._replace(seconds=0.0) == fitted._replace(seconds=0.0)
 
 
-def _why_plain(engine: Engine, attempt: Attempt, nbytes: int) -> str:
+def _why_plain(engine: DescribedEngine, attempt: Attempt, nbytes: int) -> str:
     if attempt.size < 3:
         return "plain: there are fewer than three ranks"
     if nbytes < PLANNED_BYTES:
         return f"plain: sums below {show_bytes(PLANNED_BYTES)} depend on round trips more than on speed"
-    if engine.config.plan == "plain":
+    if engine.facts.config.plan == "plain":
         return "plain: plan='plain' asks for it"
     return "plain: all ranks are on one machine"
 

@@ -9,7 +9,8 @@ from covey.base.operations import operation_name
 from covey.runtime.metrics.samples import communication_share
 
 if TYPE_CHECKING:
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.roster import GroupRoster
+    from covey.runtime.counters import GroupCounters
     from covey.runtime.group.savings import Compression
 
 
@@ -60,9 +61,8 @@ class GroupMetrics:
     """The share of the last minute in which an operation ran, from 0 to 1; see docs/guides/metrics.md."""
 
 
-def group_metrics(engine: Engine, compression: Compression) -> GroupMetrics:
+def group_metrics(counters: GroupCounters, roster: GroupRoster, compression: Compression) -> GroupMetrics:
     """Return the counters of a group. On any thread."""
-    counters = engine.counters
     messages = counters.messages.counts()
     return GroupMetrics(
         operations={
@@ -72,7 +72,7 @@ def group_metrics(engine: Engine, compression: Compression) -> GroupMetrics:
             for each in counters.recorder.totals()
         },
         peers=tuple(
-            PeerMetrics(engine.roster.rank_of[seat], lane, *traffic)
+            PeerMetrics(roster.rank_of[seat], lane, *traffic)
             for (seat, lane), traffic in sorted(counters.traffic().items())
         ),
         messages=MessageMetrics(messages.sent, messages.sent_bytes, messages.received, messages.received_bytes),

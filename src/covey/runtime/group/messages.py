@@ -13,21 +13,26 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.net.host.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, Operand, readable, writable
-from covey.runtime.group.issuer import Issuer, whole_number
+from covey.runtime.group.issuer import whole_number
 from covey.wire import array_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.message import MessageInfo
+    from covey.runtime.group.issuer import Issuer
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Messages(Issuer):
-    """Operations that send and receive messages; a base of `Group`."""
+class Messages:
+    """Operations that send and receive messages, as `Group` offers them."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
+        self.rank, self.size = issuer.rank, issuer.size
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Send an array, or a list of arrays as one message, to rank `dst`; return when `x` may be changed again.
@@ -37,7 +42,7 @@ class Messages(Issuer):
         the same tag arrive in order.
         """
         if type(dst) is int and not async_op and (short := self._engine.routing.short.get(dst)) is not None:
-            sent = short.send(x, tag, self._engine.config.timeout if timeout is None else check_timeout(timeout))
+            sent = short.send(x, tag, self._facts.config.timeout if timeout is None else check_timeout(timeout))
             if sent is True:
                 return None
             if sent is not False:
@@ -64,11 +69,11 @@ class Messages(Issuer):
         """
         deadline = None
         if not async_op:
-            received, deadline = self._receive_short(out, src, tag, timeout)
+            received, deadline = self.receive_short(out, src, tag, timeout)
             if received is not False:
                 return received
         target = writable(out) if out is not None else None
-        return self._recv(src, tag, target, _finisher(out, target), timeout, async_op, deadline)
+        return self.receive(src, tag, target, _finisher(out, target), timeout, async_op, deadline)
 
     def sendrecv(
         self,
@@ -176,7 +181,7 @@ class Messages(Issuer):
             except (RemoteProtocolError, MismatchError) as error:
                 raise error.__class__(f"rank {message.source} sent a value that cannot be used: {error}") from error
 
-        return self._recv(src, tag, None, finish, timeout, async_op)
+        return self.receive(src, tag, None, finish, timeout, async_op)
 
     def _send(
         self,
@@ -194,7 +199,7 @@ class Messages(Issuer):
         work = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
         return self._finish_message(work, deadline, async_op, dst)
 
-    def _receive_short(self, out: Any, src: int, tag: int, timeout: float | None) -> tuple[Any, float | None]:
+    def receive_short(self, out: Any, src: int, tag: int, timeout: float | None) -> tuple[Any, float | None]:
         """Receive an array without the messenger, into `out` unless that is None.
 
         Return the array, or False if the messenger has to receive it: then until the deadline that is returned, too.
@@ -202,13 +207,13 @@ class Messages(Issuer):
         short = self._engine.routing.short.get(src) if type(src) is int else None
         if short is None:
             return False, None
-        deadline = time.monotonic() + (self._engine.config.timeout if timeout is None else check_timeout(timeout))
+        deadline = time.monotonic() + (self._facts.config.timeout if timeout is None else check_timeout(timeout))
         received = short.receive(out, tag, deadline)
         if type(received) is tuple:
             received = self._engine.routing.messenger().go_on(short, received, src)
         return received, deadline
 
-    def _recv(
+    def receive(
         self,
         src: int,
         tag: int,
@@ -218,6 +223,7 @@ class Messages(Issuer):
         async_op: bool,
         deadline: float | None = None,
     ) -> Any:
+        """Receive a message into `target`, or into new memory, and return what `finish` makes of it."""
         src, tag = whole_number("src", src), whole_number("tag", tag)
         messenger, latest = self._messages(timeout)
         deadline = latest if deadline is None else deadline
@@ -239,7 +245,7 @@ class Messages(Issuer):
     def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
         engine = self._engine
         engine.failure.require_open()
-        limit = engine.config.timeout if timeout is None else check_timeout(timeout)
+        limit = engine.facts.config.timeout if timeout is None else check_timeout(timeout)
         with explained("messages cannot be sent or received"):
             return engine.routing.messenger(), time.monotonic() + limit
 

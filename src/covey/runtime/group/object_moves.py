@@ -8,7 +8,6 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import NO_RANK
 from covey.runtime.buffers import byte_operand
 from covey.runtime.group import movements
-from covey.runtime.group.issuer import Issuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,10 +15,15 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
+    from covey.runtime.group.issuer import Issuer
 
 
-class ObjectMoves(Issuer):
-    """Operations that move values; a base of `Group`."""
+class ObjectMoves:
+    """Operations that move values, as `Group` offers them."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
+        self.rank, self.size = issuer.rank, issuer.size
 
     def broadcast_object(
         self,
@@ -38,10 +42,10 @@ class ObjectMoves(Issuer):
         structs. `allow_pickle=True` accepts any pickle, which can run any code in this process: use it only among ranks
         that you trust with your account.
         """
-        root = self._check_rank(root, "root")
+        root = self._issuer.check_rank(root, "root")
         codec = _ObjectCodec(type, allow_pickle)
         data = codec.encode(value) if self.rank == root else b""
-        call = self._call("broadcast_object", None, None, root=root)
+        call = self._issuer.call("broadcast_object", None, None, root=root)
         return self._run_object(
             call,
             lambda attempt: movements.broadcast_bytes(attempt, data, attempt.slot_of(root)),
@@ -61,9 +65,9 @@ class ObjectMoves(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
-        return self._gather_all_objects(value, type, allow_pickle, timeout, async_op)
+        return self.gather_all(value, type, allow_pickle, timeout, async_op)
 
-    def _gather_all_objects(
+    def gather_all(
         self,
         value: Any,
         type: Any,
@@ -75,7 +79,7 @@ class ObjectMoves(Issuer):
         """Do what `all_gather_object` does; a rank whose encoded value has more than `most_bytes` ends the group."""
         codec = _ObjectCodec(type, allow_pickle)
         operand = byte_operand(codec.encode(value))
-        call = self._call("all_gather_object", None, None)
+        call = self._issuer.call("all_gather_object", None, None)
         wanted = movements.ENCODED._replace(most_bytes=most_bytes)
         return self._run_object(
             call,
@@ -96,10 +100,10 @@ class ObjectMoves(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Return `value` of every rank as a list by rank on `root`, None on other ranks; see `broadcast_object`."""
-        root = self._check_rank(root, "root")
+        root = self._issuer.check_rank(root, "root")
         codec = _ObjectCodec(type, allow_pickle)
         operand = byte_operand(codec.encode(value))
-        call = self._call("gather_object", None, None, root=root)
+        call = self._issuer.call("gather_object", None, None, root=root)
         return self._run_object(
             call,
             lambda attempt: movements.gathered_by_rank(attempt, operand, root, movements.ENCODED),
@@ -120,14 +124,14 @@ class ObjectMoves(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
-        root = self._check_rank(root, "root")
+        root = self._issuer.check_rank(root, "root")
         operands = None
         codec = _ObjectCodec(type, allow_pickle)
         if self.rank == root:
             if values is None or len(values) != self.size:
                 raise ConfigError(f"values must have one element for each of the {self.size} ranks")
             operands = [byte_operand(codec.encode(value)) for value in values]
-        call = self._call("scatter_object", None, None, root=root)
+        call = self._issuer.call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
             lambda attempt: movements.scattered_from_rank(attempt, operands, root, movements.ENCODED).tobytes(),

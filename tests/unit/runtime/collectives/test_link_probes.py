@@ -1,6 +1,6 @@
 from covey.base.numbers import Rank
 from covey.plan.network import Flow
-from covey.runtime.collectives.measuring import MeasuredLinks
+from covey.runtime.collectives.link_probes import MeasuredLinks
 
 
 def test_what_was_measured_is_kept_for_the_ranks_that_remain() -> None:

@@ -1,4 +1,4 @@
-"""Measure the links between the ranks of an attempt over its lanes, in parts that are steps of operations.
+"""The measurement of the links between the ranks of an attempt, over its lanes, in parts that are steps of operations.
 
 Which transfers are made and what follows from them is in `plan.measurement`. The ranks exchange their figures, so that
 all of them hold the same bits; a figure that is not a speed is one on all ranks.
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from covey.base.errors import ConfigError
+from covey.net.discovery.interfaces import all_interfaces, parse_pattern
 from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, rotation, sustained, swap_rounds, swaps
 from covey.plan.moves import Plan
 from covey.plan.network import Flow
@@ -74,7 +76,7 @@ class LinkProbes:
         """The round trips in this rank's row; those of pairs that do not swap are what pings took, perhaps while the
         link was busy, and negative if there was none."""
         for other, rank in enumerate(attempt.ranks):
-            peer = attempt.engine.roster.peer(rank)
+            peer = attempt.roster.peer(rank)
             if peer is not None:
                 known = [taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0]
                 self._trips[slot, other] = min(known, default=-1.0)
@@ -190,3 +192,22 @@ def _exchanged(attempt: Attempt, rows: Matrix) -> Matrix:
     flat = rows.reshape(-1)
     attempt.all_reduce(flat, "sum")
     return flat.reshape(rows.shape)
+
+
+def is_metered(attempt: Attempt) -> bool:
+    """Tell whether bytes over a link of this rank cost money, so that nothing is sent only to measure.
+
+    So it is if a link with another machine goes over an interface that the setting `metered` names.
+    """
+    try:
+        pattern = parse_pattern(attempt.facts.config.metered)
+    except ConfigError:  # nodes of a cluster have read it before; a rank of a launcher must not fail alone
+        return True
+    if not pattern.only:  # an empty setting names none
+        return False
+    roster = attempt.roster
+    links = [peer.link for rank in attempt.ranks if (peer := roster.peer(rank)) is not None]
+    used = {link.local_ip for link in links if link is not None}
+    return any(
+        pattern.allows(interface.name, ip) for interface in all_interfaces() for ip in used & {*interface.addresses}
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from covey.proto.call_inquiries import TESTIMONY_PATIENCE, Hearing
 from covey.proto.evidence import STOPPED_SILENCE
-from covey.runtime.collectives.evidence import COMPARE_SECONDS
-from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS
-from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
+from covey.runtime.collectives.failure import CAUSE_SECONDS
+from covey.runtime.collectives.stalls import COMPARE_SECONDS
+from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
 
 
 def test_a_mismatch_and_a_loss_are_told_within_a_second() -> None:

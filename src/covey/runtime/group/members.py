@@ -8,23 +8,48 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from covey.base.version import __version__
 from covey.net.discovery.interfaces import all_interfaces
 from covey.net.host import tcp
 from covey.net.host.machine import hardware
 from covey.net.lanes.stream import SocketLane
-from covey.runtime.counters import process
 from covey.runtime.links.sockets import relay_of
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.net.discovery.interfaces import Interface
     from covey.net.lanes.lane import LanePath
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.roster import GroupFacts, GroupRoster, LaneKinds
+    from covey.runtime.collectives.stalls import StallDiagnosis
+    from covey.runtime.counters import GroupCounters
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.views.generation import Generation
     from covey.wire.messages import Hardware
+
+
+class DescribedEngine(Protocol):
+    """What a group can say about itself (`collectives.engine`)."""
+
+    facts: GroupFacts
+    roster: GroupRoster
+    counters: GroupCounters
+    stalls: StallDiagnosis
+    generation: Generation | None
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def live(self) -> tuple[Rank, ...]: ...
+
+    @property
+    def since(self) -> float:
+        """When this process came into its run, in seconds since 1970."""
+
+    def lane_kinds(self) -> LaneKinds: ...
 
 
 @dataclass(frozen=True)
@@ -87,13 +112,13 @@ class PeerLink:
     """Whether the control link has no connection until there is something to say, as most have in large runs."""
 
 
-def members(engine: Engine) -> tuple[Member, ...]:
+def members(engine: DescribedEngine) -> tuple[Member, ...]:
     """Return all members of a group, lost ones included, by rank."""
-    return tuple(_member(engine, rank) for rank in engine.ranks)
+    return tuple(_member(engine, rank) for rank in engine.roster.ranks)
 
 
-def _member(engine: Engine, rank: Rank) -> Member:
-    node, peer = engine.node, engine.roster.peer(rank)
+def _member(engine: DescribedEngine, rank: Rank) -> Member:
+    node, peer = engine.roster.node, engine.roster.peer(rank)
     if node is None or peer is None:
         card = None if node is None else node.card
         name, host = ("", os.uname().nodename) if card is None else (card.name, card.host_name)
@@ -120,7 +145,7 @@ def _member(engine: Engine, rank: Rank) -> Member:
     )
 
 
-def hosts(engine: Engine, ranks: tuple[Rank, ...] | None = None) -> dict[str, tuple[int, ...]]:
+def hosts(engine: DescribedEngine, ranks: tuple[Rank, ...] | None = None) -> dict[str, tuple[int, ...]]:
     """Return the live ranks of each machine, or those of `ranks`, in the order of their first ranks.
 
     Two machines of one name are told apart by a number after the name.
@@ -136,10 +161,9 @@ def hosts(engine: Engine, ranks: tuple[Rank, ...] | None = None) -> dict[str, tu
     return named
 
 
-def health(engine: Engine) -> tuple[MemberHealth, ...]:
+def health(engine: DescribedEngine) -> tuple[MemberHealth, ...]:
     """Return the state of every member, by rank; this node itself is active."""
-    since = process.since if engine.node is None else engine.node.since
-    return tuple(_health(engine.roster.peer(rank), rank, since) for rank in engine.ranks)
+    return tuple(_health(engine.roster.peer(rank), rank, engine.since) for rank in engine.roster.ranks)
 
 
 def _health(peer: RemoteProcess | None, rank: Rank, own_since: float) -> MemberHealth:
@@ -152,19 +176,19 @@ def _health(peer: RemoteProcess | None, rank: Rank, own_since: float) -> MemberH
     return MemberHealth(rank, state, peer.since, why)
 
 
-def links(engine: Engine) -> tuple[PeerLink, ...]:
+def links(engine: DescribedEngine) -> tuple[PeerLink, ...]:
     """Return how this node reaches the other live members."""
     interfaces = all_interfaces()
-    return tuple(_link(engine, rank, interfaces) for rank in engine.live if rank != engine.rank)
+    return tuple(_link(engine, rank, interfaces) for rank in engine.live if rank != engine.roster.rank)
 
 
-def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
-    peer, lane = engine.roster.peer(rank), engine.attempt.open_lane(rank)
+def _link(engine: DescribedEngine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
+    peer, lane = engine.roster.peer(rank), engine.attempt.lanes.of(rank)
     assert peer is not None
-    kind = engine.roster.lane_kind(rank) if lane is None else lane.kind
+    kind = engine.attempt.lanes.kind_of(rank) if lane is None else lane.kind
     link = peer.link
     own = "" if link is None else link.local_ip
-    is_here = engine.node is not None and engine.roster.host(rank) == engine.node.host
+    is_here = engine.roster.node is not None and engine.roster.host(rank) == engine.roster.node.host
     found = None if is_here else next((each for each in interfaces if own and own in each.addresses), None)
     medium = "local" if is_here else "unknown" if found is None else found.kind
     rate = None
@@ -183,7 +207,7 @@ def _link(engine: Engine, rank: Rank, interfaces: list[Interface]) -> PeerLink:
         round_trip,
         rate,
         relay,
-        engine.attempt.paths_of(rank),
-        engine.attempt.streams_of(rank),
+        engine.attempt.lanes.paths_of(rank),
+        engine.attempt.lanes.streams_of(rank),
         is_resting=link is not None and link.is_resting,
     )

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.group.issuer import Issuer
-    from covey.runtime.group.reductions import Reductions
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,7 +45,8 @@ OPS = ("sum", "mean")
 
 
 def all_reduce(
-    group: Reductions,
+    issuer: Issuer,
+    reduce_plain: Callable[..., Any],
     x: Any,
     op: str,
     codec: Compression,
@@ -59,23 +59,26 @@ def all_reduce(
     timeout: float | None,
     async_op: bool,
 ) -> Any:
-    """Do what `Group.all_reduce` does, with a codec; `key` is what its calls with the same arguments have in common."""
+    """Do what `Group.all_reduce` does, with a codec; `key` is what its calls with the same arguments have in common.
+
+    `reduce_plain` is `all_reduce` again, for an array that turns out to be sent as it is.
+    """
     operand = writable(x)
     is_simple = feedback is None and algorithm is None and not async_op
-    if key is not None and is_simple and (reason := _why_plain(group, codec, operand)):
+    if key is not None and is_simple and (reason := _why_plain(issuer, codec, operand)):
         check_op(op, codec)
-        group._savings.let_pass(key, plain_info(operand, group.size, reason))
-        return group.all_reduce(x, op, weight=weight, compress=key[0], name=name, timeout=timeout)
+        issuer.savings.let_pass(key, plain_info(operand, issuer.size, reason))
+        return reduce_plain(x, op, weight=weight, compress=key[0], name=name, timeout=timeout)
     piece = Piece(operand, [Part(name, 0, operand.flat.size, operand.shape)], codec)
     reduced = reduce_gradients(
-        group, [piece], op, x, weight=weight, feedback=feedback, algorithm=algorithm, timeout=timeout,
+        issuer, [piece], op, x, weight=weight, feedback=feedback, algorithm=algorithm, timeout=timeout,
         async_op=async_op,
     )  # fmt: skip
     if key is not None and is_simple and isinstance(codec, Auto):
         # All operations that were issued have ended, so every rank knows the same of them.
-        count, reason = group._savings.tuner.skip_plain(codec, Size(operand.flat.size, operand.flat.itemsize))
+        count, reason = issuer.savings.tuner.skip_plain(codec, Size(operand.flat.size, operand.flat.itemsize))
         if count:
-            group._savings.let_pass(key, plain_info(operand, group.size, reason), count)
+            issuer.savings.let_pass(key, plain_info(operand, issuer.size, reason), count)
     return reduced
 
 
@@ -88,7 +91,7 @@ class Piece(NamedTuple):
 
 
 def reduce_gradients(
-    group: Issuer,
+    issuer: Issuer,
     pieces: Sequence[Piece],
     op: str,
     result: Any = None,
@@ -110,8 +113,8 @@ def reduce_gradients(
         needs_weight: raise if all weights are 0; otherwise the gradients become 0.
         then: called before the operation returns.
     """
-    totals = [_start(group, piece, op, weight, feedback, algorithm) for piece in pieces]
-    call = group._call(
+    totals = [_start(issuer, piece, op, weight, feedback, algorithm) for piece in pieces]
+    call = issuer.call(
         "all_reduce",
         pieces[0].operand.code,
         pieces[0].operand.shape if len(pieces) == 1 else None,
@@ -147,19 +150,19 @@ def reduce_gradients(
         for total in totals:
             total.deliver()
             if total.is_compressed:
-                group._engine.operation.info = total.info
-                group._savings.add(group._engine, total.info)
+                issuer.engine.operation.info = total.info
+                issuer.savings.add(total.info)
         if exact is not None:
             exact.store()
         if then is not None:
             then()
         return result
 
-    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+    return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
 
 def _start(
-    group: Issuer, piece: Piece, op: str, weight: float | None, feedback: ErrorFeedback | None, algorithm: str | None
+    issuer: Issuer, piece: Piece, op: str, weight: float | None, feedback: ErrorFeedback | None, algorithm: str | None
 ) -> CompressedSum | PlainSum:
     """Return one of the arrays of an operation; raise if its codec cannot reduce it."""
     operand, parts, codec = piece
@@ -182,17 +185,17 @@ def _start(
         operand,
         parts,
         codec,
-        group._savings.tuner,
+        issuer.savings.tuner,
         divides=divides,
         is_weighted=weight is not None,
         feedback=feedback,
         algorithm=algorithm,
-        why_plain=_why_plain(group, codec, operand),
+        why_plain=_why_plain(issuer, codec, operand),
     )
 
 
 def reduce_scatter(
-    group: Issuer,
+    issuer: Issuer,
     operand: Operand,
     op: str,
     codec: Compression,
@@ -207,12 +210,12 @@ def reduce_scatter(
     check_op(op, codec)
     for share in set(shares):
         check_sizes(codec, share * math.prod(operand.shape[1:]))
-    shape = (shares[group.rank], *operand.shape[1:])
-    result = group._output(np.empty(shape, operand.flat.dtype) if out is None else out, operand.code, shape)
+    shape = (shares[issuer.rank], *operand.shape[1:])
+    result = issuer.output(np.empty(shape, operand.flat.dtype) if out is None else out, operand.code, shape)
     row = math.prod(operand.shape[1:])
     ends = [0, *(row * end for end in itertools.accumulate(shares))]
     counts = tuple(shares) if is_given else None
-    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts, compress=codec)
+    call = issuer.call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts, compress=codec)
 
     def body(attempt: Attempt) -> Array:
         flat = _floats(operand.load())
@@ -225,18 +228,18 @@ def reduce_scatter(
         result.store()
         return result.flat.reshape(shape) if out is None else out
 
-    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+    return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
 
 def broadcast(
-    group: Issuer, x: Any, root: Rank, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
+    issuer: Issuer, x: Any, root: Rank, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
 ) -> Any:
     """Do what `Group.broadcast` does, with a codec; the root's array becomes what the others decode."""
     codec = require_codec("broadcast", codec)
     operand = writable(x)
     check_sizes(codec, operand.flat.size)
     work = operand.flat if operand.flat.dtype == np.float32 else np.empty(operand.flat.size, np.float32)
-    call = group._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=codec)
+    call = issuer.call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=codec)
 
     def body(attempt: Attempt) -> Any:
         flat = operand.load()
@@ -254,18 +257,18 @@ def broadcast(
                 operand.flat[...] = work
         return operand.deliver(result)
 
-    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver, root=root)
+    return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver, root=root)
 
 
 def all_gather(
-    group: Issuer, x: Any, out: Any, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
+    issuer: Issuer, x: Any, out: Any, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
 ) -> Any:
     """Do what `Group.all_gather` does, with a codec and equal shapes; every row is what all ranks decode."""
     codec = require_codec("all_gather", codec)
     operand = readable(x)
     check_sizes(codec, operand.flat.size)
-    rows = None if out is None else group._output(out, operand.code, (group.size, *operand.shape))
-    call = group._call(
+    rows = None if out is None else issuer.output(out, operand.code, (issuer.size, *operand.shape))
+    call = issuer.call(
         "all_gather", operand.code, operand.shape, out=rows is not None, algorithm=algorithm, compress=codec
     )
     count = operand.flat.size
@@ -281,13 +284,13 @@ def all_gather(
             if rows is None:
                 dtype, shape = operand.flat.dtype, operand.shape
                 return [None if block is None else block.astype(dtype).reshape(shape) for block in blocks]
-            for row, block in zip(rows.flat.reshape(group.size, count), blocks, strict=True):
+            for row, block in zip(rows.flat.reshape(issuer.size, count), blocks, strict=True):
                 if block is not None:
                     row[...] = block
         rows.store()
         return out
 
-    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+    return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
 
 def check_op(op: str, codec: Compression) -> None:
@@ -335,7 +338,7 @@ def codec_for_all_reduce(compress: CompressValue, x: Any, name: str) -> Compress
     return _worthwhile(codec_of(compress, operand, name), operand)
 
 
-def _why_plain(group: Issuer, codec: Compression, operand: Operand) -> str:
+def _why_plain(issuer: Issuer, codec: Compression, operand: Operand) -> str:
     """Return why "auto" sends an array as it is, if that is clear from the start, on all ranks; else nothing.
 
     Such a call is the same as one without `compress`, and takes as long.
@@ -345,7 +348,7 @@ def _why_plain(group: Issuer, codec: Compression, operand: Operand) -> str:
     if operand.flat.nbytes < SMALLEST_BYTES:
         return f"none: the array has less than {SMALLEST_BYTES >> 10} KiB"
     # After a loss, all remaining ranks may be on one host; until all know of it, they must not decide by that.
-    return SHARED if not group._engine.survives and group._engine.attempt.lane_family == "ring" else ""
+    return SHARED if not issuer.engine.facts.survives and issuer.engine.attempt.lane_family == "ring" else ""
 
 
 def _worthwhile(codec: Compression | None, operand: Operand) -> Compression | None:

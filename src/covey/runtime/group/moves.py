@@ -10,14 +10,15 @@ from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
 from covey.plan import choose, doubling
 from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.collectives.attempt import NOTHING
 from covey.runtime.group import movements
-from covey.runtime.group.issuer import Issuer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.compress.policy import CompressValue
     from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.group.issuer import Issuer
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,8 +29,12 @@ BARRIER: Final = ("barrier",)
 """What names these operations to a shortcut."""
 
 
-class Moves(Issuer):
-    """Operations that move arrays; a base of `Group`."""
+class Moves:
+    """Operations that move arrays, as `Group` offers them."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
+        self.rank, self.size = issuer.rank, issuer.size
 
     def broadcast(
         self,
@@ -45,12 +50,13 @@ class Moves(Issuer):
 
         `compress` sends fewer bytes: a cast or a quantiser, like "int8". Then `x` of the root is rounded as well.
         """
-        if compress is not None and (codec := self._codec_of(compress, writable(x))) is not None:
-            from covey.runtime.group import compressing
+        if compress is not None:
+            from covey.runtime.group import compression
 
-            root = self._check_rank(root, "root")
-            return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
+            if (codec := compression.codec_of(compress, writable(x))) is not None:
+                root = self._issuer.check_rank(root, "root")
+                return compression.broadcast(self._issuer, x, root, codec, algorithm, timeout, async_op)
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
         if shortcut is not None and type(root) is int and (what := shortcut.broadcasts.get(root)) is not None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -58,12 +64,12 @@ class Moves(Issuer):
             if outcome is True:
                 return x
             if outcome is not False:
-                return self._resume(x, outcome, timeout)
-        root = self._check_rank(root, "root")
+                return self._issuer.resume(x, outcome, timeout)
+        root = self._issuer.check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         size, itemsize = operand.flat.size, operand.flat.itemsize
-        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm, self._engine.sizes)
-        call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
+        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm, self._facts.sizes)
+        call = self._issuer.call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
             slot = attempt.slot_of(root)
@@ -74,7 +80,7 @@ class Moves(Issuer):
         then = operand.deliver if self.rank != root else None
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
         if shortcut is not None and type(x) is np.ndarray and operand.is_own:
-            plan = choose.broadcast(self.rank, self.size, root, size, itemsize, None, self._engine.sizes)
+            plan = choose.broadcast(self.rank, self.size, root, size, itemsize, None, self._facts.sizes)
             what = shortcut.broadcasts[root] = shortcut.name(("broadcast", root))
             shortcut.add(operand.flat, what, operand.shape, call, plan, None, self._engine.attempt)
         return result
@@ -94,16 +100,17 @@ class Moves(Issuer):
         With `out`, an array of shape (size, *x.shape), fill its rows and return it; then all shapes must be equal.
         `compress` sends fewer bytes: a cast or a quantiser, like "int8"; then all shapes must be equal, too.
         """
-        if compress is not None and (codec := self._codec_of(compress, readable(x))) is not None:
-            from covey.runtime.group import compressing
+        if compress is not None:
+            from covey.runtime.group import compression
 
-            return compressing.all_gather(self, x, out, codec, algorithm, timeout, async_op)
+            if (codec := compression.codec_of(compress, readable(x))) is not None:
+                return compression.all_gather(self._issuer, x, out, codec, algorithm, timeout, async_op)
         if out is not None:
             return self._all_gather_rows(x, out, timeout, algorithm, async_op)
         operand = readable(x)
         # Raises for an unknown algorithm before anything is sent.
         choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
-        call = self._call("all_gather", operand.code, None, algorithm=algorithm)
+        call = self._issuer.call("all_gather", operand.code, None, algorithm=algorithm)
         return self._engine.run(
             call,
             lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, algorithm)),
@@ -112,12 +119,12 @@ class Moves(Issuer):
         )
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
-        shortcut = self._engine.shortcut if algorithm is None and not async_op else None
-        if shortcut is not None and self._took_shortcut(shortcut, ALL_GATHER, x, out, timeout):
+        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
+        if shortcut is not None and self._issuer.took_shortcut(shortcut, ALL_GATHER, x, out, timeout):
             return out
         operand = readable(x)
-        rows = self._output(out, operand.code, (self.size, *operand.shape))
-        call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
+        rows = self._issuer.output(out, operand.code, (self.size, *operand.shape))
+        call = self._issuer.call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
         count = operand.flat.size
         choose.all_gather(self.rank, (count,) * self.size, "ring", algorithm)
 
@@ -146,9 +153,9 @@ class Moves(Issuer):
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return `x` of every rank as a list by rank on `root`, None on other ranks; shapes may differ."""
-        root = self._check_rank(root, "root")
+        root = self._issuer.check_rank(root, "root")
         operand = readable(x)
-        call = self._call("gather", operand.code, None, root=root)
+        call = self._issuer.call("gather", operand.code, None, root=root)
         return self._engine.run(
             call,
             lambda attempt: movements.gathered_by_rank(attempt, operand, root),
@@ -161,9 +168,9 @@ class Moves(Issuer):
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Return this rank's element of `xs`, a list by rank that `root` passes; other ranks pass None."""
-        root = self._check_rank(root, "root")
-        operands = self._list_of_operands(xs, "xs") if self.rank == root else None
-        call = self._call("scatter", None, None, root=root)
+        root = self._issuer.check_rank(root, "root")
+        operands = self._issuer.list_of_operands(xs, "xs") if self.rank == root else None
+        call = self._issuer.call("scatter", None, None, root=root)
         return self._engine.run(
             call,
             lambda attempt: movements.scattered_from_rank(attempt, operands, root),
@@ -182,8 +189,8 @@ class Moves(Issuer):
         """
         if out is not None:
             return self._all_to_all_rows(xs, out, timeout, async_op)
-        operands = self._list_of_operands(xs, "xs")
-        call = self._call("all_to_all", None, None)
+        operands = self._issuer.list_of_operands(xs, "xs")
+        call = self._issuer.call("all_to_all", None, None)
         return self._engine.run(
             call,
             lambda attempt: attempt.by_rank(movements.exchange_all(attempt, attempt.chosen(operands))),
@@ -192,16 +199,16 @@ class Moves(Issuer):
         )
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
-        shortcut = None if async_op else self._engine.shortcut
-        if shortcut is not None and self._took_shortcut(shortcut, ALL_TO_ALL, x, out, timeout):
+        shortcut = None if async_op else self._engine.shortcuts.any
+        if shortcut is not None and self._issuer.took_shortcut(shortcut, ALL_TO_ALL, x, out, timeout):
             return out
         operand = readable(x)
         if operand.shape[:1] != (self.size,):
             raise ConfigError(
                 f"xs has shape {list(operand.shape)}; with out= it needs a row for each of {self.size} ranks"
             )
-        rows = self._output(out, operand.code, operand.shape)
-        call = self._call("all_to_all", operand.code, operand.shape, out=True)
+        rows = self._issuer.output(out, operand.code, operand.shape)
+        call = self._issuer.call("all_to_all", operand.code, operand.shape, out=True)
         count = operand.flat.size // self.size
         overlaps = np.may_share_memory(operand.flat, rows.flat)
 
@@ -223,7 +230,7 @@ class Moves(Issuer):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
-        shortcut = None if async_op else self._engine.shortcut
+        shortcut = None if async_op else self._engine.shortcuts.any
         if shortcut is not None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -231,11 +238,11 @@ class Moves(Issuer):
             if outcome is True:
                 return None
             if outcome is not False:
-                return self._resume(None, outcome, timeout)
-        call = self._call("barrier", None, None)
+                return self._issuer.resume(None, outcome, timeout)
+        call = self._issuer.call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
-            attempt.execute(doubling.dissemination(attempt.slot, attempt.size), [self._engine.nothing])
+            attempt.execute(doubling.dissemination(attempt.slot, attempt.size), [NOTHING])
 
         result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
         if shortcut is not None:

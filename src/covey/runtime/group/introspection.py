@@ -1,0 +1,121 @@
+"""What a group says about itself: its ranks, their processes, what it has done, and what happened to its run.
+
+Nothing here runs an operation, and any thread may ask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from covey.base.config import check_timeout
+from covey.runtime.events import FOUNDED, VIEWS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.compress.codec import Codec
+    from covey.runtime.calls.service import CallService
+    from covey.runtime.collectives.roster import LaneKinds
+    from covey.runtime.collectives.stalls import Late
+    from covey.runtime.events import Event
+    from covey.runtime.group.explanation import PlanReport
+    from covey.runtime.group.issuer import Issuer
+    from covey.runtime.group.members import DescribedEngine
+    from covey.runtime.group.metrics import GroupMetrics
+    from covey.runtime.group.node import Node
+    from covey.runtime.state.store import Stores
+
+
+class Introspection:
+    """What can be asked of a group, as `Group` offers it."""
+
+    def __init__(
+        self,
+        engine: DescribedEngine,
+        issuer: Issuer,
+        parent_ranks: tuple[int, ...] | None,
+        serve: Callable[[], tuple[CallService, Stores | None]],
+    ) -> None:
+        """`parent_ranks` are the ranks in the group that it was split from.
+
+        `serve` makes, or finds, what serves calls between nodes; it returns the stores of the run as well.
+        """
+        self._engine, self._issuer, self._parent_ranks, self._serve = engine, issuer, parent_ranks, serve
+        self.known_node: Node | None = None
+        """What `node` returned, once it was called."""
+
+    def node(self) -> Node:
+        """Return this process as the other nodes know it; see `Group.node`."""
+        if self.known_node is None:
+            from covey.runtime.group.node import Node  # most programs make no calls
+
+            self._issuer.engine.failure.require_open()
+            self.known_node = Node(self._engine, *self._serve())
+        return self.known_node
+
+    def lanes(self) -> LaneKinds:
+        """Return the kind of lane to each other rank: shm, unix, tcp, secure, quic or memory.
+
+        The attribute `executor` of the result is "compiled" or "Python": what moves the data. `paths` has, by rank, the
+        networks of a lane that goes over several of them (`covey.LanePath`); `streams` has the number of connections of
+        each lane.
+        """
+        return self._engine.lane_kinds()
+
+    def to_parent(self, rank: int) -> int:
+        """Return the rank in the group that this one was split from, of a rank of this group."""
+        index = self._issuer.check_rank(rank, "rank")
+        return index if self._parent_ranks is None else self._parent_ranks[index]
+
+    def to_run(self, rank: int) -> int:
+        """Return the rank in the first group of the generation, of a rank of this group."""
+        index, generation = self._issuer.check_rank(rank, "rank"), self._engine.generation
+        found = None if generation is None else generation.rank_of(self._engine.roster.seats[index])
+        return index if found is None else found
+
+    def metrics(self) -> GroupMetrics:
+        """Return what this group has done on this rank so far: operations, traffic, messages, compression.
+
+        `covey.metrics` has the same numbers for Prometheus, for all groups of the process together.
+        """
+        from covey.runtime.group.metrics import group_metrics  # most programs do not ask
+
+        return group_metrics(self._engine.counters, self._engine.roster, self._issuer.savings.total)
+
+    def explain(self, nbytes: int, compress: str | Codec | None = None) -> PlanReport:
+        """Return the plan with which an all_reduce of so many bytes is made now, why, and what the others would take.
+
+        Between three or more ranks on several machines, large sums use the plan that fits the links, which the ranks
+        measure together at the third large sum; `print` shows all of it. Nothing is sent. With `compress`, a codec like
+        "int8", it is the plan of a compressed sum of so many bytes of float32.
+
+        Raises:
+            ConfigError: `compress` is not a codec whose transfers have a fixed size.
+        """
+        from covey.runtime.group.explanation import explain, explain_coded  # most programs do not ask
+
+        return explain(self._engine, nbytes) if compress is None else explain_coded(self._engine, nbytes, compress)
+
+    def call(
+        self, rank: int, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+    ) -> Any:
+        """Call a function that another rank has registered, and return its result; see `Node.call`."""
+        return self.node().call(rank, function, *args, timeout=timeout, **named)
+
+    def who_is_late(self, *, timeout: float = 2.0) -> list[Late]:
+        """Return the ranks that are operations behind the others, or do not answer within `timeout` seconds.
+
+        Only the caller asks; the other ranks answer in the background, and no operation is disturbed. On any thread:
+        while one thread waits in an operation, another can find out for which rank. An empty list means that all
+        ranks are in the same operation.
+        """
+        return self._engine.stalls.who_is_late(check_timeout(timeout))
+
+    def on_change(self, listener: Callable[[Event], None]) -> None:
+        """Call `listener(event)` on a separate thread whenever members are lost or join."""
+        if self._engine.roster.node is not None:
+            self._engine.roster.node.events.listen(listener, (*VIEWS, *FOUNDED))
+
+    def events(self) -> list[Event]:
+        """Return the events of the run so far: losses and recoveries with their timelines, and generations."""
+        return [] if self._engine.roster.node is None else self._engine.roster.node.events.all()
