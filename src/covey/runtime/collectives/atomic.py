@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt, Shortcuts
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.operation import CurrentAttempt
-    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
