@@ -97,7 +97,7 @@ def test_threads_with_values_of_many_megabytes_ask_beside_threads_that_wait_all_
         group.barrier()
         return total
 
-    with mock.patch.object(store_copy, "ANSWERS_LIMIT", most // 20):
+    with mock.patch.object(store_copy, "UNACKNOWLEDGED_LIMIT", most // 20):
         assert run_threads(3, body) == [9 * (most // 10)] * 3
 
 

@@ -31,6 +31,7 @@ PRELOADED = (
     "numpy",
     "covey.runtime.joining.bootstrap",
     "covey.runtime.joining.generations",
+    "covey.runtime.joining.launcher_mesh",
     "covey.runtime.messages.messenger",
     "covey.runtime.calls.serve",
     "covey.runtime.members.node",
