@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt, Shortcuts
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.collectives.operation import CurrentAttempt
-    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.views.generation import Generation
     from covey.wire.membership import State, View
@@ -325,7 +325,7 @@ class AtomicOperations:
             self._halt_number = number
             self.attempt.stop()
         self._bell.ring()
-        self._lanes.abandon(ClosedError("the members are agreeing on a view"), purpose="collectives")
+        self._lanes.abandon(ClosedError("the members are agreeing on a view"), only="collectives")
         return None
 
     def install(self, view: View) -> None:

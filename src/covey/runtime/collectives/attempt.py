@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.link_probes import MeasuredLinks
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
     from covey.runtime.collectives.operation import CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster
     from covey.runtime.collectives.size_class import SizeClass, Sums
     from covey.runtime.collectives.trouble import OperationTrouble
     from covey.runtime.counters import GroupCounters

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.net.lanes.lane import Lane, LanePath
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.operation import CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster
     from covey.runtime.collectives.trouble import OperationTrouble
 
 BELL_PAUSES: Final = Growing(0.02, 0.2)

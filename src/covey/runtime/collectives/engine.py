@@ -27,7 +27,7 @@ from covey.runtime.collectives.evidence import CallEvidence
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.operation import NO_INFO, Backlog, CurrentAttempt, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster, LaneKinds
+from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.collectives.suspicion import Suspicion
 from covey.runtime.collectives.trouble import OperationTrouble

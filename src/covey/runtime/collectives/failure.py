@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.call_log import CallLog
     from covey.runtime.collectives.evidence import CallEvidence
     from covey.runtime.collectives.operation import CurrentAttempt, CurrentOperation
-    from covey.runtime.collectives.roster import GroupFacts, CollectiveLanes, GroupRoster
+    from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster
     from covey.runtime.counters import GroupCounters
     from covey.wire import messages
 
