@@ -325,7 +325,7 @@ class AtomicOperations:
             self._halt_number = number
             self.attempt.stop()
         self._bell.ring()
-        self._lanes.abandon(ClosedError("the members are agreeing on a view"), purpose="collectives")
+        self._lanes.abandon(ClosedError("the members are agreeing on a view"), only="collectives")
         return None
 
     def install(self, view: View) -> None:

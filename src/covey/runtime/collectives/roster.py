@@ -242,10 +242,10 @@ class CollectiveLanes:
         """Return the open lanes, by seat."""
         return {} if self._lanes is None else self._lanes.arrived(self._group, "collectives")
 
-    def abandon(self, error: CoveyError, *, purpose: str | None = None) -> None:
+    def abandon(self, error: CoveyError, *, only: str = "") -> None:
         """Fail the waits for lanes of the group: those for one purpose, or all."""
         if self._lanes is not None:
-            self._lanes.abandon(lambda key: key.group == self._group and purpose in (None, key.purpose), error)
+            self._lanes.abandon(lambda key: key.group == self._group and only in ("", key.purpose), error)
 
     def retire(self, attempt: int) -> None:
         """Close the lanes of the attempts before this one. No thread may be using them."""
