@@ -34,7 +34,7 @@ class Moves:
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
-        self.rank, self.size = issuer.rank, issuer.size
+        self.rank, self.size, self._shortcuts = issuer.rank, issuer.size, issuer.engine.shortcuts
 
     def broadcast(
         self,
@@ -56,7 +56,7 @@ class Moves:
             if (codec := compression.codec_of(compress, writable(x))) is not None:
                 root = self._issuer.check_rank(root, "root")
                 return compression.broadcast(self._issuer, x, root, codec, algorithm, timeout, async_op)
-        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
+        shortcut = self._shortcuts.any if algorithm is None and not async_op else None
         if shortcut is not None and type(root) is int and (what := shortcut.broadcasts.get(root)) is not None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -119,7 +119,7 @@ class Moves:
         )
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
-        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
+        shortcut = self._shortcuts.any if algorithm is None and not async_op else None
         if shortcut is not None and self._issuer.took_shortcut(shortcut, ALL_GATHER, x, out, timeout):
             return out
         operand = readable(x)
@@ -199,7 +199,7 @@ class Moves:
         )
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:
-        shortcut = None if async_op else self._engine.shortcuts.any
+        shortcut = None if async_op else self._shortcuts.any
         if shortcut is not None and self._issuer.took_shortcut(shortcut, ALL_TO_ALL, x, out, timeout):
             return out
         operand = readable(x)
@@ -230,7 +230,7 @@ class Moves:
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
-        shortcut = None if async_op else self._engine.shortcuts.any
+        shortcut = None if async_op else self._shortcuts.any
         if shortcut is not None:
             if timeout is not None:
                 check_timeout(timeout)

@@ -43,7 +43,7 @@ class Reductions:
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
-        self.rank, self.size = issuer.rank, issuer.size
+        self.rank, self.size, self._shortcuts = issuer.rank, issuer.size, issuer.engine.shortcuts
 
     def all_reduce(
         self,
@@ -88,7 +88,7 @@ class Reductions:
         is_array = type(x) is np.ndarray  # the common case, kept short: this call is paid per step
         if not is_array and isinstance(x, int | np.integer | np.bool_) and op in ("sum", "prod") and weight is None:
             return self._reduce_whole_number(x, op, timeout, algorithm, async_op)
-        shortcut, begun_in = self._engine.shortcuts.all_reduce, None
+        shortcut, begun_in = self._shortcuts.all_reduce, None
         if shortcut is not None and weight is None and algorithm is None:
             if timeout is not None:
                 check_timeout(timeout)
@@ -190,7 +190,7 @@ class Reductions:
 
     def _add_shortcut(self, flat: Array, key: tuple[Any, ...], call: Call) -> None:
         """Let sums of arrays like `flat` take the shortcut of the present attempt."""
-        shortcut, attempt = self._engine.shortcuts.all_reduce, self._engine.attempt
+        shortcut, attempt = self._shortcuts.all_reduce, self._engine.attempt
         prepared = attempt.prepared.get(key)
         if shortcut is not None and prepared is not None:
             _, shape, op, _, _ = key
@@ -221,7 +221,7 @@ class Reductions:
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
-        shortcut = self._engine.shortcuts.any if algorithm is None and not async_op else None
+        shortcut = self._shortcuts.any if algorithm is None and not async_op else None
         if (
             shortcut is not None
             and type(root) is int
@@ -283,7 +283,7 @@ class Reductions:
                 return compression.reduce_scatter(
                     self._issuer, whole, op, codec, shares, counts is not None, out, timeout, async_op
                 )
-        shortcut = self._engine.shortcuts.any if counts is None and not async_op else None
+        shortcut = self._shortcuts.any if counts is None and not async_op else None
         is_new = out is None
         if shortcut is not None and type(x) is np.ndarray and x.ndim:
             if is_new:
