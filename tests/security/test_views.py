@@ -410,7 +410,8 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 # A broadcast from a lost rank raises at once, on this rank alone.
                 group.all_reduce(VALUES) if group.rank else group.broadcast(VALUES, root=LIAR)
             if group.rank == 0:
-                other = node_of(groups[1]).groups[engine_of(group).id].engine.atomic  # type: ignore[attr-defined]
+                other = engine_of(groups[1]).atomic
+                assert other is not None
                 until(lambda: other.is_executing)
                 call_on_loop(generation.disturbed, generation.view.number)
             together()
