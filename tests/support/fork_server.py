@@ -128,13 +128,13 @@ def _serve_and_become(channel: socket.socket, own_path: list[str], filters: list
 
     # A signal to all processes of a terminal ends the test, which closes the socket.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     request, descriptors = _serve(channel, filters)
     _become(request, descriptors, own_path)
     while request["starts_programs"] and (channel := _with_companion()) is not None:
         request, descriptors = _serve(channel, filters)
         _become(request, descriptors, own_path)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the thread blocked that started this server
     return request
 
 
