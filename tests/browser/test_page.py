@@ -82,7 +82,7 @@ def test_03_no_address_has_a_ticket_or_a_token(chromium: Chromium) -> None:
         addresses = [*viewer.requests, page.url]
         assert len(token) > 30
         assert not [each for each in addresses if token in each or ("ticket" in each and "#" not in each)]
-        assert served.admission.enter(served.admission.new_ticket()) == token
+        assert served.tickets.enter(served.tickets.new_ticket()) == token
 
 
 OVERLAPS = """() => {

@@ -16,8 +16,7 @@ from tests.browser.viewer import RealPage, RealRun
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.errors import ConfigError
-from covey.ui.browser import opened
-from covey.ui.links import LinkFile, new_link
+from covey.ui.links import LinkFile, new_link, opened
 
 if TYPE_CHECKING:
     from pathlib import Path

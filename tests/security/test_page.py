@@ -22,10 +22,8 @@ from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime import http_server
 from covey.ui import server as page_server
-from covey.ui.peer import uid_of
-from covey.ui.rules import HEADERS, Access
+from covey.ui.rules import HEADERS, TICKET_SECONDS, UNSEEN_SECONDS, Access, Tickets, uid_of
 from covey.ui.server import ACCESS, FILES, PageServer
-from covey.ui.tickets import TICKET_SECONDS, UNSEEN_SECONDS, Tickets
 from covey.watch.overview import MachineSeen, Overview
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ class Served:
     def __init__(self) -> None:
         self.clock = Clock()
         self.player = Player(Overview(1, 100.0, cluster="home", machines=(MachineSeen("a" * 64, "north"),)))
-        self.page = PageServer(self.player, self.player, self.player, admission=Tickets(self.clock))
+        self.page = PageServer(self.player, self.player, self.player, tickets=Tickets(self.clock))
         self.host = f"127.0.0.1:{self.page.port}"
         self.origin = f"http://{self.host}"
         self.token = self.enter(self.ticket())
@@ -193,7 +191,7 @@ def test_without_the_token_in_its_header_nothing_is_told_and_nothing_done(served
         f"Bearer {token}x",
         f"bearer {token}",
     )
-    shown += (f"Bearer {token[:-1]}", f"Bearer {served.page.admission.link_key}")
+    shown += (f"Bearer {token[:-1]}", f"Bearer {served.page.tickets.link_key}")
     for authorization in shown:
         for path in ("/api/overviews", f"/api/history?token={token}&ticket={served.ticket()}", "/api/output?run=train"):
             assert served.get(path, Authorization=authorization).status == 401, (authorization, path)
@@ -283,7 +281,7 @@ def test_a_ticket_is_worth_the_token_once_and_for_five_minutes(served: Served) -
     for wrong in ({"ticket": ""}, {"ticket": 7}, {}, {"ticket": served.ticket(), "more": 1}, [], "x"):
         assert served.post("/api/enter", wrong, Authorization=None).status == 401, wrong
     many = [served.ticket() for _ in range(20)]
-    assert [served.page.admission.enter(each) is not None for each in many] == [False] * 4 + [True] * 16
+    assert [served.page.tickets.enter(each) is not None for each in many] == [False] * 4 + [True] * 16
 
 
 def test_the_token_ends_after_twelve_hours_without_a_viewer_and_is_new_at_each_start(served: Served) -> None:

@@ -52,8 +52,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
     """Serve the page until a signal ends it."""
     from contextlib import ExitStack
 
-    from covey.ui.browser import opened
-    from covey.ui.links import LinkFile
+    from covey.ui.links import LinkFile, opened
     from covey.ui.server import PageServer
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
@@ -71,7 +70,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
         collector = stack.enter_context(open_collector(run, cluster))
         actions, outputs = Actions(collector, "from the page"), outputs_of(collector)
         page = stack.enter_context(PageServer(collector, actions, outputs=outputs, port=port))
-        file = stack.enter_context(LinkFile(page.port, page.admission.link_key))
+        file = stack.enter_context(LinkFile(page.port, page.tickets.link_key))
         link = page.new_link()
         _print(link, as_json=as_json)
         if is_browser_wanted:

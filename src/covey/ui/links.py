@@ -1,4 +1,4 @@
-"""Links to the pages that this user serves on this machine, for `covey ui --link`.
+"""Links to the pages that this user serves on this machine: for `covey ui --link`, and for a browser to open.
 
 A server writes its port and the key for new links to a private file, and holds a lock beside it as long as it lives.
 The port in the file of a dead server may be another user's by now, who would answer with a link of theirs.
@@ -7,8 +7,11 @@ The port in the file of a dead server may be another user's by now, who would an
 from __future__ import annotations
 
 import contextlib
+import html
 import http.client
 import os
+import sys
+import webbrowser
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -19,6 +22,7 @@ from covey.net.host.folders import existing, home, private_folder, read_private,
 from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 LINK_FORMAT: Final = 1
@@ -133,3 +137,30 @@ def _ask_for_ticket(served: _ServedPage) -> str:
     if answer.status != http.client.OK:
         raise ConfigError(f"`covey ui` at {address} gives no link: {answer.status} {answer.reason}")
     return msgspec.json.decode(body, type=dict[str, str])["ticket"]
+
+
+@contextlib.contextmanager
+def opened(link: str, folder: Path) -> Iterator[bool]:
+    """Open a link in a browser; gives whether there is one. A file in the private folder is removed at the end.
+
+    The browser gets the path of a file that redirects it: all users can read the arguments of processes, and the link
+    is what lets one in. A browser that may not read the folder (in a snap) shows an error, so print the link as well.
+    """
+    if not _has_screen():
+        yield False
+        return
+    path = folder / f"open-{os.getpid()}.html"
+    page = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(link)}">'
+    write_private(path, page.encode())
+    try:
+        yield webbrowser.open(path.as_uri())
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _has_screen() -> bool:
+    """Tell whether a browser would be a window: without one, some would take the terminal instead."""
+    if os.environ.get("BROWSER") or sys.platform == "darwin":
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

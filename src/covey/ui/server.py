@@ -1,12 +1,17 @@
-"""Serves the page: its files, a stream of overviews, histories, lines of output, and what a person does there."""
+"""Serves the page: its files, a stream of overviews, histories, lines of output, and what a person does there.
+
+JSON has no NaN and no infinity, and a loss that becomes one is what people look for: the page gets the words `nan`,
+`inf` and `-inf` in their place. A figure that is not known is null.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from http import HTTPStatus
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -16,16 +21,14 @@ from covey.base.text import printable
 from covey.runtime.http_server import HttpServer, Response, Stream, text
 from covey.ui.links import link_to
 from covey.ui.qr import qr_rows
-from covey.ui.rules import HEADERS, NO_TOKEN, Access, RequestRules
-from covey.ui.snapshot import curves_json, output_json, overview_line
-from covey.ui.tickets import Tickets
+from covey.ui.rules import HEADERS, NO_TOKEN, Access, RequestRules, Tickets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.runtime.http_server import Request
-    from covey.ui.source import Outputs, PageActions, Source
-    from covey.watch.overview import Overview
+    from covey.watch.output import OutputPage
+    from covey.watch.overview import Moment, Overview
 
 BODY_LIMIT_BYTES: Final = 4096
 ACTION_EVERY: Final = 1.0
@@ -67,6 +70,45 @@ ACCESS: Final = {
 """All paths."""
 
 
+class Source(Protocol):
+    """Where overviews come from: `watch.collector.Collector`."""
+
+    def newest(self) -> Overview:
+        """Return the last overview."""
+
+    def next_after(self, serial: int, within: float) -> Overview | None:
+        """Return the newest overview as soon as its serial is above this one; None if there is none in time."""
+
+    def history(self, run_id: str, since: float = 0.0) -> tuple[Moment, ...]:
+        """Return the moments of a run after a time, the oldest first."""
+
+
+class PageActions(Protocol):
+    """What a person may do on the page; each says what came of it, or raises a CoveyError."""
+
+    def checkpoint(self, run_id: str) -> str:
+        """Ask the ranks of a run to save a checkpoint."""
+
+    def stop(self, run_id: str, *, kill: bool = False) -> str:
+        """End a run."""
+
+    def approve(self, applicant_id: str) -> str:
+        """Let a machine into the cluster."""
+
+    def deny(self, applicant_id: str) -> str:
+        """Keep a machine out of the cluster."""
+
+    def join_code(self) -> str:
+        """Return the code with which a machine joins the cluster: its secret."""
+
+
+class Outputs(Protocol):
+    """Where lines of output come from."""
+
+    def lines(self, run_id: str, since: str = "") -> OutputPage:
+        """Return the newest lines of a run; those after `since`, which an earlier answer gave as `next`."""
+
+
 class _Ticket(msgspec.Struct, forbid_unknown_fields=True):
     ticket: str
 
@@ -96,7 +138,7 @@ class PageServer:
         actions: PageActions,
         outputs: Outputs | None = None,
         port: int = 0,
-        admission: Tickets | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         """Listen at once; port 0 takes a free one. Without `outputs` the page says that it has none.
 
@@ -106,16 +148,14 @@ class PageServer:
         self._source = source
         self._actions = actions
         self._outputs = outputs
-        self.admission = admission or Tickets()
+        self.tickets = tickets or Tickets()
         self._files = {path: _read(name) for path, (name, _) in FILES.items()}
         self._acting = threading.Lock()
         self._acted = -ACTION_EVERY
         self._line = (0, b"")
-        self._ready = threading.Event()
+        self._rules = RequestRules(ACCESS, self.tickets)
         self._http = HttpServer(self._answer, port, body_limit=BODY_LIMIT_BYTES, headers=HEADERS)
         self.port = self._http.port
-        self._rules = RequestRules(ACCESS, self.admission, self.port)
-        self._ready.set()
 
     def close(self) -> None:
         """Serve no more. Closing twice is fine."""
@@ -129,10 +169,9 @@ class PageServer:
 
     def new_link(self) -> str:
         """Return an address with which a browser enters once."""
-        return link_to(self.port, self.admission.new_ticket())
+        return link_to(self.port, self.tickets.new_ticket())
 
     def _answer(self, request: Request) -> Response | Stream:
-        self._ready.wait()  # the port is known a moment after the first connection may come
         if (refusal := self._rules.refusal(request)) is not None:
             return refusal
         if request.path in FILES:
@@ -143,17 +182,17 @@ class PageServer:
                 return self._overviews(request.header("authorization"))
             case "/api/history":
                 moments = self._source.history(_first(asked, "run"))
-                return Response(HTTPStatus.OK, "application/json", curves_json(moments))
+                return _json(_with_words(msgspec.to_builtins(moments)))
             case "/api/output" if self._outputs is None:
                 return text("This page shows no output: `covey logs RUN` does.\n", HTTPStatus.NOT_FOUND)
             case "/api/output":
                 assert self._outputs is not None
                 page = self._outputs.lines(_first(asked, "run"), _first(asked, "since"))
-                return Response(HTTPStatus.OK, "application/json", output_json(page))
+                return _json(page)
             case "/api/enter":
                 return self._enter(request)
             case "/api/link":
-                return _json({"ticket": self.admission.new_ticket()})
+                return _json({"ticket": self.tickets.new_ticket()})
         return self._act(request)
 
     def _overviews(self, authorization: str) -> Stream:
@@ -163,7 +202,7 @@ class PageServer:
 
         def next_line(within: float) -> bytes | None:
             nonlocal sent
-            if not self.admission.admits(token):  # it has a viewer as long as the stream is read
+            if not self.tickets.admits(token):  # it has a viewer as long as the stream is read
                 return None
             overview = self._source.next_after(sent, within) if sent else self._source.newest()
             if overview is None:
@@ -177,13 +216,13 @@ class PageServer:
         """Return an overview as JSON, made once for all streams."""
         serial, line = self._line
         if serial != overview.serial:
-            line = overview_line(overview)
+            line = msgspec.json.encode(_with_words(msgspec.to_builtins(overview))) + b"\n"
             self._line = (overview.serial, line)
         return line
 
     def _enter(self, request: Request) -> Response:
         body = _decoded(request.body, _Ticket)
-        token = self.admission.enter(body.ticket) if body is not None else None
+        token = self.tickets.enter(body.ticket) if body is not None else None
         return text(NO_TOKEN, HTTPStatus.UNAUTHORIZED) if token is None else _json({"token": token})
 
     # Actions
@@ -243,3 +282,14 @@ def _json(value: Any) -> Response:
 
 def _read(name: str) -> bytes:
     return resources.files("covey.ui").joinpath("page", name).read_bytes()
+
+
+def _with_words(value: Any) -> Any:
+    """Return a value of builtins with words in place of floats that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _with_words(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_words(each) for each in value]
+    return value
