@@ -150,14 +150,17 @@ def test_where_only_short_packets_pass_lanes_send_short_ones(longest: int) -> No
         assert told.count("mtu") == (2 if longest < 1280 else 1), "the end that dials says so for each size"
 
 
-@pytest.mark.thorough
-def test_what_the_firewall_of_this_machine_drops_costs_no_operation() -> None:
-    """The kernel does not even send it: nothing is unacknowledged, and nothing times out."""
+@pytest.mark.parametrize("on_loss", [pytest.param("raise", marks=pytest.mark.thorough), "continue"])
+def test_what_the_firewall_of_this_machine_drops_costs_no_operation_and_no_message(on_loss: str) -> None:
+    """The kernel does not even send it: nothing is unacknowledged, and nothing times out.
+
+    The rank whose message was dropped has sent it, as far as it knows, and waits in the next operation.
+    """
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
-        members = start_run(lan, on_loss="raise", talks=False)
+        members = start_run(lan, on_loss=on_loss)
         await_progress(members, 0)
         words = "tc qdisc add dev eth0 root tbf rate 1gbit burst 1000 latency 100ms"  # drops what is longer than 1000
-        lan.hosts[1].run(words.split())
+        lan.hosts[members[0].host.index].run(words.split())
         for number in (1, 2):
             await_progress(members, number)
         end_well(members)

@@ -165,6 +165,12 @@ class Lanes:
                 for seconds in REPLACE_SECONDS:
                     loop.call_later(seconds, self._replace, key, future)
 
+    def replace_messages(self, peer: Seat) -> None:
+        """Open the lanes for messages with a peer anew, which loses nothing."""
+        for key, future in self.table.of_peer(peer):
+            if key.purpose == "messages" and future.done() and future.exception() is None:
+                self.dialler.replace(key)
+
     def _replace(self, key: LaneKey, before: Future[Any]) -> None:
         """Replace a lane for messages, unless it was replaced already."""
         if self.table.get(key) is before and self._node.peers[key.peer].link is not None and not self._node.is_closing:

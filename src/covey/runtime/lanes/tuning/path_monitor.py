@@ -102,6 +102,7 @@ class PathMonitor:
             text = f"{above} seem not to pass (MTU): lanes send packets of {limit} bytes at most"
             logger.warning("%s: %s", self._node.generation_table.name_of(seat), text)
             self._node.generation_table.tell_of_peer("mtu", peer, text)
+            self._node.lanes.replace_messages(seat)  # they would be found out one by one
 
     def start(self) -> None:
         """Watch until the node closes."""
@@ -136,12 +137,19 @@ class PathMonitor:
             await asyncio.gather(*(self._look(peer, own) for peer in due))
 
     def _look_at_lanes(self) -> None:
-        """Leave the paths of lanes that are stuck, and tell their groups, for which no operation may be running."""
+        """Leave the paths of lanes that are stuck, though no thread of their groups may be looking.
+
+        A send returns when the kernel has the message, and the program may then wait for the rank that waits for it.
+        """
         for key, lane in self._node.lanes.table.open_lanes("collectives"):
             if lane.kind in TOLD_KINDS and not is_resumable(lane) and lane.is_stuck():
                 self.stuck(key.peer)
                 if (group := self._node.groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)
+        for key, sock in self._node.lanes.table.open_lanes("messages"):
+            if tcp.is_stuck(sock):
+                self.stuck(key.peer)
+                self._node.lanes.dialler.replace(key)
 
     def _is_watched(self, peer: RemoteProcess) -> bool:
         """Tell whether this end dials the lanes of a peer on another host."""
