@@ -16,13 +16,14 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.package
 	$(BIN)/covey demo
 
-# Types are checked beside the tests, which wait much of the time. Both are waited for, and either may fail.
+# Types are checked beside the tests, which wait much of the time: all of them as mypy sees them, and what a program sees as
+# pyright does. Both are waited for, and either may fail.
 WORKERS ?= 8
 PYTEST := $(BIN)/python -m pytest -q --workers $(WORKERS) $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 define with-types
 $(BIN)/ruff format --check .
 $(BIN)/ruff check .
-@$(BIN)/mypy & types=$$!; \
+@{ $(BIN)/mypy && $(BIN)/basedpyright; } & types=$$!; \
 $(1); tests=$$?; \
 wait $$types && exit $$tests
 endef

@@ -16,6 +16,7 @@ EXPECTED = {
     "hello.py": r"\[2\] rank 2 of 3: \[ 3\.  6\.  9\. 12\.\] by \{0: '\w+', 1: '\w+'\}",
     "data_parallel.py": r"\[0\] 3 ranks found \[.*\]; off by at most 0\.00\d+",
     "survive.py": r"\[0\] rank 0 of \d found \[1\. 2\. 3\. 4\. 5\.\] in 150 steps",
+    "typed.py": r"\[0\] rank 0 of \d: 24 rows, mean 1\.0",
     "relay.py": r"\[2\] item 4 came out as 36",
 }
 OPTIONS = {"survive.py": ("--restarts", "1")}

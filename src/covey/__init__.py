@@ -16,6 +16,7 @@ from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from covey.base.accumulation import accumulate, clip_norm
+    from covey.base.arithmetic import Op
     from covey.base.errors import (
         AuthError,
         BusyError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         SplitRunError,
     )
+    from covey.base.settings import OnLoss
     from covey.compress.casts import BF16, FP16
     from covey.compress.codec import Codec
     from covey.compress.feedback import ErrorFeedback
@@ -103,7 +105,9 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "MessageInfo",
     "MismatchError",
     "Node",
+    "OnLoss",
     "OneBit",
+    "Op",
     "PeerLink",
     "PeerLostError",
     "PlanAlternative",
@@ -164,7 +168,9 @@ _HOMES = {
     "MemberHealth": "covey.runtime.group.members",
     "Node": "covey.runtime.group.node",
     "MessageInfo": "covey.proto.message",
+    "OnLoss": "covey.base.settings",
     "OneBit": "covey.compress.quantisers",
+    "Op": "covey.base.arithmetic",
     "PeerLink": "covey.runtime.group.members",
     "PlanAlternative": "covey.runtime.group.explanation",
     "PlanReport": "covey.runtime.group.explanation",

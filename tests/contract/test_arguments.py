@@ -267,7 +267,7 @@ def test_arguments_that_are_not_whole_numbers_change_nothing() -> None:
     def body(group: Group) -> float:
         other = 1 - group.rank
         with pytest.raises(ConfigError, match=r"tag=1\.5"):
-            group.send(np.ones(1), other, tag=1.5)  # type: ignore[arg-type]
+            group.send(np.ones(1), other, tag=1.5)  # type: ignore[call-overload]
         with pytest.raises(ConfigError, match=r"2\*\*62"):
             group.send(np.ones(1), other, tag=2**62)
         with pytest.raises(ConfigError, match=r"from 0 to 2\*\*62 - 1, not -3"):
@@ -276,7 +276,7 @@ def test_arguments_that_are_not_whole_numbers_change_nothing() -> None:
         group.recv(other, 2**62 - 1)
         with pytest.raises(ConfigError, match="counts"):
             group.reduce_scatter(np.ones(4), counts=[2.5, 1.5])  # type: ignore[list-item]
-        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))  # type: ignore[arg-type]
+        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))  # type: ignore[call-overload]
         return float(group.recv(other, 3, timeout=float("inf"))[0])
 
     assert run_threads(2, body) == [7.0, 7.0]

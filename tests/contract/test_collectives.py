@@ -16,7 +16,7 @@ from covey.runtime.group import movements
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
-    from covey import Group
+    from covey import Group, Op
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -111,7 +111,7 @@ def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: i
                 mine = values(group.rank, shape, np.int16)
                 got = group.all_gather(mine, algorithm=algorithm)
                 assert len(got) == size
-                for rank, block in enumerate(got):
+                for rank, block in enumerate(got or []):
                     same(block, values(rank, (rank, count) if rank % 2 else (count,), np.int16))
                 assert not np.shares_memory(got[group.rank], mine)
 
@@ -133,7 +133,7 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
             root = seed % size
             got = group.gather(values(me, (me + 1, count), np.uint16, seed), root)
             if me == root:
-                for rank, block in enumerate(got):
+                for rank, block in enumerate(got or []):
                     same(block, values(rank, (rank + 1, count), np.uint16, seed))
             else:
                 assert got is None
@@ -229,7 +229,7 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
         rows = np.split(total("sum", size, x.shape, np.int32), np.cumsum(counts)[:-1])
         same(group.reduce_scatter(x, counts=counts), rows[me])
         same(group.reduce_scatter(x, counts=counts, out=np.full_like(rows[me], -1)), rows[me])
-        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])  # type: ignore[arg-type]
+        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])  # type: ignore[call-overload]
         for wrong in ([1] * (size + 1), [*counts[:-1], counts[-1] + 1], [-1, *counts[1:]]):
             with pytest.raises(ConfigError, match="counts="):
                 group.reduce_scatter(x, counts=wrong)
@@ -244,6 +244,7 @@ def test_scan_and_exscan_return_the_combination_of_the_ranks_before(size: int, l
     def body(group: Group) -> None:
         me = group.rank
         for count in (0, 1, 1001, 90_001):
+            op: Op
             for op, neutral in (("sum", 0), ("prod", 1), ("max", -128), ("min", 127), ("and", -1), ("xor", 0)):
                 x = values(me, (count, 1), np.int8, seed=count)
                 before = x.copy()
@@ -365,7 +366,7 @@ def test_weights_that_add_up_to_nothing_are_refused_everywhere_and_the_group_liv
 def test_python_numbers_come_back_as_numbers(size: int) -> None:
     def body(group: Group) -> None:
         me = group.rank
-        cases: list[tuple[Any, str, Any]] = [
+        cases: list[tuple[Any, Op, Any]] = [
             (me + 1, "sum", size * (size + 1) // 2),
             (me + 1, "max", size),
             (me + 1, "mean", (size + 1) / 2),
@@ -386,6 +387,7 @@ def test_python_numbers_come_back_as_numbers(size: int) -> None:
         assert group.all_reduce(2.0, algorithm="doubling") == 2.0 * size
         with pytest.raises(ConfigError, match="no-such"):
             group.all_reduce(2.0, algorithm="no-such")
+        wrong: Any
         for wrong, op in (
             (1 << 70, "sum"),
             (10**400, "mean"),
@@ -404,14 +406,14 @@ def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
     def body(group: Group) -> None:
         x = np.ones(4)
         refused: list[tuple[type[Exception], str, Any]] = [
-            (ConfigError, "op='average'", lambda: group.all_reduce(x, "average")),
+            (ConfigError, "op='average'", lambda: group.all_reduce(x, "average")),  # type: ignore[call-overload]
             (ConfigError, "algorithm='magic'", lambda: group.all_reduce(x, algorithm="magic")),
             (ConfigError, "algorithm='doubling'", lambda: group.broadcast(x, algorithm="doubling")),
             (ConfigError, "algorithm='tree'", lambda: group.all_gather(x, algorithm="tree")),
             (ConfigError, "algorithm='tree'", lambda: group.all_gather(x, out=np.ones((3, 4)), algorithm="tree")),
             (ConfigError, "root=3", lambda: group.reduce(x, 3)),
             (ConfigError, "root=-1", lambda: group.broadcast(x, -1)),
-            (ConfigError, "root='0'", lambda: group.gather(x, "0")),  # type: ignore[arg-type]
+            (ConfigError, "root='0'", lambda: group.gather(x, "0")),  # type: ignore[call-overload]
             (ConfigError, "one array for each of the 3", lambda: group.all_to_all([x, x])),
             (ConfigError, "one array for each of the 3", lambda: group.scatter(None, group.rank)),
             (ConfigError, "one element for each of the 3", lambda: group.scatter_object([1], group.rank)),

@@ -26,7 +26,7 @@ from covey.testing.threads import run_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey import Group
+    from covey import Group, Op
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -123,7 +123,7 @@ def test_results_are_those_of_the_codec_hop_by_hop_and_equal_on_all_ranks(
     use_executors(monkeypatch, executors)
     size, lanes = group
     count = 4099
-    cases = [
+    cases: list[tuple[Codec, str, Any, str]] = [
         (codec, algorithm, op, kind)
         for number, codec in enumerate(QUANTISERS)
         for algorithm, op, kind in [
@@ -306,7 +306,7 @@ def test_matrices_of_low_rank_arrive_exactly_and_others_as_their_best_part() -> 
         ["sum", "mean"],
     ),
 )
-def test_with_feedback_what_a_step_loses_comes_later(codec: str, op: str) -> None:
+def test_with_feedback_what_a_step_loses_comes_later(codec: str, op: Op) -> None:
     """What the results of all steps miss of the exact sum is exactly what the ranks hold back."""
     size, shape, steps = 3, (30, 40), 25
 

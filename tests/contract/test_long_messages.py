@@ -63,7 +63,7 @@ def test_long_messages_need_no_messenger(lanes: str, executors: str) -> None:
         peer = 1 - group.rank
         for number, length in enumerate(LENGTHS * 3):
             mine, theirs = (values(rank, (1, length), np.uint8, number) for rank in (group.rank, peer))
-            out = np.empty_like(theirs) if number % 2 else None
+            out: Any = np.empty_like(theirs) if number % 2 else None
             if group.rank == 0:
                 group.send(mine, peer, number % 3)
                 same(group.recv(peer, number % 3, out=out), theirs)

@@ -18,11 +18,11 @@ from covey.plan import choose
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
-    from covey import Group
+    from covey import Group, Op
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-OPS = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
+OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
 FLOATS = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, "float32", "float64")]
 COMPLEX = [np.dtype(name) for name in ("complex64", "complex128")]
 
@@ -215,6 +215,7 @@ def test_half_precision_sums_are_rounded_at_most_once_per_contribution(size: int
         exact = [draw(rank).astype(np.float64) for rank in range(size)]
         largest_partial = np.sum(np.abs(exact), axis=0)
         for algorithm in ("doubling", "direct", "ring"):
+            op: Op
             for op, parts in (("sum", 1), ("mean", size)):
                 x = group.all_reduce(draw(group.rank), op, algorithm=algorithm)
                 error = np.abs(x.astype(np.float64) - np.sum(exact, axis=0) / parts)

@@ -100,9 +100,9 @@ def test_typed_values_need_no_pickle_in_messages_and_between_all_ranks() -> None
         assert group.recv_object((me - 1) % 3, type=wanted) == {"seen": {(me - 1) % 3, 7}}
         send.wait()
         with pytest.raises(ConfigError, match="must be True or False"):
-            group.recv_object(0, allow_pickle=[Report])  # type: ignore[arg-type]
+            group.recv_object(0, allow_pickle=[Report])  # type: ignore[call-overload]
         with pytest.raises(ConfigError, match="must be True or False"):
-            group.broadcast_object(mine, allow_pickle=[Report])  # type: ignore[arg-type]
+            group.broadcast_object(mine, allow_pickle=[Report])  # type: ignore[call-overload]
         assert group.all_reduce(1) == 3
 
     run_threads(3, body)

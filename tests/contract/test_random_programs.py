@@ -18,7 +18,7 @@ from covey.plan.moves import part
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
-    from covey import Group
+    from covey import Group, Op
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
               "scan", "exscan", "barrier", "all_gather_object", "sync_gradients", "all_gather into rows",
@@ -34,7 +34,7 @@ class Step:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     root: int
-    op: str
+    op: Op
     algorithm: str | None
     asynchronous: list[bool] = field(default_factory=list)
     """For each rank, whether it waits at once."""
@@ -49,7 +49,7 @@ def program(rng: random.Random, size: int, length: int) -> list[Step]:
             continue
         operation = rng.choice(OPERATIONS)
         dtype = rng.choice(DTYPES)
-        ops = ["min", "max"] if dtype.kind == "b" else ["sum"] if dtype.kind == "c" else ["sum", "min", "max"]
+        ops: list[Op] = ["min", "max"] if dtype.kind == "b" else ["sum"] if dtype.kind == "c" else ["sum", "min", "max"]
         if dtype.kind not in "biu" and operation not in ("scan", "exscan"):
             ops.append("mean")
         algorithms: tuple[str | None, ...] = (None,)

@@ -26,7 +26,7 @@ from covey.testing.threads import run_threads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey import Group
+    from covey import Group, Op
     from covey.runtime.collectives.engine import Engine
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -44,7 +44,7 @@ def exchanged(group: Group, shape: tuple[int, ...], dtype: Any, seed: int) -> Ar
 @pytest.mark.parametrize("dtype", first(2, ["float32", "bool", "complex128", "bfloat16"]))
 def test_every_repetition_has_its_own_result(size: int, dtype: str, lanes: str) -> None:
     kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    op = "or" if dtype == "bool" else "sum"
+    op: Op = "or" if dtype == "bool" else "sum"
 
     def body(group: Group) -> None:
         for count in (0, 1, 501, 9001):

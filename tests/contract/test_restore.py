@@ -391,7 +391,7 @@ def test_progress_is_shown_when_asked_for_and_never_otherwise(capfd: pytest.Capt
     assert "8.4/8.4 MB" in err
 
 
-def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
+def restore_then_lose_a_donor(nbytes: int, on_loss: covey.OnLoss) -> None:
     from tests.support.restoring import bits, give_one_chunk, restore
 
     with covey.join(on_loss=on_loss) as group:

@@ -79,7 +79,7 @@ def test_a_group_is_a_strategy() -> None:
         x = np.array([float(strategy.rank), 10.0 * strategy.size])
         strategy.all_reduce_gradients({"x": x})
         with pytest.raises(covey.ConfigError, match="'mean' or 'sum'"):
-            strategy.all_reduce_gradients({"x": x}, "max")
+            strategy.all_reduce_gradients({"x": x}, "max")  # type: ignore[arg-type]
         strategy.broadcast(x, 1)
         strategy.barrier()
         return list(x)

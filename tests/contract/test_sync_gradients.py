@@ -112,6 +112,7 @@ def test_ranks_that_pass_other_arrays_all_learn_the_first_difference(odd: dict[s
 def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
     def body(group: Group) -> None:
         frozen = np.broadcast_to(1.0, 5)
+        op: Any
         for grads, op, kind in (
             ({"counts": np.ones(3, np.int64)}, "mean", TypeError),
             ({"frozen": frozen}, "sum", TypeError),

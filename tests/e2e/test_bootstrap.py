@@ -301,7 +301,7 @@ def test_a_group_of_one_does_everything(monkeypatch: pytest.MonkeyPatch) -> None
         for result in (group.reduce(x.copy()), group.broadcast(x.copy()), group.reduce_scatter(x), group.scan(x)):
             np.testing.assert_array_equal(result, x)
         np.testing.assert_array_equal(group.exscan(x), np.zeros(6))
-        for (only,) in (group.all_gather(x), group.gather(x), group.all_to_all([x])):
+        for (only,) in (group.all_gather(x), group.gather(x) or [], group.all_to_all([x])):
             np.testing.assert_array_equal(only, x)
         np.testing.assert_array_equal(group.all_gather(x, out=np.empty((1, 6))), [x])
         np.testing.assert_array_equal(group.scatter([x]), x)

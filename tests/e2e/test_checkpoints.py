@@ -19,7 +19,7 @@ from tests.support.survivors import Members, covey, np, say
 from tests.support.waiting import DEADLINE, wait_until
 
 
-def train(on_loss: str) -> dict[str, Any]:
+def train(on_loss: covey.OnLoss) -> dict[str, Any]:
     with covey.join(on_loss=on_loss, timeout=DEADLINE) as group:
         seen: list[list[Any]] = []
         group.node.on_event(lambda event: say(event.text.partition(":")[0]), ["checkpoint"])

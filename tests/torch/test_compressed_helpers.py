@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def locally(rank: int, make: Callable[[Terms, Any], Any]) -> tuple[list[Any], li
     return trained(rank, step_of, model)
 
 
-def with_strategy(rank: int, op: str) -> tuple[list[Any], list[np.ndarray]]:
+def with_strategy(rank: int, op: Literal["mean", "sum"]) -> tuple[list[Any], list[np.ndarray]]:
     strategy = ProcessGroupStrategy()
 
     def step_of(model: Terms, step: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,9 @@ BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 Array = np.ndarray[Any, np.dtype[Any]]
 Combine = Callable[..., Any]
-OPS: Final = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
+Op: TypeAlias = Literal["sum", "mean", "min", "max", "prod", "and", "or", "xor"]
+"""How arrays are combined: what `op=` of operations may be."""
+OPS: Final[tuple[Op, ...]] = get_args(Op)
 _UFUNCS: Final[dict[str, np.ufunc]] = {
     "sum": np.add,
     "mean": np.add,

@@ -143,7 +143,7 @@ class OneOf(NamedTuple):
     def metavar(self) -> str:
         return "|".join(self.known)
 
-    def read(self, label: str, value: Any) -> str:
+    def read(self, label: str, value: Any) -> Any:
         if value not in (*self.known, *self.hidden):
             raise ConfigError(f"{label}={value!r} is unknown; use one of {', '.join(self.known)}")
         return str(value)

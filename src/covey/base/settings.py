@@ -11,7 +11,7 @@ A value comes from the first of these that has one: an option of a command or an
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from covey.base.errors import ConfigError
 from covey.base.limits import MAX_MEMBERS
@@ -34,13 +34,21 @@ from covey.base.setting_kinds import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "quic")
+Lanes: TypeAlias = Literal["auto", "shm", "unix", "tcp", "secure", "quic"]
+OnLoss: TypeAlias = Literal["raise", "continue"]
+"""What a group does when a rank is lost."""
+Quorum: TypeAlias = Literal["majority", "any"]
+PlanChoice: TypeAlias = Literal["auto", "plain"]
+Striping: TypeAlias = Literal["auto", "off"]
+TopologyChoice: TypeAlias = Literal["auto", "full", "kregular", "hypercube"]
+
+LANES: Final[tuple[Lanes, ...]] = get_args(Lanes)
 KERNEL_COPY: Final = ("never", "auto", "always")
-ON_LOSS: Final = ("raise", "continue")
-QUORUMS: Final = ("majority", "any")
-PLANS: Final = ("auto", "plain")
-STRIPE: Final = ("auto", "off")
-TOPOLOGY: Final = ("auto", "full", "kregular", "hypercube")
+ON_LOSS: Final[tuple[OnLoss, ...]] = get_args(OnLoss)
+QUORUMS: Final[tuple[Quorum, ...]] = get_args(Quorum)
+PLANS: Final[tuple[PlanChoice, ...]] = get_args(PlanChoice)
+STRIPE: Final[tuple[Striping, ...]] = get_args(Striping)
+TOPOLOGY: Final[tuple[TopologyChoice, ...]] = get_args(TopologyChoice)
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
@@ -259,7 +267,7 @@ class GroupConfig:
         "How much `sync_gradients` sends in one operation, unless the call says it. Ranks that differ raise "
         "MismatchError in the first call.",
     )
-    on_loss: str = _own(
+    on_loss: OnLoss = _own(  # noqa: RUF009 - words are immutable
         _LOSSES, OneOf(ON_LOSS), "raise",
         "When a member is lost: `raise` an error, or `continue` among the remaining ranks.",
         is_shared=True, option=Option(default="what the script says"),

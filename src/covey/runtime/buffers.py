@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
 
 if TYPE_CHECKING:
+    import array
+    from collections.abc import Sequence
+
+    class Tensor(Protocol):
+        """A torch tensor, or whatever else has DLPack."""
+
+        def __dlpack__(self) -> Any: ...
+
     Array = np.ndarray[Any, np.dtype[Any]]
+    Memory = Array | bytearray | memoryview[Any] | array.array[Any] | Tensor
+    """What an operation can change in place."""
+    MemoryT = TypeVar("MemoryT", bound=Memory)
+    Values = Memory | bytes | np.generic | complex | Sequence[complex] | Sequence[Sequence[complex]]
+    """What an operation can read; numbers and lists become arrays."""
 
 BYTES: Final = dtype_code(np.dtype(np.uint8))
 """The dtype code of pickled objects on the wire."""

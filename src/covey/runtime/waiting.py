@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, DeadlineError
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
     from covey.runtime.work import Work
 
+T = TypeVar("T")
 
-def wait_all(works: Iterable[Work[Any]], *, timeout: float | None = None) -> list[Any]:
+
+def wait_all(works: Iterable[Work[T]], *, timeout: float | None = None) -> list[T]:
     """Wait until all works have ended, and return their results, in the order of the works.
 
     Raises:

@@ -16,6 +16,8 @@ from covey.runtime.joining.bootstrap import join_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from covey.base.settings import OnLoss
+
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ def run_threads(
     timeout: float = 250.0,
     settings: Mapping[str, Any] | None = None,
     plan: str = "auto",
-    on_loss: str = "raise",
+    on_loss: OnLoss = "raise",
 ) -> list[T]:
     """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
 

@@ -18,7 +18,7 @@ PLACES = {"int8": (3, 2), "int4(stochastic=True)": (2, 3), "topk(0.05)": (2, 4),
 """By codec, where the first and the second rank die: when they begin their n-th plan or decoding of an operation."""
 
 
-def reduce_and_die(on_loss: str, codec: str, deaths: list[list[int]]) -> Any:
+def reduce_and_die(on_loss: covey.OnLoss, codec: str, deaths: list[list[int]]) -> Any:
     """Take steps with the others. `deaths` are rank, step and place: there a rank kills itself."""
     import functools
     import hashlib

@@ -25,7 +25,7 @@ from covey.runtime import loop as control
 VICTIM, OTHERS = 2, (0, 1, 3)
 
 
-def wait_for_the_victim(on_loss: str, victim: int) -> Any:
+def wait_for_the_victim(on_loss: covey.OnLoss, victim: int) -> Any:
     """Rank 0 waits for a message of the victim, the others in an operation; then all are in that operation."""
     with covey.join(on_loss=on_loss) as group:
         group.barrier()
@@ -83,7 +83,7 @@ def check_loss(signum: int, is_kept: bool, seconds: float, on_loss: str, env: di
         ranks.await_exit(OTHERS)
 
 
-def keep_the_others_waiting(on_loss: str, seconds: int, busy: int) -> Any:
+def keep_the_others_waiting(on_loss: covey.OnLoss, seconds: int, busy: int) -> Any:
     """One rank is deaf and dumb in the middle of the others' operation."""
     with covey.join(on_loss=on_loss) as group:
         group.barrier()

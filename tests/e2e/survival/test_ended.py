@@ -117,7 +117,7 @@ def test_a_deadline_is_told_once_and_then_the_group_is_closed() -> None:
         assert other == [["DeadlineError"] + 4 * ["ClosedError"], "DeadlineError"]
 
 
-def close_it(on_loss: str) -> Any:
+def close_it(on_loss: covey.OnLoss) -> Any:
     with covey.join(on_loss=on_loss) as group:
         part = group.split(0)
         waiting = part.recv(async_op=True) if group.rank == 0 else None
@@ -125,7 +125,7 @@ def close_it(on_loss: str) -> Any:
         if group.rank == 1:
             group.barrier()  # rank 0 closes first
         part.close()
-        calls = [part.barrier, part.recv, lambda: part.barrier(async_op=True).wait()]
+        calls: list[Any] = [part.barrier, part.recv, lambda: part.barrier(async_op=True).wait()]
         told = [attempt(call)["error"] for call in ([waiting.wait] if waiting is not None else []) + calls]
         if group.rank == 0:
             group.barrier()

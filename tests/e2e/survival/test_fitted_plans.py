@@ -14,7 +14,7 @@ VICTIM = 2
 OTHERS = (0, 1, 3)
 
 
-def measure_and_lose(victim: int, when: str, on_loss: str) -> Any:
+def measure_and_lose(victim: int, when: str, on_loss: covey.OnLoss) -> Any:
     """Add large arrays up; the victim kills itself in the second round of a measurement, or two sums later."""
     import os
 
@@ -31,7 +31,7 @@ def measure_and_lose(victim: int, when: str, on_loss: str) -> Any:
         return speed(self, piece, round_trip)
 
     told: list[Any] = []
-    with covey.join(on_loss=on_loss, plan="always") as group:
+    with covey.join(on_loss=on_loss, plan="always") as group:  # type: ignore[arg-type]
         if group.rank == victim and when == "in the middle":
             Arrivals.speed = fatal  # type: ignore[method-assign]
         wrong, at = 0, []

@@ -128,7 +128,7 @@ def test_a_rank_that_waits_for_any_other_hears_of_a_loss() -> None:
         ranks.await_exit((0, 2))
 
 
-def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts_own: bool) -> Any:
+def talk_over_broken_connections(on_loss: covey.OnLoss, sizes: list[int], cuts: int, cuts_own: bool) -> Any:
     """Every rank sends numbered messages to every other; connections break until the test, or this rank, has enough."""
     with covey.join(on_loss=on_loss) as group:
         others = [rank for rank in range(group.size) if rank != group.rank]

@@ -16,7 +16,7 @@ pytestmark = needs_native
 SIZE = 5
 
 
-def run_mixed(seed: int, policy: str, victims: dict[str, int], compiled: list[int], lanes: str) -> Any:
+def run_mixed(seed: int, policy: covey.OnLoss, victims: dict[str, int], compiled: list[int], lanes: Any) -> Any:
     """Run random operations until all victims are lost and a few more; compare each result with the reference.
 
     A victim is killed by a thread, a random moment after it has begun the operation of its number.

@@ -49,7 +49,7 @@ def test_frames_of_covey_and_of_the_library_below_them_are_left_out() -> None:
 
 def test_exceptions_that_covey_caught_on_the_way_are_left_out_and_documented_causes_stay() -> None:
     def bad_setting() -> None:
-        covey.join(lanes="pigeons")
+        covey.join(lanes="pigeons")  # type: ignore[arg-type]
 
     lines = shown(bad_setting)
     assert lines[0] == "Traceback (most recent call last):"
@@ -66,7 +66,7 @@ def test_what_the_user_caught_before_is_still_shown() -> None:
         try:
             dict[str, int]()["mine"]
         except KeyError:
-            covey.join(lanes="pigeons")
+            covey.join(lanes="pigeons")  # type: ignore[arg-type]
 
     lines = shown(uncaught)
     assert "KeyError: 'mine'" in lines
@@ -81,7 +81,7 @@ def test_an_error_that_is_not_of_covey_is_shown_whole() -> None:
 def test_an_error_of_the_user_that_follows_one_of_covey_keeps_it_short() -> None:
     def handles() -> None:
         try:
-            covey.join(lanes="pigeons")
+            covey.join(lanes="pigeons")  # type: ignore[arg-type]
         except covey.ConfigError:
             raise RuntimeError("no training today")  # noqa: B904
 
@@ -98,7 +98,7 @@ def test_frames_of_torch_on_the_way_to_covey_are_left_out(tmp_path, monkeypatch:
     monkeypatch.setitem(sys.modules, "torch", None)  # what is there now comes back at the end
     del sys.modules["torch"]
     torch = importlib.import_module("torch")
-    lines = shown(lambda: torch.call(functools.partial(covey.join, lanes="pigeons")))
+    lines = shown(lambda: torch.call(functools.partial(covey.join, lanes="pigeons")))  # type: ignore[arg-type]
     assert not any("torch" in line for line in lines[:-1] if line.startswith("  File"))
 
     def own() -> None:
@@ -116,7 +116,7 @@ def test_a_thread_that_fails_is_shown_short_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(threading, "excepthook", tell)
     tracebacks.install()
-    thread = threading.Thread(target=lambda: covey.join(lanes="pigeons"))
+    thread = threading.Thread(target=lambda: covey.join(lanes="pigeons"))  # type: ignore[arg-type]
     thread.start()
     thread.join(DEADLINE)
     assert not any("src/covey" in line for line in told.result(DEADLINE))

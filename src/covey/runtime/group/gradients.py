@@ -19,6 +19,7 @@ from covey.runtime.group import movements
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from covey.base.arithmetic import Op
     from covey.base.numbers import Rank
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.parsing import Compression
@@ -53,7 +54,7 @@ class Gradients:
     def sync_gradients(
         self,
         grads: Mapping[str, Any],
-        op: str = "mean",
+        op: Op = "mean",
         *,
         bucket_bytes: int | None = None,
         compress: CompressValue = None,
@@ -81,7 +82,7 @@ class Gradients:
     def _sync(
         self,
         grads: Mapping[str, Any],
-        op: str,
+        op: Op,
         bucket_bytes: int,
         policy: Policy | None,
         feedback: ErrorFeedback | None,
@@ -121,13 +122,14 @@ class Gradients:
         self,
         operand: Operand,
         parts: list[Part],
-        op: str,
+        op: Op,
         codec: Compression | None,
         feedback: ErrorFeedback | None,
         timeout: float | None,
     ) -> None:
         if codec is None:
-            self._reductions.all_reduce(operand, op, timeout=timeout)
+            x: Any = operand
+            self._reductions.all_reduce(x, op, timeout=timeout)
         else:
             from covey.runtime.group import compression
 
@@ -181,7 +183,7 @@ def _codec_of_part(policy: Policy, part: Part, row: Array) -> Compression | None
     return compression.codec_for_part(policy, part, row.nbytes, row.dtype)
 
 
-def _buckets(named: Named, limit: int, op: str, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:
+def _buckets(named: Named, limit: int, op: Op, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:
     """Yield runs of arrays of one dtype and codec, in an order that is the same on all ranks."""
     chosen = []
     for name, operand in named:
@@ -255,7 +257,7 @@ def _at(lists: dict[Rank, list[str]], index: int) -> dict[Rank, str]:
     return {rank: lines[index] if index < len(lines) else "" for rank, lines in lists.items()}
 
 
-def _codec(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
+def _codec(policy: Policy, name: str, operand: Operand, op: Op) -> Compression | None:
     from covey.runtime.group import compression
 
     return compression.codec_for_gradient(policy, name, operand, op)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
     from types import TracebackType
 
+    from covey.base.settings import OnLoss
     from covey.compress.feedback import ErrorFeedback
     from covey.proto.checkpointing import Checkpoint
     from covey.runtime.calls.service import CallService
@@ -52,35 +53,45 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+PartT = TypeVar("PartT")
 
 LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
-class Offered(Protocol[P, R]):
-    """An operation of a part, as a type checker sees it in the class of the group."""
+class OfferedOperations:
+    """The operations of a part, as methods of groups; see `offered`."""
 
-    @overload
-    def __get__(self, group: None, owner: type[Group]) -> Callable[Concatenate[Any, P], R]: ...
+    def __init__(self, part: type[Any]) -> None:
+        self._part = part
 
-    @overload
-    def __get__(self, group: Group, owner: type[Group]) -> Callable[P, R]: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._part, name)
+
+        @functools.wraps(operation)
+        def method(group: Any, /, *args: Any, **named: Any) -> Any:
+            return group._operations[operation](*args, **named)
+
+        return method
 
 
-def offered(operation: Callable[Concatenate[Any, P], R]) -> Offered[P, R]:
-    """Return an operation of a part as a method of groups, for calls as `Group.name(group, ...)` and by `super()`.
+def offered(part: type[PartT]) -> PartT:
+    """Return what has the operations of a part as methods of groups, for `Group.name(group, ...)` and `super()`.
 
-    A call of a group goes to the part at once; see `Group._bind`.
+    A call of a group goes to the part at once; see `Group._bind`. For type checkers it is the part itself, so that a
+    method of a group has all overloads of the operation.
     """
+    return cast("PartT", OfferedOperations(part))
 
-    @functools.wraps(operation)
-    def method(group: Any, /, *args: P.args, **named: P.kwargs) -> R:
-        result: R = group._operations[operation](*args, **named)
-        return result
 
-    return cast("Offered[P, R]", method)
+_reductions, _gradients, _moves, _objects = (
+    offered(Reductions),
+    offered(Gradients),
+    offered(Moves),
+    offered(ObjectMoves),
+)
+_messages, _introspection, _reports = offered(Messages), offered(Introspection), offered(Reports)
+_checkpoints = offered(CheckpointRequests)
 
 
 class Group:
@@ -158,12 +169,12 @@ class Group:
 
     # Operations that combine arrays
 
-    all_reduce = offered(Reductions.all_reduce)
-    reduce = offered(Reductions.reduce)
-    reduce_scatter = offered(Reductions.reduce_scatter)
-    scan = offered(Reductions.scan)
-    exscan = offered(Reductions.exscan)
-    sync_gradients = offered(Gradients.sync_gradients)
+    all_reduce = _reductions.all_reduce
+    reduce = _reductions.reduce
+    reduce_scatter = _reductions.reduce_scatter
+    scan = _reductions.scan
+    exscan = _reductions.exscan
+    sync_gradients = _gradients.sync_gradients
 
     @property
     def feedback(self) -> ErrorFeedback:
@@ -172,39 +183,39 @@ class Group:
 
     # Operations that move arrays and values
 
-    broadcast = offered(Moves.broadcast)
-    all_gather = offered(Moves.all_gather)
-    gather = offered(Moves.gather)
-    scatter = offered(Moves.scatter)
-    all_to_all = offered(Moves.all_to_all)
-    barrier = offered(Moves.barrier)
-    broadcast_object = offered(ObjectMoves.broadcast_object)
-    all_gather_object = offered(ObjectMoves.all_gather_object)
-    gather_object = offered(ObjectMoves.gather_object)
-    scatter_object = offered(ObjectMoves.scatter_object)
+    broadcast = _moves.broadcast
+    all_gather = _moves.all_gather
+    gather = _moves.gather
+    scatter = _moves.scatter
+    all_to_all = _moves.all_to_all
+    barrier = _moves.barrier
+    broadcast_object = _objects.broadcast_object
+    all_gather_object = _objects.all_gather_object
+    gather_object = _objects.gather_object
+    scatter_object = _objects.scatter_object
 
     # Messages
 
-    send = offered(Messages.send)
-    recv = offered(Messages.recv)
-    sendrecv = offered(Messages.sendrecv)
-    probe = offered(Messages.probe)
-    iprobe = offered(Messages.iprobe)
-    send_object = offered(Messages.send_object)
-    recv_object = offered(Messages.recv_object)
+    send = _messages.send
+    recv = _messages.recv
+    sendrecv = _messages.sendrecv
+    probe = _messages.probe
+    iprobe = _messages.iprobe
+    send_object = _messages.send_object
+    recv_object = _messages.recv_object
 
     # What the group says about itself
 
-    lanes = offered(Introspection.lanes)
-    to_parent = offered(Introspection.to_parent)
-    to_run = offered(Introspection.to_run)
-    metrics = offered(Introspection.metrics)
-    explain = offered(Introspection.explain)
-    call = offered(Introspection.call)
-    who_is_late = offered(Introspection.who_is_late)
-    on_change = offered(Introspection.on_change)
-    events = offered(Introspection.events)
-    report = offered(Reports.report)
+    lanes = _introspection.lanes
+    to_parent = _introspection.to_parent
+    to_run = _introspection.to_run
+    metrics = _introspection.metrics
+    explain = _introspection.explain
+    call = _introspection.call
+    who_is_late = _introspection.who_is_late
+    on_change = _introspection.on_change
+    events = _introspection.events
+    report = _reports.report
 
     @property
     def rank(self) -> int:
@@ -232,7 +243,7 @@ class Group:
         return self._engine.name
 
     @property
-    def on_loss(self) -> str:
+    def on_loss(self) -> OnLoss:
         """What operations do when a rank is lost: "raise", or "continue" among the remaining ranks."""
         return self._engine.config.on_loss
 
@@ -354,7 +365,7 @@ class Group:
         self,
         state: MutableMapping[str, Any],
         *,
-        on_drift: str = "repair",
+        on_drift: Literal["repair", "raise"] = "repair",
         timeout: float | None = None,
         progress: bool | None = None,
     ) -> RestoreReport:
@@ -375,8 +386,8 @@ class Group:
 
     # Checkpoints
 
-    request_checkpoint = offered(CheckpointRequests.request_checkpoint)
-    end_checkpoint = offered(CheckpointRequests.end_checkpoint)
+    request_checkpoint = _checkpoints.request_checkpoint
+    end_checkpoint = _checkpoints.end_checkpoint
 
     @property
     def checkpoint_pending(self) -> Checkpoint | None:

@@ -5,13 +5,13 @@ Nothing here runs an operation, and any thread may ask.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.config import check_timeout
 from covey.runtime.events import FOUNDED, VIEWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from covey.compress.codec import Codec
     from covey.runtime.calls.service import CallService
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from covey.runtime.group.metrics import GroupMetrics
     from covey.runtime.group.node import Node
     from covey.runtime.state.store import Stores
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Introspection:
@@ -96,7 +99,32 @@ class Introspection:
 
         return explain(self._engine, nbytes) if compress is None else explain_coded(self._engine, nbytes, compress)
 
+    @overload
     def call(
+        self, rank: int, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **named: P.kwargs
+    ) -> T: ...
+
+    @overload
+    def call(self, rank: int, function: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T: ...
+
+    @overload
+    def call(  # type: ignore[overload-cannot-match]
+        self,
+        rank: int,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **named: Any,
+    ) -> T: ...
+
+    @overload
+    def call(self, rank: int, function: Callable[..., T], /, *args: Any, timeout: float | None, **named: Any) -> T: ...  # type: ignore[overload-cannot-match]
+
+    @overload
+    def call(self, rank: int, function: str, /, *args: Any, timeout: float | None = ..., **named: Any) -> Any: ...
+
+    def call(  # type: ignore[misc]
         self, rank: int, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> Any:
         """Call a function that another rank has registered, and return its result; see `Node.call`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -17,14 +17,23 @@ from covey.runtime.group.issuer import whole_number
 from covey.wire import array_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import builtins
+    from collections.abc import Callable, Sequence
+    from typing import Unpack
 
     from covey.proto.message import MessageInfo
+    from covey.runtime.buffers import Memory, MemoryT, Values
     from covey.runtime.group.issuer import Issuer
+    from covey.runtime.group.object_moves import ObjectOptions
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
+    Sent = Values | Sequence[Values]
+    Received = Array | Any
+    """An array, unless a list of arrays was sent."""
+
+T = TypeVar("T")
 
 
 class Messages:
@@ -33,6 +42,19 @@ class Messages:
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
         self.rank, self.size = issuer.rank, issuer.size
+
+    @overload
+    def send(
+        self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+
+    @overload
+    def send(
+        self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[None]: ...
+
+    @overload
+    def send(self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Send an array, or a list of arrays as one message, to rank `dst`; return when `x` may be changed again.
@@ -49,6 +71,37 @@ class Messages:
                 return self._engine.routing.messenger().go_on(short, sent, dst)
         data, code, shape, is_object = _payload(x)
         return self._send(data, dst, tag, code, shape, is_object, timeout, async_op)
+
+    @overload
+    def recv(
+        self, src: int = ..., tag: int = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> Received: ...
+
+    @overload
+    def recv(
+        self,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        out: MemoryT,
+        timeout: float | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> MemoryT: ...
+
+    @overload
+    def recv(
+        self, src: int = ..., tag: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[Received]: ...
+
+    @overload
+    def recv(
+        self, src: int = ..., tag: int = ..., *, out: MemoryT, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def recv(
+        self, src: int = ..., tag: int = ..., *, out: Memory | None = ..., timeout: float | None = ..., async_op: bool
+    ) -> Any: ...
 
     def recv(
         self,
@@ -74,6 +127,31 @@ class Messages:
                 return received
         target = writable(out) if out is not None else None
         return self.receive(src, tag, target, _finisher(out, target), timeout, async_op, deadline)
+
+    @overload
+    def sendrecv(
+        self,
+        x: Sent,
+        dst: int,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        recv_tag: int | None = ...,
+        timeout: float | None = ...,
+    ) -> Received: ...
+
+    @overload
+    def sendrecv(
+        self,
+        x: Sent,
+        dst: int,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        recv_tag: int | None = ...,
+        out: MemoryT,
+        timeout: float | None = ...,
+    ) -> MemoryT: ...
 
     def sendrecv(
         self,
@@ -122,6 +200,19 @@ class Messages:
             raise
         return received
 
+    @overload
+    def probe(
+        self, src: int = ..., tag: int = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> MessageInfo: ...
+
+    @overload
+    def probe(
+        self, src: int = ..., tag: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[MessageInfo]: ...
+
+    @overload
+    def probe(self, src: int = ..., tag: int = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
+
     def probe(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Wait for a message from rank `src` with `tag`, and return its `MessageInfo`; `recv` still gets the message.
 
@@ -137,6 +228,35 @@ class Messages:
         messenger, _ = self._messages(None)
         found: MessageInfo | None = messenger.look(src, tag)
         return found
+
+    @overload
+    def send_object(
+        self,
+        value: Any,
+        dst: int,
+        tag: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> None: ...
+
+    @overload
+    def send_object(
+        self,
+        value: Any,
+        dst: int,
+        tag: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[None]: ...
+
+    @overload
+    def send_object(
+        self, value: Any, dst: int, tag: int = ..., *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+    ) -> Any: ...
 
     def send_object(
         self,
@@ -157,6 +277,55 @@ class Messages:
 
         data = np.frombuffer(objects.encode(value, type=type, allow_pickle=allow_pickle), np.uint8)
         return self._send(data, dst, tag, BYTES, data.shape, True, timeout, async_op)
+
+    @overload
+    def recv_object(
+        self,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> T: ...
+
+    @overload
+    def recv_object(
+        self,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> Any: ...
+
+    @overload
+    def recv_object(
+        self,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[T]: ...
+
+    @overload
+    def recv_object(
+        self,
+        src: int = ...,
+        tag: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[Any]: ...
+
+    @overload
+    def recv_object(
+        self, src: int = ..., tag: int = ..., *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+    ) -> Any: ...
 
     def recv_object(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import numpy as np
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.compress.policy import CompressValue
+    from covey.runtime.buffers import Memory, MemoryT, Values
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.group.issuer import Issuer
+    from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,6 +37,42 @@ class Moves:
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
         self.rank, self.size, self._shortcuts = issuer.rank, issuer.size, issuer.engine.shortcuts
+
+    @overload
+    def broadcast(
+        self,
+        x: MemoryT,
+        root: int = ...,
+        *,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> MemoryT: ...
+
+    @overload
+    def broadcast(
+        self,
+        x: MemoryT,
+        root: int = ...,
+        *,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[True],
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def broadcast(
+        self,
+        x: Memory,
+        root: int = ...,
+        *,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: bool,
+    ) -> Any: ...
 
     def broadcast(
         self,
@@ -84,6 +122,64 @@ class Moves:
             what = shortcut.broadcasts[root] = shortcut.name(("broadcast", root))
             shortcut.add(operand.flat, what, operand.shape, call, plan, None, self._engine.attempt)
         return result
+
+    @overload
+    def all_gather(
+        self,
+        x: Values,
+        *,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> list[Array]: ...
+
+    @overload
+    def all_gather(
+        self,
+        x: Values,
+        *,
+        out: MemoryT,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> MemoryT: ...
+
+    @overload
+    def all_gather(
+        self,
+        x: Values,
+        *,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[True],
+    ) -> Work[list[Array]]: ...
+
+    @overload
+    def all_gather(
+        self,
+        x: Values,
+        *,
+        out: MemoryT,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[True],
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def all_gather(
+        self,
+        x: Values,
+        *,
+        out: Memory | None = ...,
+        compress: CompressValue = ...,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: bool,
+    ) -> Any: ...
 
     def all_gather(
         self,
@@ -151,6 +247,19 @@ class Moves:
             attempt.undo.save(mine)
         mine[...] = row
 
+    @overload
+    def gather(
+        self, x: Values, root: int = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> list[Array] | None: ...
+
+    @overload
+    def gather(
+        self, x: Values, root: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[list[Array] | None]: ...
+
+    @overload
+    def gather(self, x: Values, root: int = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
+
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return `x` of every rank as a list by rank on `root`, None on other ranks; shapes may differ."""
         root = self._issuer.check_rank(root, "root")
@@ -163,6 +272,26 @@ class Moves:
             async_op=async_op,
             root=root,
         )
+
+    @overload
+    def scatter(
+        self,
+        xs: Sequence[Values] | None,
+        root: int = ...,
+        *,
+        timeout: float | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> Array: ...
+
+    @overload
+    def scatter(
+        self, xs: Sequence[Values] | None, root: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[Array]: ...
+
+    @overload
+    def scatter(
+        self, xs: Sequence[Values] | None, root: int = ..., *, timeout: float | None = ..., async_op: bool
+    ) -> Any: ...
 
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
@@ -179,8 +308,33 @@ class Moves:
             root=root,
         )
 
+    @overload
     def all_to_all(
-        self, xs: Sequence[Any] | Array, *, out: Any = None, timeout: float | None = None, async_op: bool = False
+        self, xs: Sequence[Values] | Array, *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> list[Array]: ...
+
+    @overload
+    def all_to_all(
+        self, xs: Memory, *, out: MemoryT, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> MemoryT: ...
+
+    @overload
+    def all_to_all(
+        self, xs: Sequence[Values] | Array, *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[list[Array]]: ...
+
+    @overload
+    def all_to_all(
+        self, xs: Memory, *, out: MemoryT, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def all_to_all(
+        self, xs: Sequence[Values] | Array, *, out: Memory | None = ..., timeout: float | None = ..., async_op: bool
+    ) -> Any: ...
+
+    def all_to_all(
+        self, xs: Sequence[Any] | Memory, *, out: Any = None, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Send element r of the list `xs` to rank r, and return the list of what every rank sent to this one.
 
@@ -227,6 +381,15 @@ class Moves:
             copied = self.rank * count, self.rank * count, count
             shortcut.add(operand.flat, ALL_TO_ALL, x.shape, call, plan, None, attempt, out, copied)
         return result
+
+    @overload
+    def barrier(self, *, timeout: float | None = ..., async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def barrier(self, *, timeout: float | None = ..., async_op: Literal[True]) -> Work[None]: ...
+
+    @overload
+    def barrier(self, *, timeout: float | None = ..., async_op: bool) -> Any: ...
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""

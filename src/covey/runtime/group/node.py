@@ -7,7 +7,7 @@ and exported objects, also from generation to generation.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.errors import ConfigError
 from covey.runtime import checks
@@ -19,7 +19,7 @@ from covey.runtime.group.store import RunStore
 from covey.wire.call_values import ANY_VALUE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 
     from covey.base.numbers import Rank
     from covey.runtime.calls.objects import Handle
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     """A node: its rank in the group, its name, or its id."""
 
 F = TypeVar("F", bound="Callable[..., Any]")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Node:
@@ -204,7 +206,32 @@ class Node:
 
     # Functions of other nodes
 
+    @overload
     def call(
+        self, peer: Peer, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **named: P.kwargs
+    ) -> T: ...
+
+    @overload
+    def call(self, peer: Peer, function: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T: ...
+
+    @overload
+    def call(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **named: Any,
+    ) -> T: ...
+
+    @overload
+    def call(self, peer: Peer, function: Callable[..., T], /, *args: Any, timeout: float | None, **named: Any) -> T: ...  # type: ignore[overload-cannot-match]
+
+    @overload
+    def call(self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any) -> Any: ...
+
+    def call(  # type: ignore[misc]
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> Any:
         """Call a function of another node and return its result.
@@ -216,7 +243,36 @@ class Node:
         seat = self._engine.roster.seats[rank]
         return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
+    @overload
     def call_async(
+        self, peer: Peer, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **named: P.kwargs
+    ) -> CallWork[T]: ...
+
+    @overload
+    def call_async(self, peer: Peer, function: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> CallWork[T]: ...
+
+    @overload
+    def call_async(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **named: Any,
+    ) -> CallWork[T]: ...
+
+    @overload
+    def call_async(  # type: ignore[overload-cannot-match]
+        self, peer: Peer, function: Callable[..., T], /, *args: Any, timeout: float | None, **named: Any
+    ) -> CallWork[T]: ...
+
+    @overload
+    def call_async(
+        self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any
+    ) -> CallWork[Any]: ...
+
+    def call_async(  # type: ignore[misc]
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
@@ -224,7 +280,28 @@ class Node:
         seat = self._engine.roster.seats[rank]
         return self._service.call_async(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
+    @overload
     def stream(
+        self, peer: Peer, function: Callable[P, AsyncIterator[T] | Iterable[T]], /, *args: P.args, **named: P.kwargs
+    ) -> CallStream[T]: ...
+
+    @overload
+    def stream(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., AsyncIterator[T] | Iterable[T]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **named: Any,
+    ) -> CallStream[T]: ...
+
+    @overload
+    def stream(
+        self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any
+    ) -> CallStream[Any]: ...
+
+    def stream(  # type: ignore[misc]
         self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
     ) -> CallStream[Any]:
         """Call a generator of another node; iterate over the result with `for` or `async for`.
@@ -235,7 +312,33 @@ class Node:
         seat = self._engine.roster.seats[rank]
         return self._service.stream(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
 
+    @overload
     def broadcast_call(
+        self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **named: P.kwargs
+    ) -> dict[int, T]: ...
+
+    @overload
+    def broadcast_call(self, function: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> dict[int, T]: ...
+
+    @overload
+    def broadcast_call(
+        self, function: str | Callable[..., Any], /, *args: Any, peers: Iterable[Peer] | None, **named: Any
+    ) -> dict[int, Any]: ...
+
+    @overload
+    def broadcast_call(
+        self, function: str | Callable[..., Any], /, *args: Any, timeout: float | None, **named: Any
+    ) -> dict[int, Any]: ...
+
+    @overload
+    def broadcast_call(
+        self, function: str | Callable[..., Any], /, *args: Any, return_exceptions: bool, **named: Any
+    ) -> dict[int, Any]: ...
+
+    @overload
+    def broadcast_call(self, function: str, /, *args: Any, **named: Any) -> dict[int, Any]: ...
+
+    def broadcast_call(  # type: ignore[misc]
         self,
         function: str | Callable[..., Any],
         /,

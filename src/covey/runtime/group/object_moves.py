@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import NO_RANK
@@ -10,12 +10,24 @@ from covey.runtime.buffers import byte_operand
 from covey.runtime.group import movements
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import Callable, Sequence
+    from typing import Unpack
 
     from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.group.issuer import Issuer
+    from covey.runtime.work import Work
+
+T = TypeVar("T")
+
+
+class ObjectOptions(TypedDict, total=False):
+    """Further arguments of operations that move values, for type checkers."""
+
+    allow_pickle: bool
+    timeout: float | None
 
 
 class ObjectMoves:
@@ -24,6 +36,55 @@ class ObjectMoves:
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
         self.rank, self.size = issuer.rank, issuer.size
+
+    @overload
+    def broadcast_object(
+        self,
+        value: Any = ...,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> T: ...
+
+    @overload
+    def broadcast_object(
+        self,
+        value: Any = ...,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> Any: ...
+
+    @overload
+    def broadcast_object(
+        self,
+        value: Any = ...,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[T]: ...
+
+    @overload
+    def broadcast_object(
+        self,
+        value: Any = ...,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[Any]: ...
+
+    @overload
+    def broadcast_object(
+        self, value: Any = ..., root: int = ..., *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+    ) -> Any: ...
 
     def broadcast_object(
         self,
@@ -54,6 +115,31 @@ class ObjectMoves:
             async_op,
             root,
         )
+
+    @overload
+    def all_gather_object(
+        self, value: Any, *, type: builtins.type[T], async_op: Literal[False] = ..., **options: Unpack[ObjectOptions]
+    ) -> list[T]: ...
+
+    @overload
+    def all_gather_object(
+        self, value: Any, *, type: Any = ..., async_op: Literal[False] = ..., **options: Unpack[ObjectOptions]
+    ) -> list[Any]: ...
+
+    @overload
+    def all_gather_object(
+        self, value: Any, *, type: builtins.type[T], async_op: Literal[True], **options: Unpack[ObjectOptions]
+    ) -> Work[list[T]]: ...
+
+    @overload
+    def all_gather_object(
+        self, value: Any, *, type: Any = ..., async_op: Literal[True], **options: Unpack[ObjectOptions]
+    ) -> Work[list[Any]]: ...
+
+    @overload
+    def all_gather_object(
+        self, value: Any, *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+    ) -> Any: ...
 
     def all_gather_object(
         self,
@@ -89,6 +175,49 @@ class ObjectMoves:
             async_op,
         )
 
+    @overload
+    def gather_object(
+        self,
+        value: Any,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> list[T] | None: ...
+
+    @overload
+    def gather_object(
+        self,
+        value: Any,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> list[Any] | None: ...
+
+    @overload
+    def gather_object(
+        self,
+        value: Any,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[list[T] | None]: ...
+
+    @overload
+    def gather_object(
+        self, value: Any, root: int = ..., *, type: Any = ..., async_op: Literal[True], **options: Unpack[ObjectOptions]
+    ) -> Work[list[Any] | None]: ...
+
+    @overload
+    def gather_object(
+        self, value: Any, root: int = ..., *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+    ) -> Any: ...
+
     def gather_object(
         self,
         value: Any,
@@ -112,6 +241,61 @@ class ObjectMoves:
             async_op,
             root,
         )
+
+    @overload
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> T: ...
+
+    @overload
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ObjectOptions],
+    ) -> Any: ...
+
+    @overload
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = ...,
+        *,
+        type: builtins.type[T],
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[T]: ...
+
+    @overload
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: Literal[True],
+        **options: Unpack[ObjectOptions],
+    ) -> Work[Any]: ...
+
+    @overload
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = ...,
+        *,
+        type: Any = ...,
+        async_op: bool,
+        **options: Unpack[ObjectOptions],
+    ) -> Any: ...
 
     def scatter_object(
         self,

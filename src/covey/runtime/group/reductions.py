@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -25,17 +25,39 @@ from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Unpack
 
-    from covey.base.arithmetic import Reduction
+    from covey.base.arithmetic import Op, Reduction
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.policy import CompressValue
     from covey.plan.moves import Plan
-    from covey.runtime.buffers import Operand
+    from covey.runtime.buffers import Memory, MemoryT, Operand, Values
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.group.issuer import Issuer
+    from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
+    NumberT = TypeVar("NumberT", int, float, complex)
+
+
+class AllReduceOptions(TypedDict, total=False):
+    """Further arguments of `all_reduce`, for type checkers."""
+
+    weight: float | None
+    compress: CompressValue
+    feedback: ErrorFeedback | None
+    name: str
+    timeout: float | None
+    algorithm: str | None
+
+
+class ReduceScatterOptions(TypedDict, total=False):
+    """Further arguments of `reduce_scatter`, for type checkers."""
+
+    counts: Sequence[int] | None
+    compress: CompressValue
+    timeout: float | None
 
 
 class Reductions:
@@ -45,10 +67,57 @@ class Reductions:
         self._issuer, self._engine, self._facts = issuer, issuer.engine, issuer.engine.facts
         self.rank, self.size, self._shortcuts = issuer.rank, issuer.size, issuer.engine.shortcuts
 
+    # The mean of whole numbers is none, although their sum is one: this is what mypy finds inconsistent.
+
+    @overload
+    def all_reduce(  # type: ignore[overload-overlap]
+        self, x: int, op: Literal["mean"], *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
+    ) -> float: ...
+
+    @overload
+    def all_reduce(
+        self, x: NumberT, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
+    ) -> NumberT: ...
+
+    @overload
+    def all_reduce(
+        self, x: np.generic, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
+    ) -> Any: ...
+
+    @overload
+    def all_reduce(
+        self, x: MemoryT, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
+    ) -> MemoryT: ...
+
+    @overload
+    def all_reduce(  # type: ignore[overload-overlap]
+        self, x: int, op: Literal["mean"], *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
+    ) -> Work[float]: ...
+
+    @overload
+    def all_reduce(
+        self, x: NumberT, op: Op = ..., *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
+    ) -> Work[NumberT]: ...
+
+    @overload
+    def all_reduce(
+        self, x: np.generic, op: Op = ..., *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
+    ) -> Work[Any]: ...
+
+    @overload
+    def all_reduce(
+        self, x: MemoryT, op: Op = ..., *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def all_reduce(
+        self, x: Memory | complex | np.generic, op: Op = ..., *, async_op: bool, **options: Unpack[AllReduceOptions]
+    ) -> Any: ...
+
     def all_reduce(
         self,
         x: Any,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         weight: float | None = None,
         compress: CompressValue = None,
@@ -161,9 +230,7 @@ class Reductions:
             self._add_shortcut(flat, key, call)
         return result
 
-    def _reduce_whole_number(
-        self, x: Any, op: str, timeout: float | None, algorithm: str | None, async_op: bool
-    ) -> Any:
+    def _reduce_whole_number(self, x: Any, op: Op, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
         """Return the exact sum or product of a whole number of every rank."""
         own = readable(_number_array(x, op))  # raises if it is too large
         number = int(own.flat[0])
@@ -210,11 +277,47 @@ class Reductions:
         self._issuer.calls[key] = call
         return call
 
+    @overload
+    def reduce(
+        self,
+        x: MemoryT,
+        root: int = ...,
+        op: Op = ...,
+        *,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> MemoryT: ...
+
+    @overload
+    def reduce(
+        self,
+        x: MemoryT,
+        root: int = ...,
+        op: Op = ...,
+        *,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: Literal[True],
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def reduce(
+        self,
+        x: Memory,
+        root: int = ...,
+        op: Op = ...,
+        *,
+        timeout: float | None = ...,
+        algorithm: str | None = ...,
+        async_op: bool,
+    ) -> Any: ...
+
     def reduce(
         self,
         x: Any,
         root: int = 0,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         timeout: float | None = None,
         algorithm: str | None = None,
@@ -257,10 +360,53 @@ class Reductions:
                 shortcut.add(operand.flat, what, operand.shape, call, plan, rule, self._engine.attempt)
         return result
 
+    @overload
+    def reduce_scatter(
+        self, x: Values, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[ReduceScatterOptions]
+    ) -> Array: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Values,
+        op: Op = ...,
+        *,
+        out: MemoryT,
+        async_op: Literal[False] = ...,
+        **options: Unpack[ReduceScatterOptions],
+    ) -> MemoryT: ...
+
+    @overload
+    def reduce_scatter(
+        self, x: Values, op: Op = ..., *, async_op: Literal[True], **options: Unpack[ReduceScatterOptions]
+    ) -> Work[Array]: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Values,
+        op: Op = ...,
+        *,
+        out: MemoryT,
+        async_op: Literal[True],
+        **options: Unpack[ReduceScatterOptions],
+    ) -> Work[MemoryT]: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Values,
+        op: Op = ...,
+        *,
+        out: Memory | None = ...,
+        async_op: bool,
+        **options: Unpack[ReduceScatterOptions],
+    ) -> Any: ...
+
     def reduce_scatter(
         self,
         x: Any,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         counts: Sequence[int] | None = None,
         compress: CompressValue = None,
@@ -326,11 +472,35 @@ class Reductions:
             shortcut.add(operand.flat, what, x.shape, call, plan, rule, attempt, out, (first, 0, length))
         return returned
 
-    def scan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+    @overload
+    def scan(
+        self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> Array: ...
+
+    @overload
+    def scan(self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: Literal[True]) -> Work[Array]: ...
+
+    @overload
+    def scan(self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
+
+    def scan(self, x: Any, op: Op = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return the combination of `x` of ranks 0 to this one. `x` does not change."""
         return self._prefix("scan", x, op, timeout, async_op)
 
-    def exscan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+    @overload
+    def exscan(
+        self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+    ) -> Array: ...
+
+    @overload
+    def exscan(
+        self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: Literal[True]
+    ) -> Work[Array]: ...
+
+    @overload
+    def exscan(self, x: Values, op: Op = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
+
+    def exscan(self, x: Any, op: Op = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return the combination of `x` of the ranks before this one; on rank 0, the identity of `op`, such as 0."""
         return self._prefix("exscan", x, op, timeout, async_op)
 

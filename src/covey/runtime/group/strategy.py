@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Strategy(abc.ABC):
         """The number of ranks."""
 
     @abc.abstractmethod
-    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: str = "mean") -> None:
+    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: Literal["mean", "sum"] = "mean") -> None:
         """Replace each array by the mean over all ranks, or by the sum. All ranks pass the same names and shapes."""
 
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class GroupStrategy(Strategy):
         """The number of ranks of the group."""
         return self.group.size
 
-    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: str = "mean") -> None:
+    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: Literal["mean", "sum"] = "mean") -> None:
         """Combine arrays by `group.sync_gradients`."""
         check_op(op)
         self.group.sync_gradients(gradients, op=op)
@@ -149,7 +149,7 @@ class HierarchicalStrategy(Strategy):
         """The number of ranks of all hosts."""
         return self._first(-1)
 
-    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: str = "mean") -> None:
+    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: Literal["mean", "sum"] = "mean") -> None:
         """Replace each array by the mean over the ranks of all hosts, or by the sum."""
         check_op(op)
         total = self.size

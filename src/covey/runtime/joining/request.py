@@ -22,7 +22,7 @@ from covey.runtime.placement import NAMES as PLACING
 from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
-    from covey.base.settings import Setting
+    from covey.base.settings import Lanes, OnLoss, PlanChoice, Quorum, Setting, Striping, TopologyChoice
     from covey.compress.policy import CompressValue
     from covey.runtime.calls.functions import FunctionRegistry
 
@@ -44,18 +44,18 @@ class JoinArguments(TypedDict, total=False):
     secret: bytes | str | None
     seeds: Sequence[str] | None
     interfaces: str | None
-    lanes: str | None
+    lanes: Lanes | None
     streams: int | str | None
-    stripe: str | None
-    topology: str | None
+    stripe: Striping | None
+    topology: TopologyChoice | None
     limit: int | str | None
     op_timeout: float | None
     insecure: bool | None
-    on_loss: str | None
+    on_loss: OnLoss | None
     patience: float | None
-    quorum: str | None
+    quorum: Quorum | None
     compress: CompressValue
-    plan: str | None
+    plan: PlanChoice | None
     tie_breaker: str | None
     new: bool | None
     rank: int | None

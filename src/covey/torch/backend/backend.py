@@ -312,7 +312,8 @@ class ProcessGroupCovey(DescribedProcessGroup):
         (tensor,) = tensors
         is_async = not is_waited_for(sys._getframe())
         with torchs_errors():
-            work = self._group.send(operand_of(tensor), dst, tag, timeout=self._issuer.seconds, async_op=is_async)
+            x: Any = operand_of(tensor)
+            work = self._group.send(x, dst, tag, timeout=self._issuer.seconds, async_op=is_async)
         return TorchWork([work] if is_async else [], tensors, self._issuer.notices)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:

@@ -51,7 +51,8 @@ class TensorMoves:
         rank's gradients count that many times; if no rank has a weight, the gradients become 0.
         """
         if weight is None and len(pieces) == 1 and pieces[0].codec is None:
-            return self._reductions.all_reduce(pieces[0].operand, "mean", timeout=timeout, async_op=async_op)
+            x: Any = pieces[0].operand
+            return self._reductions.all_reduce(x, "mean", timeout=timeout, async_op=async_op)
         return compression.reduce_gradients(
             self._issuer, pieces, "mean", weight=weight, needs_weight=False, feedback=feedback, timeout=timeout,
             async_op=async_op,
@@ -249,6 +250,9 @@ class TensorMoves:
         return store
 
 
+_moves = offered(TensorMoves)
+
+
 class TensorGroup(Group):
     """A group whose ranks know the sizes of what they receive.
 
@@ -260,14 +264,14 @@ class TensorGroup(Group):
         super().__init__(engine, local_rank=local_rank)
         self._bind(TensorMoves(self._issuer))
 
-    average_gradients = offered(TensorMoves.average_gradients)
-    all_gather_into = offered(TensorMoves.all_gather_into)
-    gather_into = offered(TensorMoves.gather_into)
-    scatter_into = offered(TensorMoves.scatter_into)
-    all_to_all_into = offered(TensorMoves.all_to_all_into)
-    reduce_scatter_into = offered(TensorMoves.reduce_scatter_into)
-    gather_pairs = offered(TensorMoves.gather_pairs)
-    recv_into = offered(TensorMoves.recv_into)
+    average_gradients = _moves.average_gradients
+    all_gather_into = _moves.all_gather_into
+    gather_into = _moves.gather_into
+    scatter_into = _moves.scatter_into
+    all_to_all_into = _moves.all_to_all_into
+    reduce_scatter_into = _moves.reduce_scatter_into
+    gather_pairs = _moves.gather_pairs
+    recv_into = _moves.recv_into
 
 
 def _compact(lengths: tuple[int, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class ProcessGroupStrategy(Strategy):
         """The number of ranks of the process group."""
         return self._size
 
-    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: str = "mean") -> None:
+    def all_reduce_gradients(self, gradients: Mapping[str, Any], op: Literal["mean", "sum"] = "mean") -> None:
         """Replace each array by the mean over all ranks, or by the sum, in buckets.
 
         On covey's backend they are compressed as `COVEY_COMPRESS` says.

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from covey.base.settings import OnLoss
+
 SEAT = Seat(1)
 
 
 class _Run:
     """What `Losses` uses of a run, and how often it was told that a process is unlinked, or gone."""
 
-    def __init__(self, peer: RemoteProcess, on_loss: str) -> None:
+    def __init__(self, peer: RemoteProcess, on_loss: OnLoss) -> None:
         self.told = 0
         do_nothing: Any = SimpleNamespace(
             tell_of_peer=note, link_ended=note, phase=note, note=note, link_lost=note, excluded=note
@@ -58,7 +60,7 @@ def note(*_: object, **__: object) -> None:
 
 def play(
     relay: str,
-    on_loss: str,
+    on_loss: OnLoss,
     then: Callable[[RemoteProcess], None] = lambda _: None,
     reason: str = "",
     error: BaseException | None = None,
@@ -93,6 +95,7 @@ def test_a_relay_that_ends_takes_no_member_with_it_that_is_linked_again_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(losses_module, "UNLINKED_SECONDS", 0.02)
+    on_loss: OnLoss
     for on_loss, reported in (("continue", 1), ("raise", 2)):  # the views; and the groups, where no view decides
         assert play("", on_loss) == [reported, reported], on_loss
         assert play("192.0.2.8:47690", on_loss) == [0, reported], on_loss
