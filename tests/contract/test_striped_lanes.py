@@ -14,7 +14,9 @@ import pytest
 from tests.contract.test_lanes import End, carry_alone
 from tests.contract.test_native_lanes import moved
 from tests.contract.test_sealed_lanes import LANE, SECRET, narrow_pairs, unix_pairs
+from tests.support.in_turn import in_turn
 from tests.support.native_ends import NativeEnd, in_parallel, transfers
+from tests.support.seeds import seeds
 from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 STANDSTILL_SECONDS = 0.3
+STUCK_SECONDS = 2.0
+"""A lane on which nothing moves for so long, though both ends are attended to, is stuck: it looks at its streams ten
+times a second."""
 EXECUTORS = [(False, False)]
 if native().module is not None and not native_crypto():
     EXECUTORS += [(True, False), (False, True), (True, True)]
@@ -107,10 +112,86 @@ def test_streams_that_die_at_any_moment_cost_no_byte(
             moved(ends, lanes[index], *((there, back) if index == 0 else (back, there)))()
         finally:
             over[index].set()
-        while not over[1 - index].wait(0.01):
+        while not is_native[index] and not over[1 - index].wait(0.01):
             lanes[index].peek()  # as its next operation does: the other end may have to send again what came before
 
     in_parallel(lambda: moved_here(0), lambda: moved_here(1), destroy)
+
+
+class TwoPrograms:
+    """Two compiled ends that do the same operations one after the other, over streams that die, in one thread.
+
+    An end that has done its part of an operation is in its program until the other has done the same: there, only the
+    control loop attends to the lane.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, rng: random.Random, *, attends: bool) -> None:
+        """Without `attends`, there is no control loop."""
+        self._stack, self._rng, self._attends = stack, rng, attends
+        self._socks = unix_pairs(stack, rng.choice([2, 3]))
+        for sock in [*self._socks[0], *self._socks[1]]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, rng.choice([1 << 13, 1 << 16]))
+        self.lanes = [
+            striped(stack, socks, is_native=True, dialler=index == 0) for index, socks in enumerate(self._socks)
+        ]
+        self._alive = list(range(len(self._socks[0])))
+
+    def run(self) -> bool:
+        """Do some operations; return whether all ended, or one of them makes no progress any more."""
+        return all(self._operation(number) for number in range(6))
+
+    def _operation(self, number: int) -> bool:
+        rng = self._rng
+        sizes = [
+            [rng.choice([4, 2000, rng.randrange(3 * STRIPE_BYTES)]) for _ in range(rng.choice([0, 1, 4]))] for _ in "ab"
+        ]
+        there, back = (transfers(each, seed=2 * number + index) for index, each in enumerate(sizes))
+        pair = [NativeEnd(self.lanes[0], there, back), NativeEnd(self.lanes[1], back, there)]
+        seen, until = None, 0.0
+        try:
+            while not all(end.done for end in pair):
+                for end in rng.sample(pair, 2):
+                    if not end.done:
+                        end.advance()
+                for lane in self.lanes:
+                    if self._attends:
+                        lane.tend()
+                if len(self._alive) > 1 and rng.random() < 0.02:
+                    kill(self._socks[rng.randrange(2)][self._alive.pop(rng.randrange(len(self._alive)))])
+                now = (
+                    [(end.runner.sent, end.runner.applied) for end in pair],
+                    [lane.native.streams() for lane in self.lanes],
+                )
+                if now != seen:
+                    seen, until = now, time.monotonic() + STUCK_SECONDS
+                elif time.monotonic() > until:
+                    return False
+                else:
+                    time.sleep(0.001)
+            for end in pair:
+                end.check()
+        finally:
+            for end in pair:
+                end.close()
+        return True
+
+
+@pytest.mark.skipif(len(EXECUTORS) == 1, reason="there is no compiled executor")
+@in_turn(seed=seeds(12))
+def test_no_sender_waits_for_an_end_that_has_done_its_part_and_is_in_its_program(seed: int) -> None:
+    with contextlib.ExitStack() as stack:
+        assert TwoPrograms(stack, random.Random(seed), attends=True).run()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(len(EXECUTORS) == 1, reason="there is no compiled executor")
+def test_without_the_control_loop_some_sender_waits_for_the_next_operation() -> None:
+    """The test above can fail."""
+    for seed in range(12):
+        with contextlib.ExitStack() as stack:
+            if not TwoPrograms(stack, random.Random(seed), attends=False).run():
+                return
+    pytest.fail("nothing was held up")
 
 
 @every_pair

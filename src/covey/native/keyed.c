@@ -92,18 +92,17 @@ static bool succeeded(PyObject *result, bool is_helper)
     return is_true;
 }
 
-static bool set_cipher_key(struct keyed *keyed)
+/* Gives the cipher the key, if that has changed. With the interpreter's lock. */
+static bool set_cipher_key(struct keyed *keyed, bool is_helper)
 {
-    if (keyed->cipher == NULL)
+    if (!keyed->is_cipher_stale)
         return true;
-    bool is_helper = PyGILState_GetThisThreadState() == NULL;
-    PyGILState_STATE state = PyGILState_Ensure();
     PyObject *key = PyMemoryView_FromMemory((char *)keyed->key, KEY_BYTES, PyBUF_READ); /* no copy that would be left */
     bool is_set =
         key != NULL &&
         succeeded(PyObject_CallMethodObjArgs(keyed->cipher, attribute_names[CIPHER_SET_KEY], key, NULL), is_helper);
     Py_XDECREF(key);
-    PyGILState_Release(state);
+    keyed->is_cipher_stale = !is_set;
     return is_set;
 }
 
@@ -118,7 +117,7 @@ bool work_whole(struct keyed *keyed, bool seals, const uint8_t *length, const ui
     PyObject *target = PyMemoryView_FromMemory((char *)into, (Py_ssize_t)into_bytes, PyBUF_WRITE);
     PyObject *number = PyLong_FromUnsignedLongLong(count), *head = PyBytes_FromStringAndSize((const char *)length, LENGTH_BYTES);
     PyObject *result = NULL;
-    if (source != NULL && target != NULL && number != NULL && head != NULL)
+    if (source != NULL && target != NULL && number != NULL && head != NULL && set_cipher_key(keyed, is_helper))
         result = PyObject_CallMethodObjArgs(keyed->cipher, attribute_names[seals ? CIPHER_SEAL : CIPHER_OPEN], number, head,
                                             source, target, NULL);
     bool is_done = succeeded(result, is_helper);
@@ -142,7 +141,8 @@ bool next_key(struct keyed *keyed, bool seals)
     memcpy(keyed->key, digest, KEY_BYTES);
     wipe(digest, sizeof digest);
     keyed->rekey_at = keyed->count + REKEY_RECORDS;
-    return set_key(keyed, seals) && set_cipher_key(keyed);
+    keyed->is_cipher_stale = keyed->cipher != NULL;
+    return set_key(keyed, seals);
 }
 
 /* Starts the next record: nonce and what the tag covers beside the text. */
@@ -171,7 +171,8 @@ static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *sco
     keyed->scope_bytes = (size_t)scope_bytes;
     keyed->rekey_at = REKEY_RECORDS;
     keyed->ctx = crypto.ctx_new();
-    return keyed->ctx != NULL && set_key(keyed, seals) && set_cipher_key(keyed);
+    keyed->is_cipher_stale = keyed->cipher != NULL;
+    return keyed->ctx != NULL && set_key(keyed, seals);
 }
 
 bool keyed_take(PyObject *stream, int *fd, struct keyed *sealer, struct keyed *opener)
@@ -236,7 +237,7 @@ int64_t record_length(const uint8_t head[LENGTH_BYTES])
     return (int64_t)(length & ~NEXT_KEY);
 }
 
-bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8_t *into)
+bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8_t *into, bool is_plain)
 {
     uint8_t nothing[TAG_BYTES];
     int written;
@@ -244,7 +245,7 @@ bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8
     if (is_next_key ? !next_key(keyed, false) : keyed->count == keyed->rekey_at)
         return false;
     const uint8_t *text = head + LENGTH_BYTES;
-    if (is_long(keyed, nbytes))
+    if (!is_plain && is_long(keyed, nbytes))
         return work_whole(keyed, false, head, text, nbytes + TAG_BYTES, into, nbytes);
     if (start_record(keyed, head, false) && crypto.decrypt_update(keyed->ctx, into, &written, text, (int)nbytes) == 1 &&
         crypto.ctx_ctrl(keyed->ctx, SET_TAG, TAG_BYTES, (void *)(text + nbytes)) == 1 &&

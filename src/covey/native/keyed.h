@@ -49,6 +49,7 @@ void wipe(void *memory, size_t nbytes);
 struct keyed {
     void *ctx;
     PyObject *cipher; /* a Python object that seals or opens long records, or NULL */
+    bool is_cipher_stale; /* it has not been given the key yet, which takes the interpreter's lock */
     uint8_t key[KEY_BYTES];
     uint8_t scope[SCOPE_ROOM];
     size_t scope_bytes;
@@ -67,9 +68,10 @@ bool work_whole(struct keyed *keyed, bool seals, const uint8_t *length, const ui
                 uint8_t *into, int64_t into_bytes);
 
 /* The whole of a record at once. `head` is where it begins: the length, which these fill in or read, then the rest. With
- * `is_plain`, libcrypto does it, whatever ciphers there are. `is_due` renews the key first. */
+ * `is_plain`, libcrypto does it, whatever ciphers there are, and the interpreter's lock is not taken. `is_due` renews the key
+ * first. */
 bool seal_record(struct keyed *keyed, const uint8_t *plain, int64_t nbytes, uint8_t *head, bool is_due, bool is_plain);
 int64_t record_length(const uint8_t head[LENGTH_BYTES]);
-bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8_t *into);
+bool open_record(struct keyed *keyed, const uint8_t *head, int64_t nbytes, uint8_t *into, bool is_plain);
 
 #endif

@@ -9,8 +9,13 @@
  * streams goes on over another connection. What such a stream has sent is kept twice: as records, for the other streams, and
  * sealed, for its next connection.
  *
- * The executor's thread and the control loop (`tend`) take turns under the lock. `tend` holds the interpreter's lock, never
- * releases it and never waits for the other one, so that an executor may wait for either.
+ * The executor's thread and the control loop (`tend`) take turns under the lock. With it, the executor may wait for the
+ * interpreter's lock, or hold that one already when it waits for this one; so `tend` gives the interpreter's lock up and does
+ * without it, and without the ciphers that need it (`is_plain`).
+ *
+ * `tend` also reads, as far as the window, while no operation does: the sender may have to send records again that this end
+ * has, of an operation that is over here, and can only get rid of them if somebody takes them. So no sender waits for an end
+ * that has done its part. While the executor polls for what comes, nobody else takes that, or the executor would sleep on.
  */
 #include "keyed.h"
 #include "lasting.h"
@@ -38,6 +43,7 @@ enum {
     LEAST_BUSY_US = 50000,  /* of sending, and */
     LEAST_BUSY_BYTES = 1 << 18, /* bytes that were sent, before a speed is taken from them */
     SLEEP_MS = 2,           /* between looks for acknowledgements, for which there is nothing to poll */
+    ROUNDS_AHEAD = 4,       /* of reads from each stream in one `tend`: an executor may wait for it to end */
 };
 static const int64_t TEND_NS = 100 * 1000 * 1000;
 static const int64_t FORGET_NS = 10ll * 1000 * 1000 * 1000; /* after which a stream that was too slow is tried again */
@@ -81,6 +87,9 @@ struct striped_lane {
     uint64_t expected;           /* the next record to deliver */
     bool has_begun;              /* whether the first record of the current transfer was made */
     int64_t assigned;            /* payload bytes of it that are in records */
+    bool is_awaited;             /* the executor polls for what comes */
+    bool is_read_out;            /* nothing more can be received; `in_trouble` says why */
+    char in_trouble[TROUBLE_BYTES];
     int64_t tended_at;
     int64_t sent_again;          /* records */
     uint8_t **spare;
@@ -203,7 +212,7 @@ static bool give(struct striped_lane *lane, struct waiting *record, int32_t inde
 {
     struct stripe *stripe = &lane->stripes[index];
     int64_t plain_bytes = NUMBER_BYTES + record->nbytes, now = monotonic_ns();
-    bool is_due = !is_plain && now >= stripe->renew_at;
+    bool is_due = now >= stripe->renew_at;
     if (is_due)
         stripe->renew_at = now + REKEY_NS;
     if (!seal_record(&stripe->sealer, plain_of(record->memory), plain_bytes, stripe->out, is_due, is_plain)) {
@@ -217,13 +226,13 @@ static bool give(struct striped_lane *lane, struct waiting *record, int32_t inde
     return true;
 }
 
-/* Sends again what was on streams that cannot be used; `is_plain` if Python must not be called. */
+/* Sends again what was on streams that cannot be used. */
 static bool repeat(struct striped_lane *lane, bool is_plain, bool *moved)
 {
     struct waiting *record;
     while ((record = first_to_repeat(lane)) != NULL) {
         int32_t index = choose(lane, record->nbytes, AHEAD_BYTES);
-        if (index == NO_STREAM || (is_plain && lane->stripes[index].sealer.count == lane->stripes[index].sealer.rekey_at))
+        if (index == NO_STREAM)
             return true;
         if (!give(lane, record, index, is_plain))
             return false;
@@ -358,8 +367,10 @@ static enum outcome striped_transmit(struct lane *base, struct outgoing *out)
     struct striped_lane *lane = (struct striped_lane *)base;
     pthread_mutex_lock(lane->lasting.out_lock);
     enum outcome outcome = send_more(lane, out);
+    if (outcome == ENDED)
+        lane_ended(base, lane->out_trouble);
     pthread_mutex_unlock(lane->lasting.out_lock);
-    return outcome == ENDED ? lane_ended(base, lane->out_trouble) : outcome;
+    return outcome;
 }
 
 /* Receiving */
@@ -386,7 +397,7 @@ static enum outcome altered(struct striped_lane *lane, const struct stripe *stri
 }
 
 /* Opens the records that have arrived whole. MOVED if there was one. */
-static enum outcome open_arrived(struct striped_lane *lane, struct stripe *stripe)
+static enum outcome open_arrived(struct striped_lane *lane, struct stripe *stripe, bool is_plain)
 {
     enum outcome outcome = IDLE;
     if (stripe->held != NULL) {
@@ -408,7 +419,7 @@ static enum outcome open_arrived(struct striped_lane *lane, struct stripe *strip
         uint8_t *memory = take_memory(lane);
         if (memory == NULL)
             return lane_ended(&lane->lasting.base, "there is no memory for a record");
-        if (!open_record(&stripe->opener, head, length, plain_of(memory))) {
+        if (!open_record(&stripe->opener, head, length, plain_of(memory), is_plain)) {
             give_memory(lane, memory);
             return altered(lane, stripe);
         }
@@ -425,9 +436,9 @@ static enum outcome open_arrived(struct striped_lane *lane, struct stripe *strip
 }
 
 /* Takes what a stream has. A stream that breaks only ends: what it had is sent again on another one. */
-static enum outcome read_more(struct striped_lane *lane, struct stripe *stripe)
+static enum outcome read_more(struct striped_lane *lane, struct stripe *stripe, bool is_plain)
 {
-    enum outcome outcome = open_arrived(lane, stripe);
+    enum outcome outcome = open_arrived(lane, stripe, is_plain);
     if (outcome == ENDED || stripe->held != NULL || stripe->has_ended)
         return outcome;
     int64_t unopened = stripe->in_end - stripe->in_start;
@@ -450,18 +461,28 @@ static enum outcome read_more(struct striped_lane *lane, struct stripe *stripe)
         return outcome;
     }
     stripe->in_end += taken;
-    return open_arrived(lane, stripe) == ENDED ? ENDED : MOVED;
+    return open_arrived(lane, stripe, is_plain) == ENDED ? ENDED : MOVED;
 }
 
-static enum outcome read_all(struct striped_lane *lane)
+/* Notes that nothing more can be received, because of what is in lane->trouble. */
+static enum outcome read_out(struct striped_lane *lane)
+{
+    memcpy(lane->in_trouble, lane->lasting.base.trouble, TROUBLE_BYTES);
+    lane->is_read_out = true;
+    return ENDED;
+}
+
+static enum outcome read_all(struct striped_lane *lane, bool is_plain)
 {
     enum outcome outcome = IDLE;
     bool is_any_left = false;
+    if (lane->is_read_out)
+        return lane_ended(&lane->lasting.base, lane->in_trouble);
     for (int32_t index = 0; index < lane->lasting.count; index++) {
         struct stripe *stripe = &lane->stripes[index];
-        enum outcome each = read_more(lane, stripe);
+        enum outcome each = read_more(lane, stripe, is_plain);
         if (each == ENDED)
-            return ENDED;
+            return read_out(lane);
         if (each == MOVED)
             outcome = MOVED;
         is_any_left |= !stripe->has_ended && stripe->held == NULL;
@@ -469,10 +490,22 @@ static enum outcome read_all(struct striped_lane *lane)
     if (outcome != MOVED && !is_any_left && lane->early[lane->expected % WINDOW].memory == NULL) {
         for (int32_t index = 0; index < lane->lasting.count; index++)
             if (lane->stripes[index].held != NULL)
-                return lane_ended(&lane->lasting.base, "a record is missing, and those that follow it have arrived");
-        return ENDED;
+                lane_ended(&lane->lasting.base, "a record is missing, and those that follow it have arrived");
+        return read_out(lane);
     }
     return outcome;
+}
+
+/* Takes what has come for later operations, as far as the window, and what was sent again of those that are over. Returns
+ * whether there may be more. On the control loop. */
+static bool read_ahead(struct striped_lane *lane)
+{
+    enum outcome outcome = MOVED;
+    if (lane->is_awaited || lane->is_read_out || lane->lasting.streams[0].in_fd < 0)
+        return false;
+    for (int round = 0; round < ROUNDS_AHEAD && outcome == MOVED; round++)
+        outcome = read_all(lane, true);
+    return outcome == MOVED;
 }
 
 /* Takes the next record from those that wait, or returns false. */
@@ -541,7 +574,7 @@ static enum outcome receive_more(struct striped_lane *lane, struct incoming *in)
         }
         if (has_read)
             return moved ? MOVED : IDLE; /* let a send have its turn */
-        enum outcome outcome = read_all(lane);
+        enum outcome outcome = read_all(lane, false);
         if (outcome == ENDED)
             return ENDED;
         has_read = true;
@@ -566,7 +599,7 @@ static bool striped_peek(struct lane *base, uint8_t header[HEADER_BYTES])
     pthread_mutex_lock(lane->lasting.out_lock);
     do
         next = &lane->early[lane->expected % WINDOW];
-    while (next->memory == NULL && read_all(lane) == MOVED);
+    while (next->memory == NULL && read_all(lane, true) == MOVED);
     bool is_there = next->memory != NULL && next->nbytes >= HEADER_BYTES && next->nbytes <= FIRST_BYTES;
     if (is_there)
         memcpy(header, next->memory + LINE_BYTES, HEADER_BYTES);
@@ -584,6 +617,7 @@ static int striped_park(struct lane *base, struct pollfd *polls, bool sending, b
         pthread_mutex_unlock(lane->lasting.out_lock);
         return -1;
     }
+    lane->is_awaited = receiving;
     for (int32_t index = 0; index < lane->lasting.count; index++) {
         const struct stripe *stripe = &lane->stripes[index];
         bool can_read = receiving && !stripe->has_ended && stripe->held == NULL;
@@ -608,7 +642,13 @@ static int striped_park(struct lane *base, struct pollfd *polls, bool sending, b
 
 /* What the lane has in common with others */
 
-static void striped_unpark(struct lane *lane) { (void)lane; }
+static void striped_unpark(struct lane *base)
+{
+    struct striped_lane *lane = (struct striped_lane *)base;
+    pthread_mutex_lock(lane->lasting.out_lock);
+    lane->is_awaited = false;
+    pthread_mutex_unlock(lane->lasting.out_lock);
+}
 
 static void striped_cancel(struct lane *lane) { (void)lane; }
 
@@ -692,17 +732,19 @@ static int striped_fill(PyObject *self, PyObject *args)
     return 0;
 }
 
-/* tend(): send again what streams had that cannot be used, unless the executor is at it. */
+/* tend(): send again what streams had that cannot be used, and take what has come; whether there may be more to take. */
 static PyObject *striped_tend(PyObject *self, PyObject *unused)
 {
     (void)unused;
     struct striped_lane *lane = (struct striped_lane *)self;
-    bool moved = false;
-    if (pthread_mutex_trylock(lane->lasting.out_lock) == 0) {
-        tend(lane, true, &moved);
-        pthread_mutex_unlock(lane->lasting.out_lock);
-    }
-    Py_RETURN_NONE;
+    bool moved = false, has_more;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(lane->lasting.out_lock);
+    tend(lane, true, &moved);
+    has_more = read_ahead(lane);
+    pthread_mutex_unlock(lane->lasting.out_lock);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(has_more);
 }
 
 /* streams(): whether all that was sent is acknowledged, then for each stream (bytes that the kernel took, bytes per second,
@@ -736,7 +778,7 @@ static PyObject *striped_streams(PyObject *self, PyObject *unused)
 
 static PyMethodDef striped_methods[] = {
     LASTING_METHODS
-    {"tend", striped_tend, METH_NOARGS, "Send again what is needed, unless a thread uses the lane."},
+    {"tend", striped_tend, METH_NOARGS, "Send again what is needed, and take what has come; whether there may be more."},
     {"streams", striped_streams, METH_NOARGS, "Return what each stream has sent, its speed, and whether it is used."},
     {NULL, NULL, 0, NULL},
 };

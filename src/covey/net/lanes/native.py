@@ -273,9 +273,12 @@ class NativeStripedLane(_NativeSocketLane):
         keys = _with_keys(socks, secret, lane, dialler=dialler)
         super().__init__(socks, "secure", directs, native().module.Striped, keys)
 
-    def tend(self) -> None:
-        """See `striped.StripedLane.tend`."""
-        self.native.tend()
+    def tend(self) -> bool:
+        """Send again what streams had that cannot be used, and take what has come while no operation does.
+
+        Returns whether there may be more to take. On the control loop.
+        """
+        return bool(self.native.tend())
 
     @property
     def sent_again(self) -> int:

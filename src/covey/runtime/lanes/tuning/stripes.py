@@ -5,8 +5,8 @@ If one of them carries a good share of what the lane does, the lane is replaced,
 move, by one with a stream on each (`net.lanes.striped`). Once that one has sent enough, what it does is compared with
 what the lane did before; if it is not clearly more, or if a network is gone, a lane over one network takes its place.
 
-Both ends tend such lanes: what a dead network had is sent again, also while the program is in no operation. On the
-control loop.
+Both ends tend such lanes: what a dead network had is sent again, also while the program is in no operation, and taken
+by the other end, also while that is in none. On the control loop.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
 
 TEND_SECONDS: Final = 0.2
+TEND_AGAIN_SECONDS: Final = 0.01
+"""The same while there is more to take from a lane."""
 LEAST_BYTES: Final = 8 << 20
 """A lane is worth several networks if it has sent so much."""
 JUDGED_BYTES: Final = 32 << 20
@@ -133,12 +135,13 @@ class Stripes:
     async def _tend(self) -> None:
         try:
             while self._lanes and not self._node.is_closing:
+                has_more = False
                 for lane in list(self._lanes):
                     if lane.sockets()[0].fileno() < 0:
                         self._lanes.discard(lane)
                     else:
-                        lane.tend()
-                await asyncio.sleep(TEND_SECONDS)
+                        has_more = lane.tend() or has_more
+                await asyncio.sleep(TEND_AGAIN_SECONDS if has_more else TEND_SECONDS)
         finally:
             self._is_tending = False
 
