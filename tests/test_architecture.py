@@ -121,7 +121,7 @@ THIRD_PARTY = {
     "compress": {"numpy", "ml_dtypes"},
     "proto": {"numpy"},
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr", "qh3"},
-    "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3", "h11"},
+    "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3", "h11", "cloudpickle", "IPython"},
     "metrics": {"prometheus_client"},
     "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
     "agent": {"msgspec"},

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from multiprocessing import util
 from pathlib import Path
@@ -153,26 +154,69 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
     assert "raised in rank 1 of 2" in caught.value.__notes__[0]
 
 
-def test_a_function_that_cannot_be_imported_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="top level of a module"):
-        launch(lambda group: group.rank, 2)
+@pytest.mark.usefixtures("ranks_are_forked")
+def test_a_function_inside_of_another_one_travels_with_the_variables_that_it_uses() -> None:
+    scale = 10
+    assert launch(lambda group, more: group.rank * scale + more, 2, 5, timeout=DEADLINE) == [5, 15]
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"<lambda> cannot be sent .*cannot pickle '_thread.lock'"):
+        launch(lambda group: lock.locked(), 2)
     with pytest.raises(ConfigError, match="at least one rank, got 0"):
         launch(array_of, 0, 3)
     with pytest.raises(ConfigError, match="on_loss='shrug' must be"):
         launch(array_of, 2, 3, on_loss="shrug")  # type: ignore[call-overload]
 
 
-def test_a_function_typed_at_a_prompt_is_refused_with_the_reason() -> None:
-    typed = "from covey.runtime.keeper.launch import launch\ndef job(group): pass\nlaunch(job, 2)"
+TYPED = """
+from dataclasses import dataclass
+import numpy as np
+import covey
+
+@dataclass
+class Result:
+    rank: int
+    total: float
+
+class TooSmallError(Exception):
+    def __init__(self, size, *, wanted):
+        super().__init__(f"{size} of {wanted}")
+        self.wanted = wanted
+
+def helper(group):
+    return np.full(3, group.rank + 1.0)
+
+def job(group, wanted):
+    if group.size < wanted:
+        raise TooSmallError(group.size, wanted=wanted)
+    x = helper(group)
+    group.all_reduce(x)
+    print("rank", group.rank, "is here", flush=True)
+    return Result(group.rank, float(x.sum()))
+
+found = covey.launch(job, 2, 2)
+assert found == [Result(0, 9.0), Result(1, 9.0)], found
+try:
+    covey.launch(job, 2, 3)
+except TooSmallError as error:
+    assert error.wanted == 3
+    print("refused:", error)
+"""
+
+
+def test_what_was_typed_at_a_prompt_travels_by_value() -> None:
+    """Functions, classes of results and of exceptions: those that come back are those that were typed."""
     done = subprocess.run(
-        [sys.executable, "-c", typed],
+        [sys.executable, "-c", TYPED],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
     )
-    assert done.returncode == 1
-    assert "ConfigError: launch() needs a function in a module that new interpreters can import" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 is here", "rank 1 is here", "refused: 2 of 3"]
 
 
 @pytest.mark.usefixtures("ranks_are_forked")

@@ -277,3 +277,13 @@ class Work(Generic[T]):
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
+
+    def _repr_html_(self) -> str:
+        from covey.base.html import Mark, line  # only notebooks ask
+
+        if not self.done():
+            return line(Mark(f"{self.description}: pending", "busy"))
+        if self._error is not None:
+            return line(Mark(f"{self.description}: {type(self._error).__name__}: {self._error}", "bad"))
+        of = f", with the input of {len(self.contributors)} ranks" if self.contributors else ""
+        return line(Mark(f"{self.description}: done{of}", "good"))

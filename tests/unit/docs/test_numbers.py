@@ -43,12 +43,11 @@ from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.proto.formation import proposals
 from covey.proto.membership import ballots, leader, need
-from covey.runtime import checks, environment, events, http_server, recorder, shutdown
+from covey.runtime import checks, environment, events, http_server, progress_bar, recorder, shutdown
 from covey.runtime.calls import functions, handlers, lane_transport, serving
 from covey.runtime.calls import work as call_work
 from covey.runtime.collectives import call_log, failure, native_executor, planner, size_class, trouble
 from covey.runtime.compressed import automatic
-from covey.runtime.group import state_transfer
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
@@ -342,7 +341,7 @@ HELD = {
         f"{keeper.RESTARTS.most:g} s",
         f"restarted within {local_keeper.REFOUND_OLD_SECONDS:g} s does the run continue",
         f"chunks of {size(manifest.STATE_CHUNK_BYTES)}",
-        f"takes more than a {every(state_transfer.PROGRESS_SECONDS)} shows a progress bar",
+        f"takes more than a {every(progress_bar.PROGRESS_SECONDS)} shows a progress bar",
         f"wait `patience` ({SET.patience:g} s) for the others",
     ),
     "docs/guides/engines.md": (

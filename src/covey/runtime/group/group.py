@@ -167,6 +167,11 @@ class Group:
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
+    def _repr_html_(self) -> str:
+        from covey.runtime.group.displays import group_html  # only notebooks ask
+
+        return group_html(self._engine, is_over=self._engine.is_over)
+
     # Operations that combine arrays
 
     all_reduce = _reductions.all_reduce

@@ -93,7 +93,7 @@ def restore(
     Args:
         fresh: this rank is a newcomer; its state does not count.
         on_drift: what to do with a rank that is not fresh and differs: "repair" or "raise". Equal on all ranks.
-        progress: show a bar on receivers: always, never, or (None) on a terminal after one second.
+        progress: show a bar on receivers: always, never, or (None) on a terminal or in a notebook after one second.
 
     Raises:
         MismatchError: dtypes or shapes differ on a receiver, a state cannot be sent, or ranks have drifted and

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import sys
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
 from covey.proto.restore import WINDOW_CHUNKS, Election, Fetch, Orders, differing, listed
+from covey.runtime.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,8 +29,6 @@ logger = logging.getLogger("covey")
 
 REQUEST: Final = (1 << 32) - 1
 """The message number of requests. Messages with chunks have the numbers of the chunks."""
-PROGRESS_SECONDS: Final = 1.0
-"""A restore that takes longer shows a progress bar."""
 
 
 class StateTransfer:
@@ -67,7 +64,7 @@ class StateTransfer:
         chunks = winner.chunks()
         missing = {i: chunk.stop - chunk.start for i, chunk in enumerate(chunks) if mine.lacks(chunk, winner)}
         fetch = Fetch(missing, election.donors, election.receivers.index(rank))
-        bar = ProgressBar(sum(missing.values()), progress)
+        bar = ProgressBar("restoring", sum(missing.values()), progress)
         try:
             received = self._fetch(fetch, chunks, bar)
         finally:
@@ -162,36 +159,6 @@ class StateTransfer:
             for index in due:
                 exchange.send(self._memory.of(chunks[index]), done.peer, index)
         return sent
-
-
-class ProgressBar:
-    """The progress bar of a receiver. rich is imported only if it is shown."""
-
-    def __init__(self, total: int, wanted: bool | None) -> None:
-        self._total, self._done = total, 0
-        self._is_wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._show_at = time.monotonic() + (0.0 if wanted else PROGRESS_SECONDS)
-        self._progress: Any = None
-
-    def show(self, nbytes: int) -> None:
-        """Count `nbytes` more."""
-        self._done += nbytes
-        if not self._is_wanted or time.monotonic() < self._show_at:
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = ("restoring", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.add_task("restoring", total=self._total)
-            self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=self._done)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._progress is not None:
-            self._progress.stop()
 
 
 def _asked_for(request: Bytes, count: int) -> list[int] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.base.text import spell_rate
 from covey.runtime.collectives.saved_links import oldest
@@ -89,6 +89,14 @@ class Topology:
         for (one, other), rate in self.between_sites.items():
             lines.append(f"site {one} to site {other}: {spell_rate(rate)}")
         return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        from covey.runtime.group.displays import topology_html  # only notebooks ask
+
+        return topology_html(self)
 
 
 def topology(engine: DescribedEngine) -> Topology:

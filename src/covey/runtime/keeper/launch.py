@@ -1,12 +1,14 @@
 """`launch`: call a function as every rank of a local run, and get the results back.
 
 Each rank is a fresh interpreter (multiprocessing's spawn) and reports by a pipe: a length, a pickled `CallReport`.
-Pickle is safe here: both ends are one program, started by the same user.
+Pickle is safe here: both ends are one program, started by the same user. A function that a new interpreter cannot
+import, such as one of a notebook's cell, is pickled by value, with what it refers to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -62,10 +64,11 @@ def launch(
 ) -> list[Any]:
     """Call `fn(group, *args)` in `nprocs` new processes and return the results, by rank.
 
-    `fn`, `args` and the results must be picklable, and `fn` importable: a function at the top level of a module. In a
-    script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails,
-    the others are stopped, and its exception is raised here, with the rank and its traceback as a note. The ranks share
-    the standard output of this process, where each line is of one rank.
+    `fn` may be a function of a module, of a notebook's cell or a prompt, or one inside of another function: then its
+    code travels, with the variables that it uses. `args` and the results must be picklable. In a script, call `launch`
+    under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails, the others are
+    stopped, and its exception is raised here, with the rank and its traceback as a note. The ranks share the standard
+    output of this process, where each line is of one rank.
 
     `on_loss` is that of the group: with "continue", the others finish without a rank whose process dies, and its result
     is None. An exception in `fn` still ends all of them.
@@ -78,13 +81,13 @@ def launch(
     if on_loss not in (None, "raise", "continue"):
         raise ConfigError(f"on_loss={on_loss!r} must be 'raise' or 'continue'")
     tracebacks.install()
-    call = _pickle_call(fn, args)
+    call, is_by_value = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
     try:
         with LocalRun(nprocs, name=getattr(fn, "__name__", "launch")) as run:
             for rank in range(nprocs):
-                children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always ended
+                children.append(_Child(rank, run, call, on_loss, is_by_value))  # before it starts: it is always ended
                 children[-1].start()
                 run.children.adopt(children[-1], rank)
                 run.children.watch(children[-1].reader)
@@ -110,7 +113,7 @@ class _Child:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
+    def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None, is_by_value: bool) -> None:
         self.rank, self.size = rank, run.size
         self.report: CallReport | None = None
         self._heard = bytearray()
@@ -121,7 +124,7 @@ class _Child:
         self.process: SpawnProcess = spawn.Process(
             target=_serve,
             name=f"covey rank {rank}",
-            args=(os.getpid(), launched, on_loss, call, self._writer),
+            args=(os.getpid(), launched, on_loss, call, is_by_value, self._writer),
         )
 
     def start(self) -> None:
@@ -176,14 +179,33 @@ class _Child:
         return RankFailedError(f"rank {self.rank} of {self.size} {how}", rank=self.rank, exit_code=code)
 
 
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, bool]:
+    """Return a function and its arguments for new interpreters, and whether the function is in it by value."""
     try:
-        return bytes(ForkingPickler.dumps((fn, args)))
+        if _can_be_imported(fn):
+            return bytes(ForkingPickler.dumps((fn, args))), False
+        import cloudpickle  # most programs launch functions of modules
+
+        return cloudpickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL), True
     except Exception as error:
         raise ConfigError(
-            f"launch() starts new interpreters, so {getattr(fn, '__qualname__', fn)!s} must be a function at the top "
-            f"level of a module, and its arguments picklable: {error}"
+            f"launch() starts new interpreters, and {getattr(fn, '__qualname__', fn)!s} cannot be sent to them with "
+            f"its arguments: {type(error).__name__}: {error}"
         ) from error
+
+
+def _can_be_imported(fn: Callable[..., Any]) -> bool:
+    """Tell whether new interpreters, which import the main script, will find a function by its name."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", "")
+    if "<" in name:  # a lambda, or a function inside of another one
+        return False
+    if getattr(fn, "__module__", None) != "__main__":
+        return True  # callable objects, too
+    code = getattr(fn, "__code__", None)
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return main is not None and (code is None or os.path.abspath(code.co_filename) == os.path.abspath(main))
 
 
 def _unpickle_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -224,12 +246,14 @@ def _collect(
     return failures, lost
 
 
-def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: bytes, writer: Connection) -> None:
+def _serve(
+    parent: int, launched: dict[str, Any], on_loss: str | None, call: bytes, is_by_value: bool, writer: Connection
+) -> None:
     """Join, call the function and report. Runs in the process of a launched rank."""
     os.setsid()  # so that only the parent gets Ctrl-C, and the children of this process can be signalled
     die_with(parent)
     _keep_lines_whole()
-    report = _call(launched, on_loss, call)
+    report = _call(launched, on_loss, call, _dumps(is_by_value))
     body = pickle.dumps(report)
     with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
         pipe.write(LENGTH.pack(len(body)) + body)
@@ -242,7 +266,16 @@ def _keep_lines_whole() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> CallReport:
+def _dumps(is_by_value: bool) -> Callable[[Any], bytes]:
+    """Return what pickles results: those of a function by value may be of classes that only its notebook has."""
+    if is_by_value:
+        import cloudpickle
+
+        return functools.partial(cloudpickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+    return functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _call(launched: dict[str, Any], on_loss: str | None, call: bytes, dumps: Callable[[Any], bytes]) -> CallReport:
     def join_and_call() -> bytes:
         from covey.runtime.environment import LaunchedRank
         from covey.runtime.joining.bootstrap import join_as  # imported here: the parent does not need it
@@ -250,6 +283,6 @@ def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> CallRep
         fn, args = _unpickle_call(call)
         with join_as(LaunchedRank(**launched), on_loss=on_loss) as group:
             # Pickled while the group is open, because the result may be a view of the group's memory.
-            return pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL)
+            return dumps(fn(group, *args))
 
-    return report_of(join_and_call)
+    return report_of(join_and_call, dumps)

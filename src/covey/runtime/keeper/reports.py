@@ -40,12 +40,12 @@ class CallReport:
         return error
 
 
-def report_of(call: Callable[[], bytes]) -> CallReport:
-    """Call `call`, which returns a pickled result, and report what came of it."""
+def report_of(call: Callable[[], bytes], dumps: Callable[[object], bytes] = pickle.dumps) -> CallReport:
+    """Call `call`, which returns a pickled result, and report what came of it; `dumps` pickles an exception."""
     try:
         return CallReport(ok=True, body=call())
     except BaseException as error:
-        body = _pack(error)
+        body = _pack(error, dumps)
         for _ in range(2):  # without the frames of this function and of `call`
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 error.__traceback__ = error.__traceback__.tb_next
@@ -59,12 +59,12 @@ def most_telling(failures: Sequence[BaseException]) -> BaseException:
     return min(failures, key=lambda error: isinstance(error, SYMPTOMS))
 
 
-def _pack(error: BaseException) -> bytes:
+def _pack(error: BaseException, dumps: Callable[[object], bytes]) -> bytes:
     """Return `error` pickled in a form that `_unpack` can read, or b"" if there is none."""
     if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt would end the parent
         for form in (error, (type(error), error.args, error.__dict__)):
             with contextlib.suppress(Exception):
-                body = pickle.dumps(form)
+                body = dumps(form)
                 _unpack(body)
                 return body
     return b""
