@@ -29,7 +29,7 @@ def main() -> None:
                 page = viewer.page(served.link)
                 page.wait_for_timeout(20_000)  # so that there are curves to see
                 os.kill(run.pids[2], signal.SIGKILL)
-                until_text(page, "#sentences .text", "rank 2", GUARD_SECONDS)
+                until_text(page, "#sentences .text", "Rank 2", GUARD_SECONDS)
                 page.wait_for_timeout(8_000)
                 page.screenshot(path=folder / "ui-light.png", full_page=True)
                 page.emulate_media(color_scheme="dark")

@@ -185,7 +185,7 @@ def test_07_a_killed_rank_is_named_within_three_seconds_and_the_other_rows_stay(
             until_text(page, "#sentences", "4 ranks", GUARD)
             places = rows(page)
             os.kill(run.pids[2], signal.SIGKILL)
-            until_text(page, "#sentences .text", "rank 2", within(3))
+            until_text(page, "#sentences .text", "Rank 2", within(3))
             until_text(page, ".happenings .kind", "lost", within(3))
             after = rows(page)
             assert [place for place in after if place[0] != "2"] == [place for place in places if place[0] != "2"]
@@ -210,7 +210,7 @@ def test_08_a_rank_that_is_late_or_stopped_is_waited_for_within_three_seconds(
             waits = "tbody td[data-label='Waits for']"
             run.hold.touch()
             until_text(page, waits, "rank 2", within(3))
-            until_text(page, "#sentences .text", "rank 2", within(3))
+            until_text(page, "#sentences .text", "Rank 2", within(3))
             run.hold.unlink()
             page.wait_for_function(
                 "(waits) => ![...document.querySelectorAll(waits)].some((each) => each.textContent.includes('2'))",
@@ -219,7 +219,7 @@ def test_08_a_rank_that_is_late_or_stopped_is_waited_for_within_three_seconds(
             until_text(page, "#sentences", "4 ranks", within(3))
             os.kill(run.pids[1], signal.SIGSTOP)
             until_text(page, "#sentences .text", "stopped", within(3))
-            until_text(page, "#sentences .text", "rank 1", within(3))
+            until_text(page, "#sentences .text", "Rank 1", within(3))
 
 
 def test_09_a_slow_rank_shows_as_sync_of_the_others(chromium: Chromium, tmp_path: Path) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 from tests.support.waiting import DEADLINE
 
+from covey.watch import collector as collecting
 from covey.watch.actions import Actions
 from covey.watch.collector import Collector
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -37,10 +39,11 @@ for step in range(10**9):
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Collector]]:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[bytes], Collector]]:
+    monkeypatch.setattr(collecting, "LOOK_EVERY", 0.1)
     (tmp_path / "watched.py").write_text(PROGRAM)
     argv = [sys.executable, "-m", "covey", "run", "-n", "4", str(tmp_path / "watched.py"), str(tmp_path)]
-    keeper = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    keeper = forked.Popen(argv, stdout=forked.DEVNULL, stderr=forked.DEVNULL)
     try:
         with Collector.of_this_machine(str(keeper.pid)) as collector:
             yield keeper, collector
@@ -76,17 +79,17 @@ def test_a_run_is_watched_through_a_wait_a_slow_rank_a_stop_a_kill_and_its_end(
     run = shown(collector, lambda run: run.ranks[1].state == "late" and len(run.ranks[0].waits_for) == 1)
     assert run.ranks[0].waits_for == (1,)
     assert "behind; " in run.sentence.text
-    assert run.sentence.text.startswith("rank 1 ")
+    assert run.sentence.text.startswith("Rank 1 ")
     (tmp_path / "hold").unlink()
     (tmp_path / "slow").touch()
     run = shown(collector, lambda run: "slower than the others" in run.sentence.text)
-    assert run.sentence.text.startswith("rank 2 ")
+    assert run.sentence.text.startswith("Rank 2 ")
     (tmp_path / "slow").unlink()
     os.kill(run.ranks[3].pid, signal.SIGSTOP)
     run = shown(collector, lambda run: run.ranks[3].state == "lost")
     assert "stopped" in run.ranks[3].reason
     os.kill(run.ranks[2].pid, signal.SIGKILL)
-    run = shown(collector, lambda run: run.ranks[2].state == "lost" and "rank 2" in run.sentence.text)
+    run = shown(collector, lambda run: run.ranks[2].state == "lost" and "Rank 2" in run.sentence.text)
     assert "its process has exited" in run.ranks[2].reason
     before = run.step
     run = shown(collector, lambda run: run.step is not None and before is not None and run.step > before)

@@ -155,3 +155,18 @@ def test_a_watched_descriptor_ends_a_wait() -> None:
 def test_a_program_that_cannot_be_executed_is_an_error_with_its_name() -> None:
     with Children() as children, pytest.raises(ConfigError, match="cannot start /nowhere/program: No such file"):
         children.start(["/nowhere/program"], env=os.environ)
+
+
+def test_a_stopped_child_hears_that_it_is_asked_to_end(children: Children) -> None:
+    child = start(children, "trap 'echo asked; exit 3' TERM; echo ready; kill -STOP $$; while :; do sleep 0.01; done")
+    hear(children, child, b"ready")
+    wait_until(lambda: state_of(child.pid) == "T")
+    child.signal(signal.SIGTERM)
+    ended, heard = await_ended(children)
+    assert [each.code for each in ended] == [3]
+    assert b"asked" in b"".join(data for _, _, data in heard) + b"".join(each.data for each in children.rest_of(child))
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]

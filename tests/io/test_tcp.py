@@ -91,6 +91,10 @@ def test_a_receiver_that_does_not_read_is_well() -> None:
             known = tcp.acknowledgements(ours)
             assert known is not None
             assert not tcp.is_stuck(ours), known
+            (_, raw), flow = tcp.path_facts(ours)[:2], tcp.flow(ours)  # type: ignore[index]
+            assert flow is not None
+            assert raw > STUCK_SECONDS * 1e6
+            assert flow[1] < raw / 2, "the network does not hold up what the receiver has no room for"
 
 
 def test_unix_sockets_have_no_such_news() -> None:
@@ -131,7 +135,7 @@ OFFSETS = """
 __attribute__((visibility("default"))) int offsets[] = {
     FIELD(probes), FIELD(rto), FIELD(last_ack_recv), FIELD(bytes_acked),
     FIELD(busy_time), FIELD(bytes_acked), FIELD(notsent_bytes), FIELD(bytes_received), FIELD(min_rtt),
-    FIELD(total_retrans), FIELD(segs_out),
+    FIELD(total_retrans), FIELD(segs_out), FIELD(rwnd_limited),
 };
 """
 
@@ -140,7 +144,7 @@ __attribute__((visibility("default"))) int offsets[] = {
 def test_fields_are_where_the_kernel_has_them(tmp_path: Path) -> None:
     """Each form skips to its fields: the offset of the last one is its size without the field."""
     library = ctypes.CDLL(str(shared_library(tmp_path, OFFSETS)))
-    expected = list((ctypes.c_int * 11).in_dll(library, "offsets"))
+    expected = list((ctypes.c_int * 12).in_dll(library, "offsets"))
     byte, word, long_word = 1, 4, 8
     found = [
         tcp._TIMEOUTS_AND_PROBES.size - byte,
@@ -154,6 +158,7 @@ def test_fields_are_where_the_kernel_has_them(tmp_path: Path) -> None:
         tcp._LEAST_ROUND_TRIP.size - word,
         tcp._RETRANSMITTED.size - 2 * word - 32,
         tcp._RETRANSMITTED.size - word,
+        tcp._ACKED_BUSY_AND_BLOCKED.size - long_word,
     ]
     assert found == expected
-    assert tcp._ACKED_AND_BUSY.size <= tcp._INFO_BYTES
+    assert tcp._ACKED_BUSY_AND_BLOCKED.size <= tcp._INFO_BYTES

@@ -9,7 +9,7 @@ from tests.io.test_local_runs import found_run
 
 from covey.runtime.peers.local_visit import LocalVisit
 from covey.testing.threads import run_threads
-from covey.watch.sources import has_pages, read_progress, read_reports
+from covey.watch.asking import has_pages, read_progress, read_reports
 from covey.wire import messages
 from covey.wire.progress import RankProgress, encode
 

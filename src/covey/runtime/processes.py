@@ -32,6 +32,8 @@ DRAIN_READS: Final = 64
 """Reads that empty a pipe. A descendant that escaped may hold it open, and write to it for ever."""
 TAIL_BYTES: Final = 4000
 """How much of the end of a process's output an `OutputTail` keeps."""
+ASKING: Final = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+"""Signals that ask a process to end."""
 END_CHECK_EVERY: Final = 0.02
 """How often children are polled that cannot wake their supervisor, and what children have left running."""
 
@@ -74,9 +76,14 @@ class Child:
         return self.process.pid
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the process and its group, as far as they have not ended; False if nothing is left."""
+        """Send a signal to the process and its group, as far as they have not ended; False if nothing is left.
+
+        One that asks them to end also continues those that are stopped, which would not hear of it.
+        """
         code = self.process.poll()
         if signal_group(self.pid, signum, reaped=code is not None):
+            if signum in ASKING:
+                signal_group(self.pid, signal.SIGCONT, reaped=code is not None)
             return True
         if code is None:  # it has not made its group yet
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -17,7 +17,8 @@ from covey.net.discovery.own_seeds import current_seeds
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import machine_name, own_machine, resolve_id, short_id
-from covey.watch.sources import ClusterSource, LocalSource
+from covey.watch.cluster_source import ClusterSource
+from covey.watch.local_source import LocalSource
 from covey.wire.secret import MAX_RELAYS, encode_join_code
 
 if TYPE_CHECKING:

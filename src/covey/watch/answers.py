@@ -31,6 +31,8 @@ class HeardProcess:
     version: str = ""
     arrived: float = 0.0
     """When its answer came, on the monotonic clock of the collector."""
+    asked: float = 0.0
+    """When it was asked: what it has answered is not older."""
     progress: RankProgress | None = None
     """None if it gave no answer, or tells less."""
     tell: Tell | None = None
@@ -61,8 +63,21 @@ class MachineHeard:
     problem: str = ""
     cores: int | None = None
     memory: int | None = None
+    site: int | None = None
+    """Equal for machines that are near each other, as the ranks of a run have measured."""
     accelerators: tuple[str, ...] = ()
     readings: Readings | None = None
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run is known to have ended."""
+
+    fault: str = ""
+    """The error with which a group of it failed."""
+    outcome: str = ""
+    """In words, as its keeper has written it down: `exit code 1: rank 2 was killed by SIGKILL`."""
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,9 @@ class LookRound:
     """By run (`HeardProcess.run_key` or `run`): what its program has reported since it began, if that was asked for."""
     stoppable: frozenset[str] = frozenset()
     """Runs, by name, that can be stopped from here."""
-    ended: Mapping[str, str] = field(default_factory=dict)
-    """By run key: runs that are known to be over since the last round, and the error with which they failed, if any."""
+    ended: Mapping[str, RunEnd] = field(default_factory=dict)
+    """By run key: runs that are known to be over since the last round."""
+    speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """By the ids of two machines: what the link from one to the other can carry, as ranks have measured."""
     others_run: bool = False
     """Whether there are agents, and none of them starts programs for this machine."""

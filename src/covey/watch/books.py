@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -11,10 +12,10 @@ from covey.watch.overview import GpuSeen, MachineSeen, Overview
 from covey.watch.run_book import RunBook
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from covey.watch.answers import HeardProcess, LookRound, MachineHeard
-    from covey.watch.overview import Moment, RunSeen
+    from covey.watch.overview import Moment
 
 ENDED_SECONDS: Final = 600.0
 """How long a run that is over is still shown."""
@@ -75,20 +76,21 @@ class RunBooks:
         machines = self._take_machines(rounds, heard, now)
         names = {machine.id: machine.name for machine in machines}
         reports = {key: rows for one in rounds for key, rows in one.reports.items()}
-        ended = {key: fault for one in rounds for key, fault in one.ended.items()}
+        ended = {key: end for one in rounds for key, end in one.ended.items()}
         stoppable = frozenset[str]().union(*(one.stoppable for one in rounds))
+        speeds = {pair: speed for one in rounds for pair, speed in one.speeds.items()}
         runs = []
         for id, book in list(self._books.items()):
             book.take(heard.get(id, ()), now, at)
-            if (fault := ended.get(self._keys.get(id, ""))) is not None:
-                book.end(fault)
+            if (end := ended.get(self._keys.get(id, ""))) is not None:
+                book.end(end)
             if (rows := reports.get(self._keys.get(id, ""))) is not None:
                 book.begin_curves(rows)
             if book.is_over and now - book.last_seen > ENDED_SECONDS:
                 self._forget(id)
                 continue
             can_stop = book.name in stoppable and bool(heard.get(id))
-            runs.append(book.seen(now, at, names, can_stop=can_stop, can_checkpoint=True))
+            runs.append(book.seen(now, at, names, speeds, can_stop=can_stop, can_checkpoint=True))
         runs.sort(key=lambda run: (run.name, run.id))
         applicants = tuple(each for one in rounds for each in one.applicants)
         self._serial += 1
@@ -169,7 +171,10 @@ class RunBooks:
             del self._machines[id]
         busy = {each.machine for processes in heard.values() for each in processes}
         refused = {name: why for one in rounds for name, why in one.refused.items()}
-        found = [_machine(each, now - at, id in busy) for id, (at, each) in self._machines.items()]
+        short = _short_names(each for _, each in self._machines.values())
+        found = [
+            replace(_machine(each, now - at, id in busy), name=short[id]) for id, (at, each) in self._machines.items()
+        ]
         names = {machine.name for machine in found}
         found += [
             MachineSeen(id=f"refused:{name}", name=name, state="refused", problem=why)
@@ -177,6 +182,14 @@ class RunBooks:
             if name not in names
         ]
         return tuple(sorted(found, key=lambda machine: (machine.name, machine.id)))
+
+
+def _short_names(machines: Iterable[MachineHeard]) -> dict[str, str]:
+    """Return what machines are called, by id: a name without the letters of the id, if no other machine has it."""
+    names = {machine.id: machine.name for machine in machines}
+    short = {id: name.rpartition("-")[0] or name for id, name in names.items()}
+    often = Counter(short.values())
+    return {id: each if often[each] == 1 else names[id] for id, each in short.items()}
 
 
 def _merged(before: MachineHeard | None, machine: MachineHeard) -> MachineHeard:
@@ -203,6 +216,7 @@ def _machine(heard: MachineHeard, age: float, is_busy: bool) -> MachineSeen:
         host=heard.host,
         address=heard.address,
         version=heard.version,
+        site="" if heard.site is None else f"site {heard.site}",
         state="silent" if is_silent else "running" if is_busy else "ready",
         problem=heard.problem
         or ("it does not answer any more; `covey doctor` looks for the cause" if is_silent else ""),
@@ -215,8 +229,3 @@ def _machine(heard: MachineHeard, age: float, is_busy: bool) -> MachineSeen:
         gpus=gpus,
         age=age,
     )
-
-
-def runs_named(overview: Overview, name: str) -> list[RunSeen]:
-    """Return the runs with this id, or else with this name."""
-    return [run for run in overview.runs if run.id == name] or [run for run in overview.runs if run.name == name]

@@ -21,16 +21,17 @@ from covey.net.host.settings_files import effective_environment
 from covey.net.keys.identity import own_machine
 from covey.runtime.environment import ClusterOptions
 from covey.watch.books import RunBooks
+from covey.watch.cluster_source import PROGRAMS_EVERY, ClusterSource
+from covey.watch.local_source import HERE, LocalSource
 from covey.watch.overview import Overview
-from covey.watch.sources import HERE, PROGRAMS_EVERY, ClusterSource, LocalSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
+    from covey.watch.asking import RoundSource
     from covey.watch.overview import Moment
-    from covey.watch.sources import RoundSource
 
 logger = logging.getLogger("covey")
 

@@ -1,46 +1,44 @@
 """What a collector remembers of one run from round to round, and what views are shown of it. Pure.
 
-Rates are differences of counters between two answers of one process. Ranks that were lost stay in the list, so that
-rows keep their places.
+Ranks that were lost stay in the list, so that rows keep their places.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from covey.base.operations import operation_name
-from covey.base.text import printable
 from covey.base.version import __version__
 from covey.watch import verdict
 from covey.watch.curves import Curves
-from covey.watch.overview import Happening, LinkSeen, Moment, RankSeen, RunSeen, Sentence
-from covey.watch.waits import RankPosition, slow_rank, waits
+from covey.watch.happenings import TimeLine
+from covey.watch.overview import Moment, RankSeen, RunSeen
+from covey.watch.rates import STEADY_SECONDS, Counters, LinkBook
+from covey.watch.waits import RankPosition, SlowLink, long_operation, slow_link, slow_rank, waits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.watch.answers import HeardProcess
-    from covey.watch.overview import Level, RankState, RunState
-    from covey.watch.waits import Waits
+    from covey.watch.answers import HeardProcess, RunEnd
+    from covey.watch.overview import RankState, RunState
+    from covey.watch.waits import LinkLoad, Waits
     from covey.wire.progress import RankProgress, ReportRow
-    from covey.wire.reports import PastEvent
 
-HAPPENINGS_LIMIT: Final = 200
 SILENT_AFTER: Final = 2.5
 """A rank that has not answered for so long is silent."""
 GONE_AFTER: Final = 4.0
-"""A run of which no process has answered for so long is over."""
-WINDOW_SECONDS: Final = 10.0
-"""What slow ranks are judged by."""
+"""A run of which no process is linked for so long is over."""
+FORGOTTEN_AFTER: Final = 60.0
+"""A process that has not answered for so long, and has no rank, is forgotten."""
 RANKS_LIMIT: Final = 4096
-MEDIA: Final = {"local": "loopback", "wired": "cable", "wireless": "Wi-Fi"}
-LEVELS: Final[dict[str, Level]] = {"lost": "warning", "refused": "warning", "suspected": "warning"}
 STATES: Final[dict[str, RankState]] = {"lost": "lost", "excluded": "lost", "left": "left", "leaving": "left"}
 """The state of a rank that others are in doubt about."""
+NO_SPEEDS: Final[Mapping[tuple[str, str], float]] = {}
+GONE: Final = ("lost", "left", "joining")
+"""States of ranks that take no part in operations."""
 
 
 @dataclass
@@ -50,12 +48,10 @@ class KnownProcess:
     heard: HeardProcess
     """The last time that it answered, or was seen at all."""
     progress: RankProgress | None = None
-    before: tuple[float, RankProgress] | None = None
-    """The answer before."""
     arrived: float = 0.0
-    first_seen: float = 0.0
-    window: deque[tuple[int, int]] = field(default_factory=deque)
-    """Times on its clock, and the time in operations until then."""
+    asked: float = 0.0
+    """When it was asked for what it has answered last."""
+    counters: Counters = field(default_factory=Counters)
 
 
 class RunBook:
@@ -69,11 +65,13 @@ class RunBook:
         self._by_rank: dict[int, str] = {}
         """The key of the process that has each rank now, or had it last."""
         self._generation = -1
-        self._happenings: dict[tuple[object, ...], Happening] = {}
-        """By what tells events apart: several ranks may tell the same one."""
+        self._time_line = TimeLine()
+        self._links = LinkBook()
+        self._slow = Steady()
         self._waits: tuple[str, ...] = ()
         self._is_joining = True
         self._fault: tuple[int, str] | None = None
+        self._end: RunEnd | None = None
         self._best: RunSeen | None = None
         self._has_begun = False
         self._lost: dict[int, str] = {}
@@ -87,46 +85,46 @@ class RunBook:
     def take(self, heard: Sequence[HeardProcess], now: float, at: float) -> None:
         """Take what the processes of this run have said in one round."""
         answered = [each for each in heard if each.has_answered]
+        if heard:
+            self.last_seen = now
         if answered:
-            self.last_seen, self.is_over = now, False
+            self.is_over = False
         for each in heard:
             told = self._told.get(each.key)
             if told is None:
                 if not each.has_answered:
                     continue
-                told = self._told[each.key] = KnownProcess(each, first_seen=now)
+                told = self._told[each.key] = KnownProcess(each)
             told.heard = each
             if each.progress is not None:
-                self._progressed(told, each.progress, each.arrived)
+                self._progressed(told, each.progress)
             elif each.has_answered:
                 told.arrived = each.arrived
         missing = self._told.keys() - {each.key for each in heard}
         for key in missing:
             told = self._told[key]
             told.heard = _unheard(told.heard)
+            if now - told.arrived > FORGOTTEN_AFTER and key not in self._by_rank.values():
+                del self._told[key]
         self._is_joining = not any(told.progress is not None for told in self._told.values())
         self._waits = _waits_of([each for each in answered if each.tell is not None and each.tell.wait is not None])
         if now - self.last_seen > GONE_AFTER:
             self.is_over = True
 
-    def end(self, fault: str) -> None:
-        """Note that the run is over; `fault` is the error with which it failed, if it did."""
-        self.is_over = True
-        if fault and self._fault is None:
-            self._fault = -1, fault
+    def end(self, end: RunEnd) -> None:
+        """Note that the run is over, and how."""
+        self.is_over, self._end = True, end
+        if end.fault and self._fault is None:
+            self._fault = -1, end.fault
 
     def begin_curves(self, rows: Sequence[ReportRow]) -> None:
         """Take what the program has reported since it began."""
         self.curves.begin(rows)
         self.wants_reports = False
 
-    def _progressed(self, told: KnownProcess, progress: RankProgress, arrived: float) -> None:
-        if told.progress is not None and told.progress.taken_ns < progress.taken_ns:
-            told.before = told.arrived, told.progress
-        told.progress, told.arrived = progress, arrived
-        told.window.append((progress.taken_ns, progress.spent_ns))
-        while told.window and progress.taken_ns - told.window[0][0] > WINDOW_SECONDS * 1e9:
-            told.window.popleft()
+    def _progressed(self, told: KnownProcess, progress: RankProgress) -> None:
+        told.progress, told.arrived, told.asked = progress, told.heard.arrived, told.heard.asked
+        told.counters.add(progress)
         if progress.generation > self._generation:
             self._generation = progress.generation
             if self._has_begun:
@@ -135,68 +133,104 @@ class RunBook:
         if progress.generation == self._generation and 0 <= progress.rank < RANKS_LIMIT:
             self._by_rank[progress.rank] = told.heard.key
             self._has_begun = True
+        has_machines = len({each.heard.machine for each in self._told.values()}) > 1
         for event in progress.events:
-            self._happened(event)
+            self._time_line.take(event, ahead=told.heard.clock_offset, has_machines=has_machines)
         for group in progress.groups:
             if group.fault and self._fault is None:
                 self._fault = progress.rank, group.fault
         if all(not group.fault for group in progress.groups) and self._fault and self._fault[0] == progress.rank:
             self._fault = None  # it goes on with another group
 
-    def _happened(self, event: PastEvent) -> None:
-        is_view = event.kind in ("lost", "left", "view")
-        key = (event.kind, event.generation, event.view, event.ranks, "" if is_view else event.text)
-        about = ", ".join(event.names) or (
-            f"rank{'s' * (len(event.ranks) > 1)} {', '.join(map(str, event.ranks[:16]))}" if event.ranks else ""
-        )
-        parts = [about, event.text, f"recovered in {event.phases['redo']:.0f} ms" if "redo" in event.phases else ""]
-        text = printable(": ".join(filter(None, parts)) or f"generation {event.generation}", 300)
-        level = LEVELS.get(event.kind, "note")
-        if event.kind == "report" and "finite again" not in event.text:
-            level = "warning"
-        happening = Happening(event.time, event.kind, text, event.ranks[:64], level)
-        if (known := self._happenings.get(key)) is not None and "redo" not in event.phases:
-            return  # another rank has told it
-        self._happenings[key] = happening if known is None else replace(happening, at=known.at)
-        if len(self._happenings) > HAPPENINGS_LIMIT:
-            del self._happenings[next(iter(self._happenings))]
-
     # What is shown
 
     def seen(
-        self, now: float, at: float, machines: Mapping[str, str], *, can_stop: bool, can_checkpoint: bool
+        self,
+        now: float,
+        at: float,
+        machines: Mapping[str, str],
+        speeds: Mapping[tuple[str, str], float] = NO_SPEEDS,
+        *,
+        can_stop: bool,
+        can_checkpoint: bool,
     ) -> RunSeen:
-        """Return the run as views show it, and add a moment to its history."""
+        """Return the run as views show it, and add a moment to its history.
+
+        `machines` has names by id, and `speeds` what links between them can carry of which no more is known.
+        """
         current = {rank: self._told[key] for rank, key in sorted(self._by_rank.items()) if key in self._told}
-        waiting = waits([_position(rank, told, now) for rank, told in current.items() if told.progress is not None])
-        if waiting:  # one long wait says nothing about who is slow at every step
-            for told in current.values():
-                told.window.clear()
         doubts = self._doubts(current, now)
+        there = {rank: told for rank, told in current.items() if not self._is_gone(rank, doubts)}
+        positions = [_position(rank, told, now) for rank, told in there.items() if told.progress is not None]
+        waiting = waits(positions)
+        if any(each.since >= STEADY_SECONDS for each in waiting.values()):  # one long wait says nothing of every step
+            for told in current.values():
+                told.counters.begin_anew()
         waited_for = {rank for each in waiting.values() for rank in each.waits_for}
         ranks = [
             self._rank(rank, told, now, waiting.get(rank), doubts.get(rank), is_waited_for=rank in waited_for)
             for rank, told in current.items()
         ]
         ranks += self._joining(now)
-        live = [rank for rank in ranks if rank.state not in ("lost", "left", "joining")]
-        told_of = [current[rank.rank] for rank in live if rank.rank in current]
+        live = [rank for rank in ranks if rank.state not in GONE]
+        told_of = [current[rank.rank] for rank in live]
         values, who, row_step = _combined(told_of)
         state = self._state()
         sync = _mean([rank.sync for rank in live])
         compute = _mean([rank.compute for rank in live])
         step_seconds = compute + sync if row_step is not None and compute is not None and sync is not None else None
         sent = _sum([rank.sent_per_second for rank in live])
-        sentence = self._sentence(state, ranks, waiting, current, values, row_step, machines, now, at)
+        links, loads = self._links.look(
+            [
+                (told.heard.machine, told.progress, told.counters)
+                for told in there.values()
+                if told.progress is not None
+            ],
+            {rank: told.heard.machine for rank, told in there.items()},
+        )
+        long = long_operation(positions, now)
+        moved = [each for told in there.values() if (each := told.counters.moved()) is not None]
+        facts = verdict.RunFacts(
+            name=self.name,
+            state=state,
+            ranks=ranks,
+            machines=machines,
+            waits=self._waits,
+            fault="" if self._fault is None else self._fault[1],
+            fault_rank=None if self._fault is None or self._fault[0] < 0 else self._fault[0],
+            outcome="" if self._end is None else self._end.outcome,
+            change=self._time_line.last("lost", "left", "joined"),
+            has_state=self._has_state(),
+            generation=self._generation,
+            size=max((told.progress.live for told in told_of if told.progress is not None), default=len(live)),
+            is_recovering=any(told.progress.is_recovering for told in told_of if told.progress is not None),
+            now=at,
+            waited={rank: each.since for rank, each in waiting.items()},
+            slow=self._slow_rank(there, ranks),
+            slow_link=self._slow_link(there, loads, now),
+            long=long,
+            moved=sum(moved) / STEADY_SECONDS if moved else None,
+            has_reports=any(told.progress is not None and told.progress.reported for told in current.values()),
+            runs_for=now - self.first_seen,
+            reports=values,
+            step=row_step,
+            tells_less=self._tell_less(machines),
+            own_version=__version__,
+        )
         seen = RunSeen(
             id=self.id,
             name=self.name,
             state=state,
             began=min((told.progress.began for told in current.values() if told.progress is not None), default=None),
             program=next((told.progress.program for told in current.values() if told.progress is not None), ""),
-            sentence=sentence,
+            sentence=verdict.of_run(facts),
             ranks=tuple(ranks),
-            links=tuple(_links(current)),
+            links=tuple(
+                replace(link, bytes_per_second=speeds.get((link.source, link.target)))
+                if link.bytes_per_second is None
+                else link
+                for link in links
+            ),
             reports=values,
             reported_by=who,
             step=row_step,
@@ -205,7 +239,7 @@ class RunBook:
             sync_seconds=sync if row_step is not None else None,
             samples_per_second=_samples(values, step_seconds, told_of),
             saved=_saved([told.progress for told in told_of if told.progress is not None]),
-            happenings=tuple(self._happenings.values()),
+            happenings=self._time_line.shown(),
             can_stop=can_stop and not self.is_over,
             can_checkpoint=can_checkpoint and state == "running",
         )
@@ -215,12 +249,13 @@ class RunBook:
             )
             self._best = seen
         elif self.is_over and self._best is not None and not ranks:
-            seen = self._best
+            seen = replace(self._best, state=state, sentence=seen.sentence, can_stop=False, can_checkpoint=False)
         return seen
 
     def _state(self) -> RunState:
         if self.is_over:
-            return "failed" if self._fault is not None else "ended"
+            has_failed = self._fault is not None or (self._end is not None and self._end.has_failed)
+            return "failed" if has_failed else "ended"
         return "waiting" if self._is_joining else "running"
 
     def _rank(
@@ -245,6 +280,7 @@ class RunBook:
             state, reason = known, doubt[1]
             if known == "lost":
                 self._lost[rank] = reason
+                self._time_line.explain(self._generation, rank, reason)
         elif heard.process == "ended" or self.is_over:
             state, reason = ("left" if self.is_over else "lost"), "its process has ended"
         elif heard.process == "stopped":
@@ -257,7 +293,7 @@ class RunBook:
             state = "waiting"
         if progress is None:
             return RankSeen(rank, heard.machine, heard.pid, state, reason, age=age)
-        compute, sync, sent, received = _rates(told)
+        compute, sync, sent, received = told.counters.last_second()
         report = progress.report
         if report is not None and report.step is not None and report.compute >= 0:
             compute, sync = report.compute, report.sync
@@ -288,8 +324,8 @@ class RunBook:
         """Return the processes that wait for the run; they have no ranks yet."""
         found = []
         for told in self._told.values():
-            is_waiting = told.progress is None and told.heard.has_answered and not told.heard.tells_less
-            if is_waiting and told.heard.tell is not None and told.heard.tell.state == "joining":
+            tell = told.heard.tell
+            if tell is not None and tell.state == "joining" and told.heard.key not in self._by_rank.values():
                 found.append(RankSeen(-1, told.heard.machine, told.heard.pid, "joining", age=now - told.arrived))
         return sorted(found, key=lambda each: (each.machine, each.pid))
 
@@ -313,50 +349,61 @@ class RunBook:
             found[rank] = state, next(filter(None, reasons), "")
         return found
 
-    def _sentence(
-        self,
-        state: str,
-        ranks: Sequence[RankSeen],
-        waiting: Mapping[int, Waits],
-        current: Mapping[int, KnownProcess],
-        values: Mapping[str, float],
-        step: int | None,
-        machines: Mapping[str, str],
-        now: float,
-        at: float,
-    ) -> Sentence:
-        shares = {
-            rank.rank: share
-            for rank in ranks
-            if rank.rank in current and rank.state in ("active", "waiting", "late")
-            and (share := _share(current[rank.rank])) is not None
-        }  # fmt: skip
-        less = [
+    def _is_gone(self, rank: int, doubts: Mapping[int, tuple[str, str]]) -> bool:
+        return rank in self._lost or (rank in doubts and doubts[rank][0] in STATES)
+
+    def _has_state(self) -> bool:
+        """Tell whether those that joined last have got the state of the run."""
+        joined, restored = self._time_line.last("joined"), self._time_line.last("restored")
+        return joined is not None and restored is not None and restored.generation == joined.generation
+
+    def _slow_rank(self, there: Mapping[int, KnownProcess], ranks: Sequence[RankSeen]) -> tuple[int, float] | None:
+        """Return the rank for which the others wait at every step, if it was so in two rounds one after the other."""
+        if any(rank.state not in ("active", "waiting", "late") for rank in ranks if rank.rank in there):
+            return self._slow.take(None)
+        steady = [told.counters.steady_seconds() for told in there.values()]
+        known = [seconds for seconds in steady if seconds is not None]
+        if len(known) < len(steady) or not known:
+            return self._slow.take(None)
+        spells = {rank: told.counters.shares(max(known)) for rank, told in there.items()}
+        if any(each is None for each in spells.values()):
+            return self._slow.take(None)
+        found = [slow_rank({rank: each[at] for rank, each in spells.items() if each}) for at in range(2)]
+        now, before = found
+        if now is None or before is None or now[0] != before[0]:
+            return self._slow.take(None)
+        return self._slow.take((now[0], (now[1] + before[1]) / 2))
+
+    def _slow_link(self, there: Mapping[int, KnownProcess], loads: Sequence[LinkLoad], now: float) -> SlowLink | None:
+        """Return the link that the ranks wait for most of the time, and what is usual for it."""
+        fresh = [told.counters.share() for told in there.values() if now - told.arrived <= SILENT_AFTER]
+        found = slow_link(loads, [share for share in fresh if share is not None])
+        return None if found is None else SlowLink(found, self._links.usual(found.source, found.target))
+
+    def _tell_less(self, machines: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Return the machines, with their releases, of processes that do not know the question."""
+        found = {
             (machines.get(told.heard.machine, told.heard.machine), told.heard.version)
             for told in self._told.values()
             if told.heard.tells_less
-        ]
-        return verdict.of_run(
-            verdict.RunFacts(
-                name=self.name,
-                state=state,
-                ranks=ranks,
-                machines=machines,
-                waits=self._waits,
-                fault="" if self._fault is None else self._fault[1],
-                fault_rank=None if self._fault is None or self._fault[0] < 0 else self._fault[0],
-                lost=[event for event in self._happenings.values() if event.kind == "lost"],
-                now=at,
-                waited={rank: each.since for rank, each in waiting.items()},
-                slow=slow_rank(shares),
-                has_reports=any(told.progress is not None and told.progress.reported for told in current.values()),
-                runs_for=now - self.first_seen,
-                reports=values,
-                step=step,
-                tells_less=sorted(set(less)),
-                own_version=__version__,
-            )
-        )
+        }
+        return sorted(found)
+
+
+class Steady:
+    """Holds what two rounds say one after the other, so that a moment makes no sentence come and go."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        self._held: tuple[int, float] | None = None
+
+    def take(self, found: tuple[int, float] | None) -> tuple[int, float] | None:
+        """Take what one round says of a rank; return what two rounds in a row have said last."""
+        rank = None if found is None else found[0]
+        if rank == self._before or (self._held is not None and rank == self._held[0]):
+            self._held = found
+        self._before = rank
+        return self._held
 
 
 def _unheard(heard: HeardProcess) -> HeardProcess:
@@ -366,7 +413,7 @@ def _unheard(heard: HeardProcess) -> HeardProcess:
 def _position(rank: int, told: KnownProcess, now: float) -> RankPosition:
     assert told.progress is not None
     is_silent = now - told.arrived > SILENT_AFTER or told.heard.process in ("stopped", "ended")
-    return RankPosition(rank, told.arrived, told.progress.groups, is_silent=is_silent)
+    return RankPosition(rank, told.arrived, told.asked, told.progress.groups, is_silent=is_silent)
 
 
 def _waits_of(heard: Sequence[HeardProcess]) -> tuple[str, ...]:
@@ -382,29 +429,6 @@ def _waits_of(heard: Sequence[HeardProcess]) -> tuple[str, ...]:
         for trouble in (*each.tell.wait.seeds, *each.tell.wait.refused, *each.tell.wait.problems):
             lines.setdefault(f"{trouble.where}: {trouble.why}")
     return tuple(lines)[:16]
-
-
-def _rates(told: KnownProcess) -> tuple[float | None, float | None, float | None, float | None]:
-    """Return seconds outside of operations and in them, of the last second, and bytes sent and received per second."""
-    if told.before is None or told.progress is None:
-        return None, None, None, None
-    before, after = told.before[1], told.progress
-    lasted = (after.taken_ns - before.taken_ns) / 1e9
-    if lasted <= 0:
-        return None, None, None, None
-    sync = min(1.0, max(0.0, (after.spent_ns - before.spent_ns) / 1e9 / lasted))
-    sent, received = max(0, after.sent - before.sent) / lasted, max(0, after.received - before.received) / lasted
-    return 1.0 - sync, sync, sent, received
-
-
-def _share(told: KnownProcess) -> float | None:
-    """Return the share of the last seconds that a process has spent in operations."""
-    if len(told.window) < 3:
-        return None
-    (first, spent_first), (last, spent_last) = told.window[0], told.window[-1]
-    if last - first < 2e9 or spent_last <= spent_first:
-        return None
-    return min(1.0, (spent_last - spent_first) / (last - first))
 
 
 def _combined(told: Sequence[KnownProcess]) -> tuple[dict[str, float], str, int | None]:
@@ -455,46 +479,6 @@ def _samples(values: Mapping[str, float], step_seconds: float | None, told: Sequ
 def _saved(progress: Sequence[RankProgress]) -> float | None:
     plain = sum(each.plain for each in progress)
     return max(0.0, 1.0 - sum(each.coded for each in progress) / plain) if plain else None
-
-
-def _links(current: Mapping[int, KnownProcess]) -> list[LinkSeen]:
-    """Return the links between machines, one for each direction."""
-    machine_of = {rank: told.heard.machine for rank, told in current.items()}
-    found: dict[tuple[str, str], LinkSeen] = {}
-    for told in current.values():
-        if told.progress is None:
-            continue
-        before = {} if told.before is None else {peer.rank: peer for peer in told.before[1].peers}
-        lasted = 0.0 if told.before is None else (told.progress.taken_ns - told.before[1].taken_ns) / 1e9
-        for peer in told.progress.peers:
-            source, target = told.heard.machine, machine_of.get(peer.rank)
-            if target is None or source == target:
-                continue
-            sent = None
-            if lasted > 0 and peer.rank in before:
-                sent = max(0, peer.sent - before[peer.rank].sent) / lasted
-            known = found.get((source, target))
-            rate = peer.rate if peer.rate >= 0 else None
-            trip = peer.round_trip if peer.round_trip >= 0 else None
-            found[source, target] = LinkSeen(
-                source=source,
-                target=target,
-                lane=peer.lane or (known.lane if known is not None else ""),
-                medium=MEDIA.get(peer.medium, "") or (known.medium if known is not None else ""),
-                relay="relayed" if peer.is_relayed else known.relay if known is not None else "",
-                bytes_per_second=_most(rate, known.bytes_per_second if known is not None else None),
-                sent_per_second=_sum([sent, known.sent_per_second if known is not None else None]),
-                round_trip=_least(trip, known.round_trip if known is not None else None),
-            )
-    return [found[key] for key in sorted(found)]
-
-
-def _most(*values: float | None) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _least(*values: float | None) -> float | None:
-    return min((value for value in values if value is not None), default=None)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

@@ -7,23 +7,33 @@ Each function looks at one thing and returns None if there is nothing to say. Th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from covey.base.text import listed_ranks
+from covey.base.operations import operation_name
+from covey.base.text import listed, listed_briefly, listed_ranks, spell_rate
+from covey.watch.happenings import spell_ms
 from covey.watch.overview import Sentence
+from covey.watch.waits import FELL_BY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from covey.watch.overview import Happening, MachineSeen, RankSeen, RunSeen
+    from covey.watch.happenings import RunEvent
+    from covey.watch.overview import MachineSeen, RankSeen, RunSeen
+    from covey.watch.waits import LongOperation, SlowLink
 
+NEWS_SECONDS: Final = 8.0
+"""How long a loss or a newcomer is told before anything that goes on meanwhile, unless it stops the run."""
 RECENT_SECONDS: Final = 60.0
-"""How long a loss is told after the run has gone on."""
-SILENT_SECONDS: Final = 3.0
+"""How long it is told afterwards."""
+FEW: Final = 4
+"""So many ranks are named each with its machine."""
+STUCK_SECONDS: Final = 5.0
+"""An operation of all ranks in which nothing moved for so long is a warning."""
 REPORT_LINE: Final = "group.report(step=step, loss=loss)"
 """The line that a program adds to report."""
-LATE_SENTENCES: Final = ("late", "stopped", "silent")
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,28 @@ class RunFacts:
     fault: str = ""
     """The error with which its group has failed."""
     fault_rank: int | None = None
-    lost: Sequence[Happening] = ()
-    """The losses that were heard of, oldest first."""
+    outcome: str = ""
+    """How it has ended, as its keeper has written it down."""
+    change: RunEvent | None = None
+    """The last loss, the last that left, or the last newcomer."""
+    has_state: bool = False
+    """Whether the last newcomer has got the state of the run."""
+    generation: int = -1
+    size: int = 0
+    """How many ranks take part now."""
+    is_recovering: bool = False
+    """Whether operations have not continued yet after a loss."""
     now: float = 0.0
     waited: Mapping[int, float] = field(default_factory=dict)
     """By rank that waits: for how many seconds."""
     slow: tuple[int, float] | None = None
     """The rank that is slower than the others, and which share of their time they wait for it."""
+    slow_link: SlowLink | None = None
+    """The link that the ranks wait for most of the time."""
+    long: LongOperation | None = None
+    """The operation that all ranks are in for a while."""
+    moved: float | None = None
+    """Bytes a second that operations have moved lately; None if that is not known."""
     has_reports: bool = False
     runs_for: float = 0.0
     reports: Mapping[str, float] = field(default_factory=dict)
@@ -54,31 +79,27 @@ class RunFacts:
     tells_less: Sequence[tuple[str, str]] = ()
     """Machines and versions of processes that do not know the question."""
     own_version: str = ""
-    recovering: bool = False
-    ended_with: str = ""
 
 
 def of_run(facts: RunFacts) -> Sentence:
     """Return the sentence about a run."""
-    for say in (_failed, _ended, _waits, _stopped, _late, _silent, _lost, _not_finite, _slow, _versions, _no_reports):
-        if (sentence := say(facts)) is not None:
-            return sentence
-    return _fine(facts)
+    sentence = next(filter(None, (say(facts) for say in _OF_RUN)), None) or _fine(facts)
+    return replace(sentence, text=_begun(sentence.text))
 
 
 def _failed(facts: RunFacts) -> Sentence | None:
     if facts.state != "failed" and not facts.fault:
         return None
     who = "" if facts.fault_rank is None else f"{_rank(facts, facts.fault_rank)}: "
-    text = f"The run {facts.name} failed: {facts.fault or facts.ended_with or 'its processes ended with an error'}"
-    why = (f"{who}{facts.fault}",) if facts.fault else ()
-    return Sentence(text, "error", why, ("covey trace", f"covey logs {facts.name}"))
+    text = f"The run {facts.name} failed: {facts.fault or facts.outcome or 'its processes ended with an error'}"
+    why = [f"{who}{facts.fault}"] * bool(facts.fault) + [facts.outcome] * bool(facts.outcome)
+    return Sentence(text, "error", tuple(why), ("covey trace", f"covey logs {facts.name}"))
 
 
 def _ended(facts: RunFacts) -> Sentence | None:
     if facts.state != "ended":
         return None
-    return Sentence(f"The run {facts.name} has ended.", "fine", (facts.ended_with,) if facts.ended_with else ())
+    return Sentence(f"The run {facts.name} has ended{': ' * bool(facts.outcome)}{facts.outcome}.", "fine")
 
 
 def _waits(facts: RunFacts) -> Sentence | None:
@@ -94,26 +115,27 @@ def _stopped(facts: RunFacts) -> Sentence | None:
         return None
     first = stopped[0]
     others = _waiting_for(facts, first.rank)
-    text = f"{_named(facts, stopped)} stopped (SIGSTOP){_and_wait(facts, others)}"
+    are = "is" if len(stopped) == 1 else "are"
+    text = f"{_named(facts, stopped)} {are} stopped (SIGSTOP){_and_wait(facts, others, len(stopped))}"
     why = [f"the kernel says that process {rank.pid} is stopped" for rank in stopped]
     return Sentence(text, "warning", tuple(why), tuple(f"kill -CONT {rank.pid}" for rank in stopped[:4]))
 
 
 def _late(facts: RunFacts) -> Sentence | None:
     late = [rank for rank in facts.ranks if rank.state == "late"]
-    if not late:
-        return None
+    if not late or (facts.slow_link is not None and all(rank.operation for rank in late)):
+        return None  # over a slow link, ranks leave an operation one after the other
     first = min(late, key=lambda rank: (-len(_waiting_for(facts, rank.rank)), rank.rank))
     others = _waiting_for(facts, first.rank)
     sequences = [rank.sequence for rank in facts.ranks if rank.rank in others and rank.sequence is not None]
     behind = max(sequences, default=0) - (first.sequence or 0)
-    text = f"{_rank(facts, first.rank)} is {_count(max(1, behind), 'operation')} behind{_and_wait(facts, others, ';')}"
+    text = f"{_rank(facts, first.rank)} is {_count(max(1, behind), 'operation')} behind{_and_wait(facts, others)}"
     doing = (
-        f"in {first.operation} since {_span(first.operation_age)}"
+        f"in {first.operation} for {_span(first.operation_age)}"
         if first.operation
-        else f"between operations since {_span(first.operation_age)}"
+        else f"between operations for {_span(first.operation_age)}"
     )
-    why = [f"rank {first.rank} is {doing}", f"its process {first.pid} answers"]
+    why = [f"rank {first.rank} has been {doing}", f"its process {first.pid} answers"]
     waiting = next((rank for rank in facts.ranks if rank.rank in others), None)
     if waiting is not None and waiting.operation:
         why.append(f"rank {waiting.rank} is in {waiting.operation}, operation {waiting.sequence}")
@@ -126,25 +148,47 @@ def _silent(facts: RunFacts) -> Sentence | None:
         return None
     first = silent[0]
     others = _waiting_for(facts, first.rank)
-    verb = "do" if len(silent) > 1 else "does"
-    text = f"{_named(facts, silent, '')} {verb} not answer since {_span(max(rank.age for rank in silent))}"
-    text += _and_wait(facts, others, ";")
-    why = [rank.reason for rank in silent if rank.reason][:4]
+    verb = "have" if len(silent) > 1 else "has"
+    text = f"{_named(facts, silent)} {verb} not answered for {_span(max(rank.age for rank in silent))}"
+    text += _and_wait(facts, others, len(silent))
+    why = list(dict.fromkeys(rank.reason for rank in silent if rank.reason))[:4]
     return Sentence(text, "warning", tuple(why) or ("no answer came from its process",), ("covey doctor",))
 
 
-def _lost(facts: RunFacts) -> Sentence | None:
-    recent = [event for event in facts.lost if facts.now - event.at <= RECENT_SECONDS]
-    if not recent:
+def _news(facts: RunFacts) -> Sentence | None:
+    return _change(facts) if _change_age(facts) <= NEWS_SECONDS or facts.is_recovering else None
+
+
+def _past(facts: RunFacts) -> Sentence | None:
+    return _change(facts) if _change_age(facts) <= RECENT_SECONDS else None
+
+
+def _change_age(facts: RunFacts) -> float:
+    return math.inf if facts.change is None else facts.now - facts.change.at
+
+
+def _change(facts: RunFacts) -> Sentence | None:
+    """Say who was lost, left or joined last."""
+    change = facts.change
+    if change is None:
         return None
-    last = recent[-1]
-    ranks = f"rank {last.ranks[0]}" if len(last.ranks) == 1 else f"ranks {listed_ranks(sorted(last.ranks))}"
-    were = "was" if len(last.ranks) == 1 else "were"
-    ago = _span(max(0.0, facts.now - last.at))
-    left = sum(rank.state not in ("lost", "left") for rank in facts.ranks)
-    text = f"{ranks if last.ranks else 'a rank'} {were} lost {ago} ago ({last.text})"
-    text += "; the run recovers." if facts.recovering else f"; the run continues with {_count(left, 'rank')}."
-    return Sentence(text, "warning", tuple(event.text for event in recent[-4:]), (f"covey logs {facts.name}",))
+    verbs = {"lost": "were lost" if len(change.ranks) > 1 else "was lost", "left": "left", "joined": "joined"}
+    text = f"{change.who or 'a rank'} {verbs[change.kind]} {_span(max(0.0, _change_age(facts)))} ago"
+    text += f": {change.why}" if change.why else ""
+    why = []
+    if change.kind == "joined":
+        text += f"; the run continues with {_count(facts.size, 'rank')}."
+        why = [f"the members let it in with generation {change.generation}, and number the ranks anew"]
+        why += ["it has got the state of the run"] * facts.has_state
+    elif facts.is_recovering:
+        text += "; the run recovers."
+    elif change.generation < facts.generation:
+        text += f"; the run continues with {_count(facts.size, 'rank')}."
+    else:
+        after = "" if change.recovered is None else f" after {spell_ms(change.recovered)}"
+        text += f"; the run continued{after} with {_count(facts.size, 'rank')}."
+    commands = (f"covey logs {facts.name}",) if change.kind == "lost" else ()
+    return Sentence(text, "warning" if change.kind == "lost" else "note", tuple(why), commands)
 
 
 def _not_finite(facts: RunFacts) -> Sentence | None:
@@ -156,13 +200,58 @@ def _not_finite(facts: RunFacts) -> Sentence | None:
     return Sentence(f"{name} is {value:g}{when}.", "warning", ("the program reported it",), ())
 
 
+def _slow_link(facts: RunFacts) -> Sentence | None:
+    if facts.slow_link is None:
+        return None
+    load, usual = facts.slow_link
+    link = f"from {_machine(facts, load.source)} to {_machine(facts, load.target)}"
+    rate = spell_rate(load.rate)
+    has_fallen = usual is not None and usual >= FELL_BY * load.rate
+    if has_fallen:
+        text = f"the link {link} has become slow: it carries {rate}, before {spell_rate(usual)}; the ranks wait for it."
+    else:
+        text = f"the ranks wait for the network most of the time: the link {link} carries {rate}."
+    why = [f"{_machine(facts, load.source)} has something to send to it {load.busy:.0%} of the time"]
+    why += ["the ranks spend most of their time in operations, and none of them is behind"]
+    if not has_fallen:
+        why.append('compress="auto" sends less, if the values may be rounded')
+    return Sentence(text, "warning" if has_fallen else "note", tuple(why), ("covey status --network",))
+
+
 def _slow(facts: RunFacts) -> Sentence | None:
     if facts.slow is None:
         return None
     rank, share = facts.slow
     text = f"{_rank(facts, rank)} is slower than the others, which wait for it {share:.0%} of their time."
-    why = (f"rank {rank} is hardly ever in an operation when the others are", "its processor or its data is slower")
-    return Sentence(text, "note", why, (f"covey trace {facts.name}",))
+    own = next((each.compute for each in facts.ranks if each.rank == rank), None)
+    others = [each.compute for each in facts.ranks if each.rank != rank and each.compute is not None]
+    is_known = own is not None and others and facts.step is not None
+    why = [f"it computes {_span(own)} in a step, the others {_span(median(others))}"] if is_known else []
+    why += [f"rank {rank} is hardly ever in an operation when the others are", "its processor or its data is slower"]
+    return Sentence(text, "note", tuple(why), (f"covey trace {facts.name}",))
+
+
+def _long(facts: RunFacts) -> Sentence | None:
+    if facts.long is None:
+        return None
+    ranks = sum(rank.state not in ("lost", "left", "joining") for rank in facts.ranks)
+    name = operation_name(facts.long.operation)
+    text = f"all {ranks} ranks have been in one {name} for {_span(facts.long.seconds)}"
+    is_stuck = facts.moved == 0 and facts.long.seconds >= STUCK_SECONDS
+    if facts.moved is not None:
+        text += f"; {spell_rate(facts.moved)} move" if facts.moved else ", and nothing moves"
+    why = ("all of them have begun it, and none has ended it",)
+    return Sentence(f"{text}.", "warning" if is_stuck else "note", why, (f"covey trace {facts.name}", "covey doctor"))
+
+
+def _newcomer(facts: RunFacts) -> Sentence | None:
+    waiting = [rank for rank in facts.ranks if rank.state == "joining"]
+    if not waiting:
+        return None
+    names = list(dict.fromkeys(_machine(facts, rank.machine) for rank in waiting))
+    text = f"{listed_briefly(names)} wait{'s' * (len(names) == 1)} to join the run."
+    why = ("newcomers are let in when the program asks for the next generation (covey.generations)",)
+    return Sentence(text, "note", why)
 
 
 def _versions(facts: RunFacts) -> Sentence | None:
@@ -187,6 +276,11 @@ def _fine(facts: RunFacts) -> Sentence:
     where = f" on {_count(len(machines), 'machine')}" if len(machines) > 1 else ""
     return Sentence(f"{_count(len(live), 'rank')}{where} at work." if live else "")
 
+
+_OF_RUN: Final[Sequence[Callable[[RunFacts], Sentence | None]]] = (
+    *(_failed, _ended, _waits, _stopped, _late, _silent, _news, _not_finite, _slow_link, _slow, _long),
+    *(_past, _newcomer, _versions, _no_reports),
+)
 
 # The cluster
 
@@ -284,29 +378,40 @@ def _ready(facts: AllFacts) -> Sentence | None:
 # Words
 
 
+def _begun(text: str) -> str:
+    """Return a sentence with a capital, if it begins with a word of ours and not with a name."""
+    return text[:1].upper() + text[1:] if text.startswith(("rank", "the ", "all ", "a rank")) else text
+
+
 def _rank(facts: RunFacts, rank: int) -> str:
+    """Return what a rank is called: with its machine, if the run is on several."""
     seen = next((each for each in facts.ranks if each.rank == rank), None)
     machine = facts.machines.get(seen.machine, "") if seen is not None else ""
-    return f"rank {rank} ({machine})" if machine else f"rank {rank}"
+    return f"rank {rank} ({machine})" if machine and len({each.machine for each in facts.ranks}) > 1 else f"rank {rank}"
 
 
-def _named(facts: RunFacts, ranks: Sequence[RankSeen], verb: str = " is, are") -> str:
-    one, many = verb.split(", ") if verb else ("", "")
-    if len(ranks) == 1:
-        return f"{_rank(facts, ranks[0].rank)}{one}"
-    return f"ranks {listed_ranks([rank.rank for rank in ranks])}{many and ' ' + many}"
+def _machine(facts: RunFacts, id: str) -> str:
+    return facts.machines.get(id) or "another machine"
+
+
+def _named(facts: RunFacts, ranks: Sequence[RankSeen]) -> str:
+    """Return what these ranks are called, with their machines if they are few and the run is on several."""
+    if len(ranks) <= FEW:
+        return listed([_rank(facts, rank.rank) for rank in ranks])
+    return f"ranks {listed_ranks([rank.rank for rank in ranks])}"
 
 
 def _waiting_for(facts: RunFacts, rank: int) -> list[int]:
     return [each.rank for each in facts.ranks if rank in each.waits_for]
 
 
-def _and_wait(facts: RunFacts, others: Sequence[int], joint: str = ";") -> str:
+def _and_wait(facts: RunFacts, others: Sequence[int], waited_for: int = 1) -> str:
     if not others:
         return "."
-    since = max((facts.waited.get(rank, 0.0) for rank in others), default=0.0)
-    verb = "waits" if len(others) == 1 else "wait"
-    return f"{joint} {_count(len(others), 'rank')} {verb} for it since {_span(since)}."
+    seconds = max((facts.waited.get(rank, 0.0) for rank in others), default=0.0)
+    verb = "has" if len(others) == 1 else "have"
+    them = "it" if waited_for == 1 else "them"
+    return f"; {_count(len(others), 'rank')} {verb} waited {_span(seconds)} for {them}."
 
 
 def _count(number: int, word: str) -> str:
@@ -319,10 +424,3 @@ def _span(seconds: float | None) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def lines(sentence: Sentence) -> Iterator[str]:
-    """Yield the sentence, why it is said, and what to type, a line each."""
-    yield sentence.text
-    yield from (f"  because {line}" for line in sentence.why)
-    yield from (f"  $ {command}" for command in sentence.commands)

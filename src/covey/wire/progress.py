@@ -80,8 +80,12 @@ class PeerProgress(msgspec.Struct, frozen=True, array_like=True):
     round_trip: Seconds
     """-1 if it was not measured."""
     rate: Speed
-    """What the lane has sent while it had something to send."""
+    """What the lane has sent in all while it had something to send."""
     is_relayed: bool = False
+    acknowledged: Whole = 0
+    """Bytes that the other machine's kernel has got over the connections of the lane; 0 if that is not known."""
+    busy_us: Whole = 0
+    """Microseconds in which the network held up what the lane had to send; 0 if that is not known."""
 
 
 class Doubt(Worded, frozen=True, array_like=True):

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.watch.answers import HeardProcess, LookRound, MachineHeard
+from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.books import RUNS_LIMIT, RunBooks
+from covey.wire.messages import Tell
 from covey.wire.progress import Doubt, GroupProgress, PeerProgress, RankProgress, Readings, ReportRow
 from covey.wire.reports import PastEvent
 
 if TYPE_CHECKING:
-    from covey.watch.overview import Overview
+    from covey.watch.overview import Overview, RunSeen
 
 SECOND = 10**9
 
@@ -34,7 +35,8 @@ def progress(rank: int, now: float = 0.0, *, sequence: int = 1, busy: float = 0.
 
 
 def heard(told: RankProgress | None, rank: int, now: float, machine: str = "n", **more: Any) -> HeardProcess:
-    return HeardProcess(f"p{rank}", "train", "train:1", machine, 1000 + rank, "0.6", 100.0 + now, told, **more)
+    at = 100.0 + now
+    return HeardProcess(f"p{rank}", "train", "train:1", machine, 1000 + rank, "0.6", at, at, told, **more)
 
 
 class Watch:
@@ -87,14 +89,16 @@ def test_a_nan_of_one_rank_is_not_hidden_in_a_mean() -> None:
 def test_a_lost_rank_keeps_its_row_and_its_reason_also_when_it_says_goodbye_later() -> None:
     watch = Watch()
     watch.look(0.0, *(heard(progress(rank), rank, 0.0) for rank in range(3)))
-    event = PastEvent("lost", 1001.0, 0, 1, (1,), (), {"detect": 0.0, "redo": 41.0}, "its process has exited")
+    event = PastEvent("lost", 1001.0, 0, 1, (1,), ("rank 1",), {"detect": 0.0, "redo": 41.0}, "its process has exited")
     doubt = Doubt(1, "excluded", 0.5, "its process has exited")
     run = watch.look(
         1.0, heard(progress(0, 1.0, doubts=(doubt,), events=(event,)), 0, 1.0), heard(progress(2, 1.0), 2, 1.0)
     ).runs[0]
     assert [(rank.rank, rank.state) for rank in run.ranks] == [(0, "active"), (1, "lost"), (2, "active")]
     assert run.ranks[1].reason == "its process has exited"
-    assert run.sentence.text.startswith("rank 1 was lost 0 ms ago (rank 1: its process has exited: recovered in 41 ms)")
+    assert run.sentence.text.startswith(
+        "Rank 1 was lost 0 ms ago: its process has exited; the run continued after 41 ms"
+    )
     later = Doubt(1, "left", 0.1, "it has left")
     run = watch.look(2.0, heard(progress(0, 2.0, doubts=(later,), events=(event,)), 0, 2.0)).runs[0]
     assert run.ranks[1].state == "lost"
@@ -107,7 +111,56 @@ def test_an_event_that_is_told_again_with_its_recovery_replaces_the_first() -> N
     done = PastEvent("lost", 1000.0, 0, 1, (1,), (), {"detect": 0.0, "redo": 77.0}, "gone")
     watch.look(0.0, heard(progress(0, events=(begun,)), 0, 0.0))
     run = watch.look(1.0, heard(progress(0, 1.0, events=(done,)), 0, 1.0)).runs[0]
-    assert [event.text for event in run.happenings] == ["rank 1: gone: recovered in 77 ms"]
+    assert [event.text for event in run.happenings] == ["rank 1 was lost: gone; the run continued after 77 ms"]
+
+
+def test_why_a_rank_was_lost_comes_from_those_that_know() -> None:
+    """The rank that tells of a loss may know it from the others only."""
+    watch = Watch()
+    watch.look(0.0, *(heard(progress(rank), rank, 0.0) for rank in range(3)))
+    event = PastEvent("lost", 1000.0, 0, 1, (1,), ("rank 1 (north)",), {}, "other members have given it up")
+    doubts = (Doubt(1, "excluded", 0.5, "its process is stopped"),)
+    run = watch.look(
+        1.0, heard(progress(0, 1.0, events=(event,)), 0, 1.0), heard(progress(2, 1.0, doubts=doubts), 2, 1.0)
+    ).runs[0]
+    assert run.happenings[0].text == "rank 1 (north) was lost: its process is stopped"
+
+
+def test_times_of_events_are_those_of_this_machine() -> None:
+    watch = Watch()
+    ahead = PastEvent("lost", 4600.0, 0, 1, (1,), ("rank 1",), {}, "gone")
+    run = watch.look(0.0, heard(progress(0, events=(ahead,)), 0, 0.0, clock_offset=3600.0)).runs[0]
+    assert run.happenings[0].at == 1000.0
+    assert run.sentence.text.startswith("Rank 1 was lost 0 ms ago")
+
+
+def test_a_newcomer_waits_is_let_in_and_gets_the_state() -> None:
+    watch = Watch()
+    asks = Tell("train", "joining", b"", b"", 0.0, ())
+    first = watch.look(0.0, heard(progress(0), 0, 0.0), heard(None, 1, 0.0, machine="a", tell=asks)).runs[0]
+    assert [(rank.rank, rank.state, rank.machine) for rank in first.ranks] == [(0, "active", "n"), (-1, "joining", "a")]
+    events = (
+        PastEvent("joined", 1001.0, 1, 0, (1,), ("attic-abcd",), {}, ""),
+        PastEvent("restored", 1001.5, 1, 0, (1,), (), {}, ""),
+    )
+    run = watch.look(
+        2.0,
+        heard(progress(0, 2.0, generation=1, events=events), 0, 2.0),
+        heard(progress(1, 2.0, generation=1), 1, 2.0, machine="a"),
+    ).runs[0]
+    assert run.sentence.text == "Rank 1 (attic) joined 1 s ago; the run continues with 4 ranks."
+    assert "it has got the state of the run" in run.sentence.why
+    assert [each.text for each in run.happenings] == [
+        "rank 1 (attic) joined the run",
+        "rank 1 got the state of the run",
+    ]
+
+
+def test_lanes_and_leaders_are_no_news() -> None:
+    events = tuple(
+        PastEvent(kind, 1000.0, 0, 0, (0,), ("n-abcd",), {}, "x") for kind in ("lane", "leader", "generation")
+    )
+    assert Watch().look(0.0, heard(progress(0, events=events), 0, 0.0)).runs[0].happenings == ()
 
 
 def test_a_rank_that_does_not_answer_is_silent_or_stopped_as_the_kernel_says() -> None:
@@ -116,7 +169,7 @@ def test_a_rank_that_does_not_answer_is_silent_or_stopped_as_the_kernel_says() -
     watch.look(0.0, *(heard(progress(rank), rank, 0.0) for rank in range(2)))
     quiet = watch.look(4.0, heard(progress(0, 4.0, group=group), 0, 4.0), heard(None, 1, 4.0)).runs[0]
     assert [(rank.state, rank.waits_for) for rank in quiet.ranks] == [("waiting", (1,)), ("silent", ())]
-    assert "does not answer since 4 s; 1 rank waits for it since 4 s" in quiet.sentence.text
+    assert "has not answered for 4 s; 1 rank has waited 4 s for it" in quiet.sentence.text
     stopped = watch.look(5.0, heard(progress(0, 5.0, group=group), 0, 5.0), heard(None, 1, 5.0, process="stopped"))
     assert stopped.runs[0].ranks[1].state == "stopped"
     well = watch.look(6.0, *(heard(progress(rank, 6.0), rank, 6.0) for rank in range(2))).runs[0]
@@ -126,11 +179,12 @@ def test_a_rank_that_does_not_answer_is_silent_or_stopped_as_the_kernel_says() -
 def test_a_run_is_over_when_its_source_says_so_and_failed_if_it_knows_an_error() -> None:
     watch = Watch()
     watch.look(0.0, heard(progress(0), 0, 0.0))
-    over = watch.look(1.0, ended={"train:1": ""}).runs[0]
-    assert (over.state, over.sentence.text, over.can_stop) == ("ended", "The run train has ended.", False)
-    watch = Watch()
-    watch.look(0.0, heard(progress(0), 0, 0.0))
-    assert watch.look(1.0, ended={"train:1": "PeerLostError: rank 2 is gone"}).runs[0].state == "failed"
+    over = watch.look(1.0, ended={"train:1": RunEnd(outcome="succeeded")}).runs[0]
+    assert (over.state, over.sentence.text, over.can_stop) == ("ended", "The run train has ended: succeeded.", False)
+    for end in (RunEnd("PeerLostError: rank 2 is gone"), RunEnd(outcome="exit code 1", has_failed=True)):
+        watch = Watch()
+        watch.look(0.0, heard(progress(0), 0, 0.0))
+        assert watch.look(1.0, ended={"train:1": end}).runs[0].state == "failed"
     watch = Watch()
     watch.look(0.0, heard(progress(0), 0, 0.0))
     assert watch.look(3.0).runs[0].state == "running", "a round without answers is no end"
@@ -149,21 +203,86 @@ def test_a_new_generation_numbers_the_ranks_anew_and_the_series_goes_on() -> Non
     assert [moment.step for moment in watch.books.history(run.id, 0.0)] == [7, 8]
 
 
+MEGABYTE = 1_000_000
+
+
+def over_links(watch: Watch, now: float, moved: int, busy: float, sharing: float, **more: Any) -> RunSeen:
+    """Look at two ranks on two machines that have moved so many bytes to each other, in so many seconds of sending."""
+    peers = [
+        (PeerProgress(1, 0, 0, "tcp", "wireless", 0.004, -1.0, False, moved, int(busy * 1e6)),),
+        (PeerProgress(0, 0, 0, "tcp", "wired", -1.0, -1.0, True, 2 * moved, int(busy * 1e6)),),
+    ]
+    told = [progress(rank, now, sequence=int(now), busy=sharing, peers=peers[rank]) for rank in range(2)]
+    return watch.look(now, heard(told[0], 0, now), heard(told[1], 1, now, machine="a"), **more).runs[0]
+
+
 def test_links_between_machines_have_both_directions_and_say_what_is_not_known() -> None:
     watch = Watch()
-    for now, sent in ((0.0, 0), (1.0, 5000)):
-        there = (PeerProgress(1, sent, 0, "tcp", "wireless", 0.004, 4e6),)
-        back = (PeerProgress(0, 2 * sent, 0, "tcp", "wired", -1.0, -1.0, True),)
-        run = watch.look(
-            now,
-            heard(progress(0, now, peers=there), 0, now),
-            heard(progress(1, now, peers=back), 1, now, machine="a"),
-        ).runs[0]
+    run = over_links(watch, 0.0, 0, 0.0, 0.0)
+    assert [link.bytes_per_second for link in run.links] == [None, None]
+    assert [link.sent_per_second for link in run.links] == [None, None]
+    over_links(watch, 1.0, MEGABYTE, 0.1, 0.2)
+    run = over_links(watch, 2.0, 2 * MEGABYTE, 0.2, 0.4)
     one, other = run.links
-    assert (one.source, one.target, one.medium, one.bytes_per_second) == ("a", "n", "cable", None)
-    assert (one.sent_per_second, one.round_trip, one.relay) == (10000.0, None, "relayed")
-    assert (other.source, other.target, other.medium, other.bytes_per_second) == ("n", "a", "Wi-Fi", 4e6)
-    assert (other.sent_per_second, other.round_trip) == (5000.0, 0.004)
+    assert (one.source, one.target, one.medium, one.bytes_per_second) == ("a", "n", "cable", 2e7)
+    assert (one.sent_per_second, one.round_trip, one.relay) == (2e6, None, "a relay")
+    assert (other.source, other.target, other.medium, other.bytes_per_second) == ("n", "a", "Wi-Fi", 1e7)
+    assert (other.sent_per_second, other.round_trip) == (1e6, 0.004)
+
+
+def test_what_ranks_have_measured_is_shown_of_a_link_that_carries_nothing() -> None:
+    run = over_links(Watch(), 0.0, 0, 0.0, 0.0, speeds={("n", "a"): 5e6, ("n", "x"): 1.0})
+    assert {(link.source, link.target): link.bytes_per_second for link in run.links} == {
+        ("a", "n"): None,
+        ("n", "a"): 5e6,
+    }
+
+
+def test_a_link_that_falls_to_a_hundredth_is_named_within_three_rounds_and_not_once_it_is_well() -> None:
+    watch = Watch()
+    moved, busy, sharing, said = 0, 0.0, 0.0, []
+    for second in range(40):
+        is_slow = 20 <= second < 30
+        moved += MEGABYTE // 10 if is_slow else 10 * MEGABYTE
+        busy += 1.0 if is_slow else 0.2
+        sharing += 0.95 if is_slow else 0.3
+        said.append(over_links(watch, float(second + 1), moved, busy, sharing).sentence.text)
+    named = [second for second, text in enumerate(said) if "has become slow" in text]
+    assert named[0] in (20, 21, 22)
+    assert 29 <= named[-1] <= 31
+    assert "The link from north to attic has become slow: it carries 0.8 Mbit/s, before 400 Mbit/s" in said[25]
+    assert said[10] == said[39] == "2 ranks on 2 machines at work."
+
+
+def test_a_rank_that_becomes_slow_is_named_within_three_rounds_and_not_once_it_is_well() -> None:
+    watch, said, sharing = Watch(), list[str](), [0.0] * 4
+    for second in range(40):
+        is_slow = 20 <= second < 30
+        sharing = [spent + (0.02 if rank == 2 else 0.6) * (1 if is_slow else 0.1) for rank, spent in enumerate(sharing)]
+        told = [progress(rank, float(second + 1), sequence=8 * second, busy=sharing[rank]) for rank in range(4)]
+        run = watch.look(float(second + 1), *(heard(each, rank, second + 1.0) for rank, each in enumerate(told))).runs[
+            0
+        ]
+        said.append(run.sentence.text)
+    named = [second for second, text in enumerate(said) if "is slower than the others" in text]
+    assert named[0] in (20, 21, 22)
+    assert 29 <= named[-1] <= 32
+    assert named == list(range(named[0], named[-1] + 1)), "it does not come and go"
+    assert said[25].startswith("Rank 2 is slower than the others, which wait for it 58% of their time")
+
+
+def test_steps_of_many_seconds_are_judged_by_several_of_them() -> None:
+    watch = Watch()
+    for second in range(12):
+        in_step = second % 4  # three seconds of computing, one in an operation; at first rank 1 is a moment behind
+        told = [
+            progress(
+                rank, second + 1.0, sequence=1 + second // 4, busy=second // 4 + max(0.0, in_step - 2.0 - rank * 0.5)
+            )
+            for rank in range(2)
+        ]
+        run = watch.look(second + 1.0, *(heard(each, rank, second + 1.0) for rank, each in enumerate(told))).runs[0]
+        assert "slower" not in run.sentence.text, second
 
 
 def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() -> None:
@@ -175,11 +294,13 @@ def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() ->
         for rank in range(256):
             is_late = rank == 200
             group = GroupProgress("run", rank, 256, 50 - is_late, 0, not is_late, int((now + 1) * SECOND), 0)
-            peers = tuple(PeerProgress(r, second, second, "tcp", "wired", 0.001, 1e8) for r in range(16))
+            peers = tuple(
+                PeerProgress(r, second, second, "tcp", "wired", 0.001, 1e8, False, second, second) for r in range(16)
+            )
             told.append(heard(progress(rank, now, group=group, peers=peers), rank, now, machine=f"m{rank // 8}"))
         run = watch.look(now, *told).runs[0]
     assert time.process_time() - began < 5.0, "five rounds"
-    assert run.sentence.text.startswith("rank 200 is 1 operation behind; 255 ranks wait for it")
+    assert run.sentence.text.startswith("Rank 200 is 1 operation behind; 255 ranks have waited")
     assert [rank.rank for rank in run.ranks] == list(range(256))
     assert run.ranks[0].waits_for == (200,)
 
@@ -187,7 +308,8 @@ def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() ->
 def test_many_runs_are_forgotten_in_order_and_names_that_repeat_have_ids_of_their_own() -> None:
     watch = Watch()
     for number in range(RUNS_LIMIT + 20):
-        each = HeardProcess(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", 100.0 + 10 * number, progress(0))
+        at = 100.0 + 10 * number
+        each = HeardProcess(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", at, at, progress(0))
         overview = watch.look(10.0 * number, each)
     assert len(overview.runs) <= RUNS_LIMIT
     assert len({run.id for run in overview.runs}) == len(overview.runs)
@@ -205,3 +327,15 @@ def test_machines_have_what_was_read_and_none_for_the_rest() -> None:
     gone = books.overview([LookRound(1010.0, 110.0, "home", (), machines[:1])])
     assert [(machine.name, machine.state) for machine in gone.machines] == [("attic", "silent"), ("north", "ready")]
     assert gone.machines[0].age == 10.0
+
+
+def test_machines_are_called_by_their_host_names_unless_two_have_the_same() -> None:
+    names = {"1": "north-abcd", "2": "attic-efgh", "3": "attic-ijkl", "4": "here"}
+    machines = tuple(MachineHeard(id, name) for id, name in names.items())
+    overview = RunBooks("home", own_id="1").overview([LookRound(1000.0, 100.0, "home", (), machines)])
+    assert {machine.id: machine.name for machine in overview.machines} == {
+        "1": "north",
+        "2": "attic-efgh",
+        "3": "attic-ijkl",
+        "4": "here",
+    }

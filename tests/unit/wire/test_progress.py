@@ -36,7 +36,7 @@ FULLEST = RankProgress(
     codec="c" * 100, codec_reason="d" * 160, plan="p" * 160,
     report=ReportRow(1e9, LARGE, {f"{n:040d}": n / 3 for n in range(32)}, 1.0, 2.0), reported=LARGE,
     doubts=tuple(Doubt(n, "suspected", 1.0, "w" * 160) for n in range(8)),
-    peers=tuple(PeerProgress(n, LARGE, LARGE, "secure", "wireless", 0.1, 1e9, True) for n in range(16)),
+    peers=tuple(PeerProgress(n, LARGE, LARGE, "secure", "wireless", 0.1, 1e9, True, LARGE, LARGE) for n in range(16)),
     program="q" * 160,
 )  # fmt: skip
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 WIDE: Final = 75
 HIGH: Final = 20
 NARROW: Final = 40
+LEAST_ROWS: Final = 4
+"""A panel with fewer rows is not worth its title."""
 OLD_SECONDS: Final = 3.0
 """Figures that are older are marked as such."""
 _KEYS: Final = (
@@ -65,7 +67,8 @@ def frame(overview: Overview, history: Sequence[Moment], size: ScreenSize, state
     top = [_header(overview, run, state, width)]
     bottom = [_footer(overview, state, width)] if rows > 2 else []
     room = rows - len(top) - len(bottom)
-    top += _sentence(overview, run, width, min(room, 2 if width >= WIDE else 3 if width >= NARROW else room))
+    most = min(room, 2 if width >= WIDE else 3 if width >= NARROW else room)
+    top += _sentence(overview, run, width, most, has_reason=run is not None and width >= NARROW and rows >= HIGH)
     if overview.applicants and len(top) < rows - len(bottom):
         top.append(_applicants(overview, width))
     left = rows - len(top) - len(bottom)
@@ -96,8 +99,19 @@ def _body(
         lines = hints(None, overview, width, rows - 2)
         return [*lines, rule("machines", width), *machine_lines(overview, state.filter.casefold(), width)][:rows]
     if width < WIDE or rows < HIGH - 5:
-        return _panel(state.panel, overview, run, state, size)
+        return _one_column(overview, run, state, size)
     return _two_columns(overview, history, run, state, size)
+
+
+def _one_column(overview: Overview, run: RunSeen | None, state: ViewState, size: ScreenSize) -> list[Line]:
+    """Return the chosen panel; below a few ranks, the last events as well."""
+    width, rows = size
+    wanted = len(run.ranks) + 2 if run is not None else rows
+    if state.panel != "ranks" or rows - wanted < LEAST_ROWS:
+        return _panel(state.panel, overview, run, state, size)
+    ours = _panel("ranks", overview, run, state, ScreenSize(width, wanted))
+    ours += [[]] * (wanted - len(ours))
+    return [*ours, *_panel("events", overview, run, state, ScreenSize(width, rows - wanted), is_second=True)]
 
 
 def _two_columns(
@@ -162,7 +176,7 @@ def _panel(
         title = title.replace("links", "links and machines")
         lines = link_rows(run, overview, state, width, rows - 1)
     elif panel == "events":
-        lines = event_rows(run, state, width, rows - 1, most=1 if is_second else 3)
+        lines = event_rows(run, state, width, rows - 1, most=2 if is_second else 3)
     else:
         if state.left_out:
             title += f" ({state.left_out} lines left out)"
@@ -205,12 +219,16 @@ def _spoken(overview: Overview, run: RunSeen | None) -> Sentence:
     return run.sentence if run is not None and run.sentence.text else overview.sentence
 
 
-def _sentence(overview: Overview, run: RunSeen | None, width: int, most: int) -> list[Line]:
+def _sentence(overview: Overview, run: RunSeen | None, width: int, most: int, *, has_reason: bool) -> list[Line]:
+    """Return the sentence in at most so many lines and, with `has_reason`, what it is concluded from first of all."""
     sentence = _spoken(overview, run)
     mark = {"warning": "! ", "error": "! "}.get(sentence.level, "")
     if not sentence.text:
         return []
-    return [[(part, LEVELS[sentence.level])] for part in paragraph(mark + sentence.text, width, most)]
+    lines: list[Line] = [[(part, LEVELS[sentence.level])] for part in paragraph(mark + sentence.text, width, most)]
+    if has_reason and sentence.level != "fine" and sentence.why:
+        lines.append([(fit(f"  {sentence.why[0]}", width).rstrip(), "dim")])
+    return lines
 
 
 def _applicants(overview: Overview, width: int) -> Line:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from rich.cells import cell_len
 
 from covey.base.text import listed_ranks, spell_rate
-from covey.cli.top.canvas import bar, byte_count, curve, fit, joined, lasted, number, paragraph, seconds, share
+from covey.cli.top.canvas import UNKNOWN, bar, byte_count, curve, fit, joined, lasted, number, paragraph, seconds, share
 from covey.cli.top.state import LETTERS, machine_names, machine_of, shown_ranks, waiting_for
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def link_lines(run: RunSeen | None, names: dict[str, str], wanted: str, width: i
         source, target = names.get(link.source, link.source), names.get(link.target, link.target)
         ends = f"{source} > {target}" if width >= SLIM else fit(f"{source}>{target}", max(width - 12, 1))
         carries = f"{byte_count(link.sent_per_second)}/s now" if link.sent_per_second is not None else ""
-        can = spell_rate(link.bytes_per_second) if link.bytes_per_second is not None else "speed not known"
+        can = spell_rate(link.bytes_per_second) if link.bytes_per_second is not None else UNKNOWN
         trip = seconds(link.round_trip) if link.round_trip is not None else ""
         way = joined((link.lane, link.medium, link.interface, f"by relay {link.relay}" * bool(link.relay)), " ")
         parts = (ends, can, carries, trip, way)
@@ -218,10 +218,8 @@ def event_rows(run: RunSeen | None, state: ViewState, width: int, rows: int, *, 
     wanted = state.filter.casefold()
     lines: list[Line] = []
     for each in run.happenings if run is not None else ():
-        about = f" rank {listed_ranks(each.ranks)}:" if each.ranks and "rank" not in each.text else ""
-        text = each.text if each.text.startswith(each.kind) else f"{each.kind}{about} {each.text}"
-        if not wanted or wanted in text.casefold():
-            for at, part in enumerate(paragraph(text, max(width - 9, 1), most)):
+        if not wanted or wanted in f"{each.kind} {each.text}".casefold():
+            for at, part in enumerate(paragraph(each.text, max(width - 9, 1), most)):
                 clock = _clock(each.at) if at == 0 else " " * 8
                 lines.append([(clock, "dim"), (" ", ""), (part, LEVELS[each.level])])
     return _scrolled(lines, state.scroll, rows) or [[("no event yet", "dim")]]

@@ -41,6 +41,8 @@ LEAST_BYTES: Final = 64 << 10
 """What is kept of each process at least, however many there are."""
 TIDY_BYTES: Final = 8 << 20
 """After so much new output, the bound on the total is looked after again."""
+STOPPED_BY: Final = "stopped by "
+"""How the reason of a run begins that a signal has ended."""
 WORDS_LIMIT: Final = 200
 """Characters of the command that are kept."""
 
@@ -108,6 +110,11 @@ class PastRun:
         if self.record.ended is not None:
             return max(self.record.ended - self.record.began, 0.0)
         return max(time.time() - self.record.began, 0.0) if self.is_running else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error, or without a word, and nobody stopped it."""
+        return not self.is_running and self.record.code != 0 and not self.record.reason.startswith(STOPPED_BY)
 
     def outcome(self) -> str:
         """Return how it ended, in words."""

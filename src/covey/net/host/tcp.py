@@ -38,9 +38,11 @@ _LAST_ACK: Final = struct.Struct("=56xI")
 (milliseconds)."""
 
 
-_INFO_BYTES: Final = 176
+_INFO_BYTES: Final = 184
 _ACKED_AND_BUSY: Final = struct.Struct("=120xQ40xQ")
 """tcpi_bytes_acked, and tcpi_busy_time: microseconds in which something was being sent."""
+_ACKED_BUSY_AND_BLOCKED: Final = struct.Struct("=120xQ40xQQ")
+"""The same, and tcpi_rwnd_limited: microseconds of that in which the receiver had no room."""
 _ACKED_AND_UNSENT: Final = struct.Struct("=24xI92xQ16xI")
 """tcpi_unacked, tcpi_bytes_acked, and tcpi_notsent_bytes."""
 _RECEIVED: Final = struct.Struct("=128xQ")
@@ -142,6 +144,19 @@ def sending_speed(sock: Connection) -> float | None:
         return None
     acked, busy = known
     return acked / busy * 1e6 if acked >= LEAST_SPEED_BYTES and busy else None
+
+
+def flow(sock: Connection) -> tuple[int, int] | None:
+    """Return the bytes that the other machine has got, and the microseconds in which the network held up the others.
+
+    Time in which the receiver had no room does not count: its program does not read, and the network is not to blame.
+    None if that is not known.
+    """
+    known = _tcp_info(sock, _ACKED_BUSY_AND_BLOCKED)
+    if known is None:
+        return None
+    acked, busy, blocked = known
+    return acked, max(0, busy - blocked)
 
 
 class SendingProgress(NamedTuple):

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from covey.net.host.saved_runs import STOPPED_BY
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
 from covey.runtime.keeper.output import Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
@@ -266,7 +267,7 @@ class _Supervisor:
             self.note("SIGUSR2: the ranks are asked for a checkpoint")
         elif self._told is None:
             self._told = signum
-            self._reason = self._reason or f"stopped by {signum.name}"
+            self._reason = self._reason or f"{STOPPED_BY}{signum.name}"
             if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
                 self._code = self._code or 128 + signum
             self._children.signal(signum)

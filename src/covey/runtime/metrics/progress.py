@@ -132,25 +132,35 @@ def _peers(node: Any, moved: dict[Any, tuple[int, int]]) -> Iterator[wire.PeerPr
         link, is_here = peer.link, peer.card.contact.host == node.host
         own = "" if link is None else link.local_ip
         round_trip = next((taken for taken in (peer.last_ping, peer.round_trip) if taken >= 0), -1.0)
+        rate, acknowledged, busy_us = _flow(lane)
         yield wire.PeerProgress(
             rank,
             *moved.get(seat, (0, 0)),
             "" if lane is None else lane.kind,
             "local" if is_here else _medium(own),
             round_trip,
-            _rate(lane),
+            rate,
             bool(link is not None and link.relay),
+            acknowledged,
+            busy_us,
         )
 
 
-def _rate(lane: Any) -> float:
+def _flow(lane: Any) -> tuple[float, int, int]:
+    """Return what a lane has sent a second while it was sending, the bytes that arrived, and how long it was sending.
+
+    The speed is -1, and the others are 0, if that is not known; the time is in microseconds.
+    """
     if not isinstance(lane, SocketLane):
-        return -1.0
+        return -1.0, 0, 0
     try:
-        speeds = [speed for sock in lane.sockets() if (speed := tcp.sending_speed(sock)) is not None]
+        sockets = lane.sockets()
+        speeds = [speed for sock in sockets if (speed := tcp.sending_speed(sock)) is not None]
+        flows = [flow for sock in sockets if (flow := tcp.flow(sock)) is not None]
     except OSError:  # its thread has closed it
-        return -1.0
-    return sum(speeds) if speeds else -1.0
+        return -1.0, 0, 0
+    acknowledged, busy = sum(acked for acked, _ in flows), max((busy for _, busy in flows), default=0)
+    return sum(speeds) if speeds else -1.0, acknowledged, busy
 
 
 _media: dict[str, str] = {}

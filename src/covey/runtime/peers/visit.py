@@ -19,7 +19,8 @@ from covey.runtime.peers.mesh import Mesh
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
@@ -139,6 +140,26 @@ class Visit:
 
         return control.run(ask(), within + control.LOOP_SECONDS)
 
+    def converse(
+        self, card: messages.Card, questions: Sequence[messages.Question], within: float
+    ) -> Future[list[tuple[messages.Answer, float]]]:
+        """Begin to ask a node these questions, one after the other, and return at once.
+
+        The result is each answer with the monotonic time at which it came. It has fewer answers than there are
+        questions if the node has gone, or did not answer all of them within `within` seconds. Until it is there, or
+        cancelled, the node must not be asked anything else.
+        """
+        return control.start(self._converse(card, questions, time.monotonic() + within))
+
+    async def _converse(
+        self, card: messages.Card, questions: Sequence[messages.Question], until: float
+    ) -> list[tuple[messages.Answer, float]]:
+        answers: list[tuple[messages.Answer, float]] = []
+        with contextlib.suppress(CoveyError):
+            for question in questions:
+                answers.append((await self._ask(card, question, until - time.monotonic()), time.monotonic()))
+        return answers
+
     def _by_name(self) -> list[RemoteProcess]:
         return sorted(self.mesh.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
 
@@ -150,9 +171,15 @@ class Visit:
             if remote is None or remote.card.life != card.life:
                 raise ConnectError(f"{node} has gone")
             answer = await _answer(remote, question, left)
-            if isinstance(answer, ANSWERS[type(question)]):  # else it is a late answer to an earlier question
-                return answer
+            if _fits(answer, question):  # else it is a late answer to an earlier question
+                return answer  # type: ignore[return-value]  # it is one
         raise DeadlineError(f"{node} did not answer within the timeout of {within:g} s")
+
+
+def _fits(answer: messages.Answer | None, question: messages.Question) -> bool:
+    if isinstance(answer, messages.Inspected) and isinstance(question, messages.Inspect):
+        return answer.what == question.what
+    return isinstance(answer, ANSWERS[type(question)])
 
 
 async def _answer(remote: RemoteProcess, question: messages.Question, within: float) -> messages.Answer | None:

@@ -173,7 +173,7 @@ class HealthMonitor:
                 self._ping(peer)
             case health.Dead(_, cause, reason):
                 self._given_up.add(seat)
-                reason = reason.replace(f"host {_host(peer)}", peer.card.host_name or "host")
+                reason = reason.replace(f"host {_host(peer)}", f"host {peer.card.host_name}".rstrip())
                 self._listener.silent(seat, reason, cause)
             case health.Unheard():
                 self._listener.unheard(seat)
