@@ -69,23 +69,22 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "state": {"links"},
         "peers": {"state", "links", "metrics"},
         "views": {"peers", "state", "links", "metrics"},
-        "lanes": {"members", "views", "peers", "links"},
-        "members": {"lanes", "views", "peers", "state", "links", "metrics"},
-        "messages": {"members", "lanes", "views", "peers", "links"},
-        "calls": {"messages", "members", "lanes", "views", "peers", "links"},
-        "collectives": {"messages", "members", "lanes", "views", "peers", "links", "metrics"},
+        "lanes": {"views", "peers", "links"},
+        "messages": {"lanes"},
+        "calls": {"messages", "lanes", "views", "peers"},
+        "collectives": {"messages", "lanes", "views", "peers", "links", "metrics"},
         "compressed": {"collectives"},
         "group": {
-            *("calls", "compressed", "collectives", "messages", "members", "lanes", "views", "peers", "state"),
+            *("calls", "compressed", "collectives", "messages", "lanes", "views", "peers", "state"),
             *("links", "metrics"),
         },
         "joining": {
-            *("group", "calls", "collectives", "messages", "members", "lanes", "views", "peers", "state", "links"),
+            *("group", "calls", "collectives", "messages", "lanes", "views", "peers", "state", "links"),
             "metrics",
         },
         "relaying": {"links"},
         "keeper": {
-            *("joining", "group", "calls", "collectives", "messages", "members", "lanes", "views", "peers", "state"),
+            *("joining", "group", "calls", "collectives", "messages", "lanes", "views", "peers", "state"),
             *("links", "metrics", "relaying"),
         },
     },
@@ -443,11 +442,8 @@ def test_what_is_tried_again_is_paced_in_one_way() -> None:
     assert not [str(path) for path in others if growing.search(path.read_text())]
 
 
-JOINTED = ("links", "state", "peers", "views", "members", "joining")
+JOINTED = ("links", "state", "peers", "views", "lanes", "joining")
 """The rooms of `runtime` whose joints the tests below hold."""
-STILL_KNOTTED = {"runtime/collectives", "runtime/group", "runtime/lanes"}
-STILL_HANDED_A_NODE = ("runtime/lanes/", "runtime/collectives/")
-"""Rooms that do not keep a rule yet: no other may be added."""
 
 
 @functools.cache
@@ -462,14 +458,13 @@ def rooms_of_joints() -> Iterator[tuple[str, Path]]:
 
 
 def test_no_class_is_handed_the_node_that_wires_the_parts() -> None:
-    """`runtime.members.node.Node` is a record of the parts of a run: each takes the parts that it uses."""
-    takers = tools.house.takers(house(), "Node")
-    assert [taker for taker in takers if not taker.startswith(STILL_HANDED_A_NODE)] == []
+    """`runtime.joining.node.Node` is a record of the parts of a run: each takes the parts that it uses."""
+    assert tools.house.takers(house(), "Node") == []
 
 
 def test_no_more_than_three_modules_of_a_room_need_each_other() -> None:
     knots = {room: found for room, found in tools.house.knots(house()).items() if room.startswith("runtime/")}
-    assert {room: found for room, found in knots.items() if room not in STILL_KNOTTED} == {}
+    assert knots == {}
 
 
 def settable_callables(tree: ast.Module) -> list[str]:

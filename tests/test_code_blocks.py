@@ -19,7 +19,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.report_log import log_of
 from covey.testing import run_threads
 

@@ -36,7 +36,7 @@ MOST_METHODS: Final = 25
 MOST_IN_KNOT: Final = 3
 """Modules that may import each other, for types, inside a room."""
 LOCATORS: Final = {
-    "Node": "covey.runtime.members.node",
+    "Node": "covey.runtime.joining.node",
     "Engine": "covey.runtime.collectives.engine",
 }
 """Classes that hold everything, and where they are defined: a class that is handed one depends on all of it."""

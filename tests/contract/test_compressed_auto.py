@@ -14,7 +14,7 @@ from tests.support.compiled import EXECUTORS, use_executors
 import covey
 from covey import ConfigError, ErrorFeedback
 from covey.runtime.compressed import automatic
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:

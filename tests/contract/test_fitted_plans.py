@@ -14,7 +14,7 @@ from covey.plan import measurement
 from covey.plan.choose import PLANNED_BYTES
 from covey.runtime.collectives import link_probes, planner, saved_links, size_class
 from covey.runtime.collectives.planner import PLAIN_CALLS
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.support.waiting import DEADLINE, wait_until
 
 import covey
 from covey.runtime.calls import lane_transport
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.lanes import acceptor as lane_acceptor
 from covey.testing.threads import run_threads
 
@@ -293,7 +293,7 @@ def test_a_node_that_has_left_is_freed_before_the_timers_that_it_had_set(monkeyp
         group.sendrecv(np.ones(3), other, other)
         group.node.call(other, "echo", np.ones(20_000), timeout=100 * DEADLINE)
         group.barrier()  # a rank that has its own answer leaves; a call to it that is still on its way would be lost
-        left.append(weakref.ref(engine_of(group).node))
+        left.append(weakref.ref(node_of(group)))
 
     run_threads(2, body, lanes="shm")
     wait_until(lambda: gc.collect() >= 0 and all(node() is None for node in left))

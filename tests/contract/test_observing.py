@@ -18,14 +18,14 @@ from covey.base.version import __version__
 from covey.runtime import loop as control
 from covey.runtime.events import Events
 from covey.runtime.group.following import follow
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.past_events import decode_last, encode_last
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey import Group
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
 
 
 def test_members_are_described_by_name_machine_and_what_it_has() -> None:

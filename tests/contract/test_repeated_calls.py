@@ -21,6 +21,7 @@ from covey.base.arithmetic import BFLOAT16
 from covey.net.host.machine import native_crypto
 from covey.runtime.group.internals import engine_of, issuer_of
 from covey.runtime.group.moves import ALL_GATHER, ALL_TO_ALL
+from covey.runtime.joining.node import node_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ def test_a_change_that_a_rank_learns_of_in_a_repetition_is_known_to_all_after_th
 
     def body(group: Group) -> list[bool]:
         engine = engines[group.rank] = engine_of(group)
-        node, atomic, pending = engine.node, engine.atomic, []
+        node, atomic, pending = node_of(group), engine.atomic, []
         assert node is not None
         assert atomic is not None
         commit, stalled = atomic.attempt.commit, atomic.attempt.stalled

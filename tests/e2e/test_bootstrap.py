@@ -334,8 +334,9 @@ def test_another_user_can_neither_join_a_group_nor_keep_it_from_working(job: Job
     code = """
 import sys, json, covey, numpy as np
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 with covey.join() as group:
-    node = engine_of(group).node
+    node = node_of(group)
     addresses = [(address.ip, address.port) for address in node.card.contact.addresses]
     print(json.dumps([addresses, node.card.contact.socket]) + "\\n", end="", flush=True)
     sys.stdin.readline()

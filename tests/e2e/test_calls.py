@@ -30,7 +30,7 @@ PROGRAM = """
 import json, os
 import numpy as np
 import covey
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 
 with covey.join({arguments}) as group:
     node = group.node

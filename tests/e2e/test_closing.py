@@ -29,18 +29,18 @@ from covey.runtime import loop as control
 from covey.runtime.collectives import closure
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining import node as nodes
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.generations import _Generations
 from covey.runtime.joining.newcomer import Newcomer
 from covey.runtime.joining.request import JoinRequest
-from covey.runtime.members import node as nodes
 from covey.runtime.messages import driving_thread, shared_driving
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
 
 NEVER = 2 * DEADLINE
 """Seconds that no test waits."""
@@ -240,7 +240,7 @@ def test_a_link_that_comes_while_a_node_closes_is_not_kept(
                         await asyncio.sleep(0.002)
                     came.append(node.peers[Seat(1)].link)
 
-            control.soon(lambda: node.spawn(linger()))
+            control.soon(lambda: node.tasks.spawn(linger()))
             assert waits.wait(DEADLINE)
         close(node)
 

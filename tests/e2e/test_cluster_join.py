@@ -31,6 +31,7 @@ import json, os, sys
 import numpy as np
 import covey
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 
 def say(what):
     print(json.dumps(what), flush=True)
@@ -41,7 +42,7 @@ with covey.join(**json.loads(os.environ.pop("TEST_JOIN"))) as group:
 WORK = """
     x = np.arange(50_001, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
-    node = engine_of(group).node
+    node = node_of(group)
     report = dict(
         position=[group.rank, group.local_rank, group.size], sums=[float(x[1]), float(x[-1])], lanes=group.lanes(),
         pid=os.getpid(), pids=group.all_gather_object(os.getpid()), ids=group.all_gather_object(node.card.id.hex()),

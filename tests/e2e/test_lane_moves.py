@@ -19,7 +19,7 @@ MOVES = 6
 
 def work_while_lanes_move(moves: int, seconds: float) -> dict[str, Any]:
     from covey.runtime import loop as control
-    from covey.runtime.group.internals import node_of
+    from covey.runtime.joining.node import node_of
 
     is_over = threading.Event()
 

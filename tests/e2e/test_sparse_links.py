@@ -12,7 +12,7 @@ from tests.support.waiting import DEADLINE, wait_until
 SIZE = 7
 SPARSE = ELASTIC.replace(
     """        while not is_over and not""",
-    """        node = engine_of(group).node
+    """        node = node_of(group)
         def rest():
             until = time.monotonic() + 500
             while time.monotonic() < until:
@@ -27,6 +27,7 @@ SPARSE = ELASTIC.replace(
     "import covey\n",
     """import covey
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.peers import resting_links
 resting_links.LINK_IDLE_SECONDS, resting_links.IDLE_CHECK_EVERY = 0.3, 0.1
 """,

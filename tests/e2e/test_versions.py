@@ -30,6 +30,7 @@ import json, logging, os, sys, time
 import numpy as np
 import covey
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 
 sys.argv[0] = "job.py"  # nodes of a run have the same program
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -40,7 +41,7 @@ def say(what):
 def work(group):
     x = np.arange(5_001, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
-    speaks = engine_of(group).node.speaks
+    speaks = node_of(group).speaks
     return dict(
         rank=group.rank, size=group.size, sums=[float(x[1]), float(x[-1])], version=speaks.version,
         features=sorted(speaks.features), releases=[member.version for member in group.members],

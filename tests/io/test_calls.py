@@ -24,9 +24,8 @@ import covey
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime.calls import lane_transport
 from covey.runtime.calls.lane_transport import LaneTransport
-from covey.runtime.calls.serve import serve_calls
 from covey.runtime.calls.transport import PartsTaker  # noqa: TC001 - annotations of functions are evaluated
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.testing import run_threads
 
 LARGE = 200_000
@@ -447,7 +446,7 @@ def test_the_methods_of_an_exported_object_can_be_called_until_its_handles_are_d
         assert node.call(other, "keep", mine) == 13
         assert mine() == 13, "its owner can use it, too"
         group.barrier()
-        exported = serve_calls(_node(group)).exported
+        exported = _calls(group).exported
         del mine
         gc.collect()
         assert len(exported), "the other node holds it"
@@ -462,10 +461,11 @@ def test_the_methods_of_an_exported_object_can_be_called_until_its_handles_are_d
     in_a_run(body)
 
 
-def _node(group: covey.Group) -> Any:
+def _calls(group: covey.Group) -> Any:
     node = node_of(group)
     assert node is not None
-    return node
+    assert node.calls is not None
+    return node.calls.service()
 
 
 def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +478,7 @@ def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch:
 
     def all_of(group: covey.Group) -> None:
         node = group.node
-        services[group.rank] = serve_calls(_node(group))
+        services[group.rank] = _calls(group)
         if group.rank == 0:
 
             def work() -> None:
@@ -515,7 +515,7 @@ def test_at_most_so_many_functions_run_and_nodes_are_served_in_turn(monkeypatch:
 def test_too_large_arguments_and_results_are_refused_by_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(group: covey.Group) -> list[str]:
         node, other = group.node, 1 - group.rank
-        service = serve_calls(_node(group))
+        service = _calls(group)
         node.register("zeros", lambda count: np.zeros(count))
         group.barrier()
         texts = []
@@ -648,7 +648,7 @@ def test_a_node_that_is_lost_while_it_sends_a_large_result_is_a_lost_peer(monkey
     monkeypatch.setattr(LaneTransport, "send_parts", send_no_answer)
 
     def body(group: covey.Group) -> None:
-        node, service = group.node, serve_calls(_node(group))
+        node, service = group.node, _calls(group)
         node.register("zeros", lambda: np.zeros(LARGE))
 
         @node.rpc
@@ -717,7 +717,7 @@ def test_many_calls_of_all_sizes_both_ways_with_cancellations_end_right_and_leav
 
     def body(group: covey.Group) -> int:
         node, chance = group.node, random.Random(f"{seed}/{group.rank}")
-        service = serve_calls(_node(group))
+        service = _calls(group)
 
         @node.rpc
         def check(caller: int, number: int, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -760,7 +760,7 @@ def test_calls_go_on_over_connections_that_break_none_is_lost_and_none_runs_twic
 
     def body(group: covey.Group) -> int:
         node, other, chance = group.node, 1 - group.rank, random.Random(group.rank)
-        transport = serve_calls(_node(group))._transport
+        transport = _calls(group)._transport
         assert isinstance(transport, LaneTransport)
 
         @node.rpc

@@ -23,13 +23,13 @@ from tests.support.waiting import DEADLINE, wait_until
 from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
 from covey.runtime.environment import LaunchedRank
+from covey.runtime.joining import node as node_module
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.launcher_mesh import LauncherMesh
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.source_limits import SOURCE_RATE
-from covey.runtime.members import node as node_module
 from covey.wire import door, frame, header, message_header, messages, proofs
 
 if TYPE_CHECKING:

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
+from covey.base.config import GroupConfig
 from covey.base.errors import PeerLostError
 from covey.base.numbers import Seat
 from covey.net.host import descriptors
 from covey.runtime import loop as control
-from covey.runtime.group.internals import engine_of, node_of
+from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.lanes.tuning import stream_choice, stream_trials
 from covey.runtime.lanes.tuning.moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
@@ -61,9 +63,9 @@ def test_proposals_for_lanes_that_are_not_there_are_refused_and_repeated_ones_ge
         if group.rank == 1:
             steps = [(engine.id, 0, 50), (engine.id, 0, 50), (engine.id, 0, 49), (engine.id, 3, 60), (77, 0, 60)]
             for number, attempt, sequence in steps:
-                node.tell((Seat(0),), messages.MoveLane(number, attempt, "propose", sequence))
+                node.peers.tell((Seat(0),), messages.MoveLane(number, attempt, "propose", sequence))
             for step in ("accept", "refuse"):  # of something that was never proposed
-                node.tell((Seat(0),), messages.MoveLane(engine.id, 0, step, 50, 1))
+                node.peers.tell((Seat(0),), messages.MoveLane(engine.id, 0, step, 50, 1))
             assert answers(4) == [
                 messages.MoveLane(number, attempt, "refuse", sequence)
                 for number, attempt, sequence in steps
@@ -85,14 +87,14 @@ def test_an_accepted_proposal_that_is_repeated_is_accepted_again(
             control.soon(node.lanes.moves.move, Seat(0))
             (first, *_) = answers(1)
             assert first.step == "accept"
-            node.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
+            node.peers.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
             assert answers(2)[1] == first
         group.send_object("go on", 1 - group.rank)
         group.recv_object(1 - group.rank)
         for turn in range(10):
             assert (group.all_reduce(np.arange(9.0) + group.rank + turn) == 2 * np.arange(9.0) + 1 + 2 * turn).all()
         if group.rank == 1:
-            node.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
+            node.peers.tell((Seat(0),), messages.MoveLane(first.group, first.attempt, "propose", first.sequence))
             assert answers(3)[2] == first, "also after the switch"
         group.barrier()
         assert [event.kind for event in group.events()].count("moved") == 1
@@ -147,16 +149,11 @@ def test_a_lane_that_should_move_while_it_gets_more_streams_moves_afterwards() -
 
 
 def test_nothing_is_tried_with_a_set_number_or_limit_or_over_other_lanes() -> None:
-    def body(group: Group) -> None:
-        node: Any = node_of(group)
-        auto = node.config
-        assert node.stream_trials.is_allowed
-        for change in ({"streams": "4"}, {"limit": 10_000_000}, {"lanes": "quic"}, {"lanes": "tcp"}):
-            node.config = dataclasses.replace(auto, **change)
-            assert not node.stream_trials.is_allowed
-        node.config = auto
-
-    run_threads(2, body, lanes="secure")
+    auto = GroupConfig(lanes="secure")
+    assert stream_trials.may_try_streams(auto)
+    changes: tuple[dict[str, Any], ...] = ({"streams": "4"}, {"limit": 10_000_000}, {"lanes": "quic"}, {"lanes": "tcp"})
+    for change in changes:
+        assert not stream_trials.may_try_streams(dataclasses.replace(auto, **change))
 
 
 def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lane_stays(
@@ -195,7 +192,7 @@ def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: py
         while group.all_reduce(float(bool(reason)), "max") < 1:
             group.all_reduce(np.arange(1 << 19, dtype=np.float64))
             control.run(look(node), DEADLINE)
-            reason = node.stream_trials.reason(Seat(0)) if group.rank == 1 else ""  # which dials
+            reason = node.lanes.stream_trials.reason(Seat(0)) if group.rank == 1 else ""  # which dials
             assert time.monotonic() < until
         (streams,) = group.lanes().streams.values()
         assert reason == (f"{4 * streams} could not be opened" if group.rank == 1 else "")
@@ -203,7 +200,7 @@ def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: py
         group.barrier()
 
     async def look(node: Any) -> None:
-        node.stream_trials.look([peer for peer in node.peers.values() if peer.is_dialled])
+        node.lanes.stream_trials.look([peer for peer in node.peers.values() if peer.is_dialled])
 
     run_threads(2, body, lanes="secure")
 

@@ -16,7 +16,8 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConnectError, PeerLostError
 from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
-from covey.runtime.group.internals import engine_of, node_of
+from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
 from covey.runtime.lanes.table import TOLD_KINDS
 from covey.testing.threads import run_threads
@@ -176,7 +177,7 @@ def test_a_lane_that_the_other_end_does_not_have_ends_with_the_reason() -> None:
             _, lane = resumption_of(group)
             node = node_of(group)
             assert node is not None
-            control.soon(node.send, lane.peer, messages.StreamNews(lane.id, 0, "gone", 0))
+            control.soon(node.peers.send, lane.peer, messages.StreamNews(lane.id, 0, "gone", 0))
         with pytest.raises(PeerLostError):
             sum_for_ever(group)
 

@@ -19,6 +19,7 @@ from covey.proto.health import Cause, ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.launcher_mesh import LauncherMesh
+from covey.runtime.joining.node import node_of
 from covey.runtime.peers.peer_table import PeerTable
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -26,7 +27,7 @@ from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
     from covey.runtime.peers.remote_process import RemoteProcess
 
 
@@ -60,7 +61,7 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
     """In a cluster members decide: they have to know which processes are vouched for."""
 
     def work(group: covey.Group) -> float:
-        node, generation = engine_of(group).node, engine_of(group).generation
+        node, generation = node_of(group), engine_of(group).generation
         assert node is not None
         assert generation is not None
         group.barrier()
@@ -122,7 +123,7 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
     is_out, is_heard = threading.Event(), threading.Event()
 
     def work(group: covey.Group) -> None:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         nodes[group.rank] = node
         group.barrier()
@@ -134,7 +135,7 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
         assert is_out.wait(DEADLINE)  # of the barrier, which its exclusion would end
 
         async def hear_both_at_once() -> bool:
-            nodes[1].send(Seat(0), messages.Goodbye())  # it is in the socket now, and this rank has not looked there
+            nodes[1].peers.send(Seat(0), messages.Goodbye())  # in the socket now: this rank has not looked there
             assert not node.peers[Seat(1)].has_left
             if news == "a view without it":
                 node.views.losses.exclude(Seat(1))

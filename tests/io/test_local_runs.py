@@ -14,7 +14,7 @@ import pytest
 from covey.base.errors import ConfigError
 from covey.net.host.runs import LocalRunFound, describe, find_local_run, local_runs
 from covey.runtime import loop as control
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.keeper.flights import collect
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.links.handshake import RefusedError, dial

@@ -14,8 +14,8 @@ import pytest
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime import loop as control
-from covey.runtime.group.internals import engine_of
-from covey.runtime.members import node as node_module
+from covey.runtime.joining import node as node_module
+from covey.runtime.joining.node import node_of
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_
         group.barrier()
         control.start(close(group)).result(DEADLINE)
         deadline = time.monotonic() + DEADLINE
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         while not node._is_closed.is_set():
             assert time.monotonic() < deadline

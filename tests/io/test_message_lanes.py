@@ -15,9 +15,10 @@ from tests.support.waiting import DEADLINE
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.cluster_links import ClusterLinks
+from covey.runtime.joining.node import Node, node_of
 from covey.runtime.lanes.epochs import Epochs
 from covey.runtime.lanes.table import LaneKey
-from covey.runtime.members.node import Node
+from covey.runtime.peers.peer_table import Routes
 from covey.testing import run_threads
 from covey.wire import messages
 
@@ -49,7 +50,7 @@ def test_of_two_connections_the_later_one_counts() -> None:
 @pytest.fixture
 def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Detour]:
     detour = Detour()
-    monkeypatch.setattr(Node, "ways_to", lambda node, peer, kind="": detour.ways_to(node, peer, kind))
+    monkeypatch.setattr(Routes, "to", lambda routes, peer, kind="": detour.to(routes, peer, kind))
     try:
         yield detour
     finally:
@@ -68,7 +69,7 @@ def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(det
     turn = threading.Barrier(2, timeout=DEADLINE)
 
     def rank_main(group: Group) -> Any:
-        node, peer = engine_of(group).node, 1 - group.rank
+        node, peer = node_of(group), 1 - group.rank
         assert node is not None
         group.barrier()
         detour.fresh()
@@ -95,7 +96,7 @@ def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(det
 
 def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
     def rank_main(group: Group) -> list[str]:
-        node, peer = engine_of(group).node, 1 - group.rank
+        node, peer = node_of(group), 1 - group.rank
         assert node is not None
         group.send(np.ones(1), dst=peer)
         group.recv(src=peer)
@@ -114,7 +115,7 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
                 offer = messages.Offer(
                     bytes(15) + bytes((epoch,)), bytes(32), engine_of(group).id, "messages", "secure", 0, 1, epoch
                 )
-                call_on_loop(node.send, peer, offer)
+                call_on_loop(node.peers.send, peer, offer)
             until(lambda: len(heard) == opened + 1)
         group.send(np.arange(2.0), dst=peer)
         assert group.recv(src=peer).tolist() == [0.0, 1.0]
@@ -133,7 +134,7 @@ def test_both_ends_come_to_use_the_same_connection_whichever_breaks_and_asks(lan
         rng, others = random.Random(group.rank), [rank for rank in range(group.size) if rank != group.rank]
         group.barrier()
         messenger = engine_of(group).routing.messenger()
-        node, engine = engine_of(group).node, engine_of(group)
+        node, engine = node_of(group), engine_of(group)
         assert node is not None
         got: dict[int, list[int]] = {rank: [] for rank in others}
 

@@ -156,8 +156,8 @@ def test_what_is_sent_over_resting_links_arrives_once_and_in_order(
 
     def talk() -> None:
         for number in said:
-            node_of(scene.groups[first]).send(Seat(second), messages.Pong(number, 0.0))
-            node_of(scene.groups[second]).send(Seat(first), messages.Pong(number, 0.0))
+            node_of(scene.groups[first]).peers.send(Seat(second), messages.Pong(number, 0.0))
+            node_of(scene.groups[second]).peers.send(Seat(first), messages.Pong(number, 0.0))
 
     call_on_loop(listen)
     call_on_loop(talk)

@@ -17,7 +17,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.lanes import shm
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.lanes import acceptor as lane_acceptor
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.testing.threads import run_threads
@@ -121,7 +121,7 @@ def test_a_pair_with_an_end_that_has_no_rings_uses_a_unix_socket(unable: int) ->
     no_lane_is_open = threading.Barrier(3)
 
     def body(group: covey.Group) -> tuple[dict[int, str], list[float]]:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         if group.rank == unable:
             node.lanes.factory.ring_obstacle = shm.obstacle("linux", "aarch64", is_native=False)

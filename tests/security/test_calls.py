@@ -18,8 +18,8 @@ import covey
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.lane_transport import LaneTransport
-from covey.runtime.calls.serve import serve_calls
-from covey.runtime.group.internals import node_of, seat_of
+from covey.runtime.group.internals import seat_of
+from covey.runtime.joining.node import node_of
 from covey.testing import run_threads
 from covey.wire import calls as wire
 
@@ -92,7 +92,8 @@ class Attacker:
 def service_of(group: covey.Group) -> CallService:
     node = node_of(group)
     assert node is not None
-    return serve_calls(node)
+    assert node.calls is not None
+    return node.calls.service()
 
 
 def attacked(attack: Callable[[Attacker], None], *, is_cut_off: bool) -> CallService:

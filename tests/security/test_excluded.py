@@ -26,8 +26,8 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
+    from covey.runtime.joining.node import Node
     from covey.runtime.lanes.table import LaneKey
-    from covey.runtime.members.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
 ATTACKER = 2
@@ -123,8 +123,8 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
                         secrets.token_bytes(16), secrets.token_bytes(32), engine_of(group).id, purpose, "secure", 0, 1,
                         attempt,
                     )  # fmt: skip
-                    control.soon(node.send, rank, offer)
-                    control.soon(node.send, rank, messages.Dial(engine_of(group).id, purpose, attempt))
+                    control.soon(node.peers.send, rank, offer)
+                    control.soon(node.peers.send, rank, messages.Dial(engine_of(group).id, purpose, attempt))
         until(lambda: len(words.refusals) >= len(others) * 8)
         assert words.invitations == []
         turn.wait()
@@ -227,8 +227,8 @@ def test_a_member_that_is_not_in_a_group_gets_no_lane_of_it() -> None:
                 offer = messages.Offer(
                     secrets.token_bytes(16), secrets.token_bytes(32), number, "messages", "secure", 0, 1
                 )
-                control.soon(node.send, rank, offer)
-                control.soon(node.send, rank, messages.Dial(number, "messages"))
+                control.soon(node.peers.send, rank, offer)
+                control.soon(node.peers.send, rank, messages.Dial(number, "messages"))
             until(lambda: len(words.refusals) >= 2)
             assert words.invitations == []
             turn.wait()

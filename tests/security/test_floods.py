@@ -37,10 +37,11 @@ import json, logging, os, sys, time
 import numpy as np
 import covey
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 
 logging.basicConfig(level=logging.INFO)
 with covey.join("busy", size=2, interfaces="lo", lanes="secure", timeout=500) as group:
-    card = engine_of(group).node.card
+    card = node_of(group).card
     print(json.dumps([group.rank, card.contact.addresses[0].port]), flush=True)
     data, count, since = np.ones(4096, np.float32), 0, time.monotonic()
     while not group.all_reduce(int(group.rank == 0 and os.path.exists(sys.argv[1]))):

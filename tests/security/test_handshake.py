@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:

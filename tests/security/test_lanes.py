@@ -27,9 +27,9 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import CoveyError, PeerLostError
 from covey.base.numbers import Seat
 from covey.runtime import loop as control
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
-from covey.runtime.members.node import Node
+from covey.runtime.peers.peer_table import Routes
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages, proofs
 from covey.wire.seal import RECORD_LIMIT
@@ -51,7 +51,7 @@ GREETED = door.CHALLENGE_BYTES + proofs.PROOF_BYTES
 @pytest.fixture
 def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Detour]:
     made = Detour()
-    monkeypatch.setattr(Node, "ways_to", lambda node, peer, kind="": made.ways_to(node, peer, kind))
+    monkeypatch.setattr(Routes, "to", lambda routes, peer, kind="": made.to(routes, peer, kind))
     try:
         yield made
     finally:
@@ -239,7 +239,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         return sock
 
     def rank_main(group: Group) -> None:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         peer = node.peers[Seat(1 - group.rank)]
         offer = messages.Offer(secrets.token_bytes(16), secrets.token_bytes(32), 77, "collectives", "secure", 0, 2)
@@ -255,7 +255,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             assert is_hung_up(sock)
         expected: list[bytes] = []
         call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane, _udp_port: expected.append(lane))
-        control.soon(node.send, peer.seat, offer)
+        control.soon(node.peers.send, peer.seat, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()
         other = proofs.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
@@ -288,7 +288,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
 
 def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None:
     def rank_main(group: Group) -> list[str]:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         peer = node.peers[Seat(1 - group.rank)]
         group.barrier()
@@ -316,7 +316,7 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             ("plain", 0, 1, 16, 32),
         ]:
             offer = messages.Offer(bytes(lane), bytes(secret), 99, "collectives", kind, capacity, streams)
-            control.soon(node.send, peer.seat, offer)
+            control.soon(node.peers.send, peer.seat, offer)
         until(lambda: len(heard) == 10)
         group.barrier()
         return heard

@@ -36,7 +36,7 @@ from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import ProcessState
 from covey.runtime import loop as control
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.runtime.peers.follower import HINTS_AT_ONCE
 from covey.runtime.peers.node_links import LINKS_LIMIT
@@ -131,14 +131,14 @@ def test_nonsense_from_a_member_of_a_run_ends_it_with_an_error_or_not_at_all(
     kinds = [kind for kind in CONTROLS if revokes or kind not in (messages.Revoke, messages.Dial, messages.NewSecret)]
 
     def attack(group: Group) -> str:
-        node, rng = engine_of(group).node, random.Random(9)
+        node, rng = node_of(group), random.Random(9)
         assert node is not None
         group.barrier()
         try:
             for number in range(40):
                 if group.rank == 0:
                     for kind in kinds:
-                        control.soon(node.send, 1, nonsense(kind, rng))
+                        control.soon(node.peers.send, 1, nonsense(kind, rng))
                 assert group.all_reduce(number + group.rank) == 2 * number + 1
         except CoveyError as error:
             return type(error).__name__
@@ -399,7 +399,7 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
     jam = Jam()
 
     def attack(group: Group) -> None:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         peer = node.peers[Seat(1 - group.rank)]
         group.barrier()
@@ -409,12 +409,12 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
             monkeypatch.setattr(node.lanes.dialler, "_connect", jam)
             group.barrier()
             until(lambda: marks)
-            call_on_loop(node.spawn, asyncio.sleep(0))  # behind all that was begun
+            call_on_loop(node.tasks.spawn, asyncio.sleep(0))  # behind all that was begun
         else:
             group.barrier()
             for number in range(2000):
-                control.soon(node.send, peer.seat, messages.Dial(1000 + number, "collectives"))
-            control.soon(node.send, peer.seat, messages.Expect(b"the end"))
+                control.soon(node.peers.send, peer.seat, messages.Dial(1000 + number, "collectives"))
+            control.soon(node.peers.send, peer.seat, messages.Expect(b"the end"))
         group.barrier()
 
     try:
@@ -435,7 +435,7 @@ def test_a_keeper_is_believed_only_about_processes_that_named_it(monkeypatch: py
             group.barrier()
             assert over.wait(DEADLINE)
             return
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         address = ("127.0.0.1", node.card.contact.addresses[0].port)
         prey = Victim(cluster, None, node, address)  # type: ignore[arg-type]
@@ -458,7 +458,7 @@ def test_a_keeper_is_believed_only_about_processes_that_named_it(monkeypatch: py
 
 def test_offers_that_are_not_followed_up_take_little_memory() -> None:
     def attack(group: Group) -> int:
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         group.barrier()
         peer, before = node.peers[Seat(1 - group.rank)], resident_bytes()
@@ -467,7 +467,7 @@ def test_offers_that_are_not_followed_up_take_little_memory() -> None:
                 offer = messages.Offer(
                     secrets.token_bytes(16), secrets.token_bytes(32), 5000 + number, "collectives", "secure", 0, 1
                 )
-                control.soon(node.send, peer.seat, offer)
+                control.soon(node.peers.send, peer.seat, offer)
         group.all_gather_object("the offers came before this")
         return resident_bytes() - before
 

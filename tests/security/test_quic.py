@@ -22,7 +22,7 @@ from covey.net.quic import pump as pumping
 from covey.net.quic.carrier import QuicCredentials, dial
 from covey.net.quic.pump import UNPROVED_AT_ONCE, QuicPump
 from covey.net.quic.unknown_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.links.source_limits import SOURCE_BURST, SourceLimits
 from covey.testing import run_threads
 from covey.wire import door, quic
@@ -203,7 +203,7 @@ def test_a_source_that_comes_too_often_is_refused(
 def test_a_connection_to_a_node_has_to_pass_the_door_and_claim_a_lane() -> None:
     def body(group: covey.Group) -> None:
         if group.rank == 0:
-            node = engine_of(group).node
+            node = node_of(group)
             assert node is not None
             key, port = node.credentials.door_key, node.lanes.quic.port()
             outsider = QuicPump(Admitting(), is_local=True)

@@ -31,7 +31,7 @@ from covey.cli.enroll import app as enroll_command
 from covey.net.discovery.host_registry import is_nodes_socket
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import MAX_GRACE
-from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.links.handshake import LinkCredentials
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret, encode_join_code
@@ -142,7 +142,7 @@ def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_
 
         def main(group: Group, dialler_has_heard: bool = dialler_has_heard) -> int:
             group.all_reduce(1)
-            node = engine_of(group).node
+            node = node_of(group)
             assert node is not None
             if node.peers[Seat(1 - group.rank)].is_dialled is dialler_has_heard:
                 call_on_loop(heard_of_another, node.credentials)

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.runtime.group.group import Group
+    from covey.runtime.joining.node import Node
     from covey.runtime.links.link import Link
-    from covey.runtime.members.node import Node
     from covey.runtime.views.generation import Generation
 
 LIAR = 2

@@ -28,8 +28,8 @@ from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.joining.cluster_join import join_run
 from covey.runtime.joining.joiner import Joiner
 from covey.runtime.joining.request import JoinTarget
-from covey.runtime.members.node import Node
 from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.peer_table import Routes
 from covey.testing.proxy import Proxy
 from covey.wire import door, frame, messages
 from covey.wire.formation import Terms
@@ -401,7 +401,7 @@ class Detour:
         self.proxies: list[Proxy] = []
         self.prepare: Callable[[Proxy], None] = lambda _proxy: None
         self._current: Proxy | None = None
-        self._ways_to = Node.ways_to
+        self._routes_to = Routes.to
 
     def fresh(self, prepare: Callable[[Proxy], None] = lambda _proxy: None) -> None:
         """Use a new proxy from the next lane on."""
@@ -412,8 +412,8 @@ class Detour:
         assert self._current is not None
         return self._current
 
-    def ways_to(self, node: Node, peer: Any, kind: str = "") -> Any:
-        ways = self._ways_to(node, peer, kind)
+    def to(self, routes: Routes, peer: Any, kind: str = "") -> Any:
+        ways = self._routes_to(routes, peer, kind)
         if kind != "secure":
             return ways
         if self._current is None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.waiting import DEADLINE
@@ -17,7 +17,7 @@ from covey.base.native import native
 from covey.runtime.lanes.lanes import Lanes
 
 if TYPE_CHECKING:
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src/covey/native"
@@ -63,9 +63,9 @@ def takes_native(executors: str, rank: int) -> bool:
 def use_executors(monkeypatch: pytest.MonkeyPatch, executors: str) -> None:
     """Let the nodes that this process starts from now on use the executors named."""
 
-    def choosing(self: Lanes, node: Node) -> None:
-        _start_lanes(self, node)
+    def choosing(self: Lanes, *parts: Any, peers: PeerTable, **more: Any) -> None:
+        _start_lanes(self, *parts, peers=peers, **more)
         if self.factory.is_native:  # a node that cannot use the compiled executor stays with Python
-            self.factory.is_native = takes_native(executors, node.seat)
+            self.factory.is_native = takes_native(executors, peers.seat)
 
     monkeypatch.setattr(Lanes, "__init__", choosing)

@@ -16,8 +16,8 @@ from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
+from covey.runtime.joining import node as node_module
 from covey.runtime.joining.request import JoinRequest, JoinTarget
-from covey.runtime.members import node as node_module
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.group.group import Group
     from covey.runtime.joining.joiner import Joiner
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
     from covey.runtime.peers.endpoint import Endpoint
 
 SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=40.0)
@@ -187,7 +187,7 @@ class _Elastic(generations._Generations):
 
 
 def node_of(group: Group) -> Node:
-    node = engine_of(group).node
+    node = node_module.node_of(group)
     assert node is not None
     return node
 
@@ -202,7 +202,7 @@ def ids_of(group: Group) -> list[bytes]:
 def say(group: Group, rank: int, message: messages.Control) -> None:
     """Let the node of a group send whatever it likes to another rank, and return when it is sent."""
     node = node_of(group)
-    call_on_loop(node.send, engine_of(group).members[rank], message)
+    call_on_loop(node.peers.send, engine_of(group).members[rank], message)
 
 
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:

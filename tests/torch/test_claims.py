@@ -11,7 +11,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import CoveyError, RemoteProtocolError
-from covey.runtime.group.internals import engine_of
+from covey.runtime.group.internals import engine_of, home_of
 from covey.testing import run_threads
 from covey.torch.backend.exchange import TensorGroup
 
@@ -36,7 +36,7 @@ def test_indices_and_values_of_no_sparse_tensor_name_their_rank(indices: Any, va
     together = threading.Barrier(SIZE, timeout=DEADLINE)
 
     def body(group: Group) -> None:
-        tensors = TensorGroup(engine_of(group), local_rank=group.local_rank)
+        tensors = TensorGroup(engine_of(group), home_of(group), local_rank=group.local_rank)
         group.barrier()
         together.wait()
         if group.rank == HOSTILE:

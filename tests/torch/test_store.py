@@ -25,8 +25,8 @@ from covey.base.numbers import Seat
 from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime import loop as control
 from covey.runtime.environment import LaunchedRank
-from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.joining.node import node_of
 from covey.runtime.state.store import StoreClient
 from covey.torch.backend.store import CoveyStore, open_store
 from covey.wire import messages
@@ -192,7 +192,7 @@ def say_when_waiting(group: Group, store: CoveyStore, rank: int) -> None:
 
 def await_questions(group: Group, count: int) -> None:
     """Wait until so many questions of this rank are without an answer."""
-    node = engine_of(group).node
+    node = node_of(group)
     assert node is not None
     until = time.monotonic() + DEADLINE
     while len(node.stores._outcomes) < count:
@@ -231,7 +231,7 @@ def break_links(rank: int, size: int, path: str) -> None:
     wait_for_links()
     config = group_config({}, on_loss="continue")
     with store_of(rank, size, path, config=config) as (group, store):
-        node = engine_of(group).node
+        node = node_of(group)
         assert node is not None
         store.barrier("here", size)
         if rank == 0:
@@ -264,14 +264,14 @@ def test_who_waits_is_answered_over_another_link_when_one_breaks() -> None:
 
 def talk_nonsense(rank: int, size: int, path: str) -> None:
     with store_of(rank, size, path) as (group, store):
-        engine = engine_of(group)
-        assert engine.node is not None
-        stranger = StoreClient(engine.node.stores, 4711)
+        node = node_of(group)
+        assert node is not None
+        stranger = StoreClient(node.stores, 4711)
         with pytest.raises(ConfigError, match="closed"):
             stranger.ask(wire.Count(), 30)
         store.barrier("here", size)
         if rank == 1:
-            engine.node.tell((Seat(0),), messages.Posting(1, 2, b"\xc1 no msgpack"))
+            node.peers.tell((Seat(0),), messages.Posting(1, 2, b"\xc1 no msgpack"))
             with pytest.raises(PeerLostError):
                 store.get("never")
             return

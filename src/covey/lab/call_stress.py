@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.errors import CallCancelledError
-from covey.runtime.calls.serve import serve_calls
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
@@ -126,7 +125,8 @@ def _await_silence(group: Group) -> None:
     """Wait until no call is open here, in either direction."""
     node = node_of(group)
     assert node is not None
-    core, deadline = serve_calls(node)._core, time.monotonic() + STRESS_SECONDS
+    assert node.calls is not None
+    core, deadline = node.calls.service()._core, time.monotonic() + STRESS_SECONDS
     while len(core.outgoing) or len(core.incoming) or core.incoming.running:
         assert time.monotonic() < deadline, "calls are left without an end"
         time.sleep(0.01)

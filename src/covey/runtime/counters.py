@@ -201,7 +201,7 @@ class ProcessCounters:
         self.events: Counter[str] = Counter()
         """Events of the run, by kind."""
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The nodes of this process (`members.node`): mostly one."""
+        """The nodes of this process (`joining.node`): mostly one."""
         self._lock = threading.Lock()
         self._groups: list[GroupCounters] = []
         self._past = Totals()

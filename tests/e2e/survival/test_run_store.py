@@ -294,7 +294,7 @@ def test_the_store_and_the_calls_of_an_excluded_process_fail_at_once_each_time()
             waiting = node.call_async(0, "never", 1000.0)
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(node.store.wait, "never")
-                waits_until(lambda: bool(engine_of(group).node.stores._outcomes))  # type: ignore[union-attr]
+                waits_until(lambda: bool(node_of(group).stores._outcomes))
                 call_on_loop(generation.withdraw)
                 for failed in (asked.exception(DEADLINE), waiting.exception()):
                     errors.append(f"{type(failed).__name__}: {failed}")

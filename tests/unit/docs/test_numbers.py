@@ -50,6 +50,7 @@ from covey.runtime.collectives import call_log, failure, native_executor, planne
 from covey.runtime.compressed import automatic
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
+from covey.runtime.joining import node as member_node
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
 from covey.runtime.lanes import kinds as lane_kinds
 from covey.runtime.lanes.tuning import (
@@ -63,7 +64,6 @@ from covey.runtime.lanes.tuning import (
     trials,
 )
 from covey.runtime.links import sockets
-from covey.runtime.members import node as member_node
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
 from covey.runtime.peers import better_ways, node_links, resting_links, rules, search

@@ -10,6 +10,7 @@ import pytest
 from covey.base.numbers import Seat
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.joining.torch_env import address_of_first
+from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import RemoteProcess
 from covey.wire.messages import Address, Card, Contact
 
@@ -27,9 +28,8 @@ def group_of(seats: tuple[int, ...], own: int, known: tuple[int, ...]) -> Any:
     peers = {Seat(seat): RemoteProcess(card(seat), seat=Seat(seat), is_dialled=True) for seat in known if seat != own}
     for seat, peer in peers.items():
         peer.way = (f"10.0.0.{seat}", 1000)
-    node: Any = SimpleNamespace(
-        seat=Seat(own), peers=peers, host=f"host{own}", card=SimpleNamespace(contact=contact(own))
-    )
+    table = PeerTable(Seat(own), peers, f"host{own}")
+    node: Any = SimpleNamespace(peers=table, card=SimpleNamespace(contact=contact(own)))
     roster = GroupRoster(node, tuple(map(Seat, seats)))
     return SimpleNamespace(rank=roster.rank, _engine=SimpleNamespace(node=node, roster=roster))
 

@@ -15,32 +15,32 @@ PACKAGE = {
     "__init__.py": '"""The face."""\n',
     "base/limits.py": "from typing import Final, TypeVar\n\nT = TypeVar('T')\nLOOK: Final = 1.0\nFEW, MANY = 1, 2\n",
     "runtime/__init__.py": '"""A layer."""\n',
-    "runtime/members/node.py": """
+    "runtime/joining/node.py": """
 from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
-    from covey.runtime.members.peers import Peers
+    from covey.runtime.joining.peers import Peers
 T = TypeVar("T")
 LOOK = 2.0
 class Node:
     peers: "Peers"
     def one(self, a, b, c, d, e, f, *, g, h, i, j, k, l, m): pass
 """,
-    "runtime/members/peers.py": """
-from covey.runtime.members import lanes
+    "runtime/joining/peers.py": """
+from covey.runtime.joining import lanes
 class Peers:
     def __init__(self, node: "Node | None") -> None: ...
 class Ended: pass
-from covey.runtime.members.node import Node
+from covey.runtime.joining.node import Node
 """,
-    "runtime/members/lanes.py": """
+    "runtime/joining/lanes.py": """
 from .store import Store
 class Lanes:
     def late(self, node):
         self.node: Node = node
-from covey.runtime.members.node import Node
+from covey.runtime.joining.node import Node
 """,
-    "runtime/members/store.py": """
-from covey.runtime.members.peers import Peers
+    "runtime/joining/store.py": """
+from covey.runtime.joining.peers import Peers
 class Store:
     def __init__(self, node: "Node") -> None: ...  # another Node
 class Ended: pass
@@ -64,26 +64,26 @@ def modules(tmp_path: Path) -> list[house.Module]:
 
 def test_each_figure_of_a_small_package_is_right(modules: list[house.Module]) -> None:
     found = house.figures(modules)
-    members = [f"runtime/members/{name}.py" for name in ("lanes", "node", "peers", "store")]
+    members = [f"runtime/joining/{name}.py" for name in ("lanes", "node", "peers", "store")]
     assert found["modules"] == 8
     assert found["slivers"] == ["base/limits.py", "runtime/group/group.py", *members]
     assert found["median_function_lines"] == 1
     assert found["import_share"] == round(8 / sum(text.count("\n") for text in PACKAGE.values()), 4)
-    assert found["knots"] == {"runtime/members": [members]}
-    assert found["takers"]["Node"] == ["runtime/members/lanes.py:Lanes", "runtime/members/peers.py:Peers"]
+    assert found["knots"] == {"runtime/joining": [members]}
+    assert found["takers"]["Node"] == ["runtime/joining/lanes.py:Lanes", "runtime/joining/peers.py:Peers"]
     assert found["takers"]["Engine"] == []
     assert found["classes_twice"] == {"Ended": members[2:], "Node": [members[1], members[3]]}
-    assert found["constants_twice"] == {"LOOK": ["base/limits.py", "runtime/members/node.py"]}
-    assert found["long_calls"] == {"runtime/members/node.py:9 one": 13}
+    assert found["constants_twice"] == {"LOOK": ["base/limits.py", "runtime/joining/node.py"]}
+    assert found["long_calls"] == {"runtime/joining/node.py:9 one": 13}
     assert found["large_classes"] == {"runtime/group/group.py:Group": 30}
-    assert found["rooms"]["runtime/members"]["modules"] == 4
-    assert list(found["rooms"]) == ["base", "covey", "runtime", "runtime/group", "runtime/members"]
+    assert found["rooms"]["runtime/joining"]["modules"] == 4
+    assert list(found["rooms"]) == ["base", "covey", "runtime", "runtime/group", "runtime/joining"]
 
 
 def test_the_report_fits_its_width_and_names_what_it_counts(modules: list[house.Module]) -> None:
     text = house.report(house.figures(modules), width=100)
     assert max(map(len, text.splitlines())) <= 100
-    assert "type knot in runtime/members" in text
+    assert "type knot in runtime/joining" in text
     assert "Group (30)" in text
 
 

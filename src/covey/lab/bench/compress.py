@@ -26,7 +26,7 @@ from covey.compress.low_rank import PowerSGD
 from covey.compress.parsing import parse
 from covey.compress.sparse import Sparsifier
 from covey.lab.bench.sweep import MAX_RANKS
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ class LaneTransport:
     @property
     def seat(self) -> Seat:
         """This node."""
-        return self._node.seat
+        return self._node.peers.seat
 
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""

@@ -17,74 +17,68 @@ from covey.net.host.machine import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
 from covey.runtime.lanes.tuning.urgency import Urgency
-from covey.runtime.messages.routing import MessageNode, MessageRouting
+from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
     from covey.runtime.fault import Fault
-    from covey.runtime.members.group_registry import GroupMessage, GroupRegistry
+    from covey.runtime.lanes.groups import GroupMessage, GroupRegistry
+    from covey.runtime.lanes.lanes import Lanes
     from covey.runtime.messages.listening import ListeningMessenger
     from covey.runtime.messages.messenger import Messenger
-    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.views.generation import Generation
-    from covey.runtime.views.generation_table import GenerationTable
 
 FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
 
 
-class CallingNode(MessageNode, Protocol):
-    """What calls need of the node that makes and serves them (`members.node`)."""
-
-    @property
-    def seat(self) -> Seat: ...
+class CallingNode(Protocol):
+    """What calls need of the node that makes and serves them (`joining.node`)."""
 
     @property
     def run(self) -> str: ...
 
     @property
-    def host(self) -> str: ...
-
-    @property
     def config(self) -> GroupConfig: ...
 
     @property
-    def peers(self) -> Mapping[Seat, RemoteProcess]: ...
+    def peers(self) -> PeerTable: ...
 
     @property
     def groups(self) -> GroupRegistry: ...
 
     @property
-    def generation(self) -> Generation | None: ...
+    def lanes(self) -> Lanes: ...
 
     @property
-    def generation_table(self) -> GenerationTable: ...
+    def generation(self) -> Generation | None: ...
 
 
 class _Seats:
     """The seats of a run as the ranks of a group: each seat is its own rank, and new ones may come."""
 
-    def __init__(self, node: CallingNode) -> None:
-        self._node = node
+    def __init__(self, peers: PeerTable) -> None:
+        self._peers = peers
 
     def __contains__(self, seat: object) -> bool:
-        return seat == self._node.seat or seat in self._node.peers
+        return seat == self._peers.seat or seat in self._peers
 
     def __getitem__(self, seat: Any) -> Any:
         return seat
 
     def __iter__(self) -> Iterator[Seat]:
-        return iter((self._node.seat, *self._node.peers))
+        return iter((self._peers.seat, *self._peers))
 
     def __len__(self) -> int:
-        return 1 + len(self._node.peers)
+        return 1 + len(self._peers)
 
     def describe(self, ranks: tuple[Rank, ...]) -> str:
-        return " and ".join(self._node.generation_table.name_of(Seat(rank)) for rank in ranks)
+        return " and ".join(self._peers.name_of(Seat(rank)) for rank in ranks)
 
     @property
     def rank_of(self) -> dict[Seat, Rank]:
@@ -150,8 +144,8 @@ class CallLanes:
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: CallingNode | None = node
-        self.config, self.rank = node.config, Rank(node.seat)
-        self.members = self.roster = _Seats(node)
+        self.config, self.rank = node.config, Rank(node.peers.seat)
+        self.members = self.roster = _Seats(node.peers)
         self._bell = Bell()
         self.routing = _CallRouting(self, self._bell)
         self.used_messenger: ListeningMessenger | None = None
@@ -170,7 +164,7 @@ class CallLanes:
             is_first, self.is_closed = not self.is_closed, True
         if is_first and self.node is not None:
             self.routing.close(time.monotonic() + FLUSH_SECONDS)
-            self.node.groups.forget(self.id, 0)
+            self.node.lanes.forget(self.id, 0)
             self._bell.close()
 
     # As the owner of its messages (`messages.routing.MessageOwner` and `MessageFailure`)
@@ -180,9 +174,12 @@ class CallLanes:
         """Whether threads may poll for a moment before they sleep: each process of this host can have a core."""
         if not self._spins or self.node is None:
             return False
-        contacts = [peer.contact for peer in self.node.peers.values()]
-        here = 1 + sum(contact is not None and contact.host == self.node.host for contact in contacts)
-        return here <= usable_cores()
+        return 1 + len(self.node.peers.here) <= usable_cores()
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes of this process; None once it was forked."""
+        return None if self.node is None else self.node.lanes
 
     @property
     def size(self) -> int:
@@ -215,7 +212,7 @@ class CallLanes:
     def note_raised(self, error: BaseException) -> None:
         """Do nothing: no error of a message ends the others."""
 
-    # As a group of its node, on the control loop (`members.group_registry.RegisteredGroup`)
+    # As a group of its node, on the control loop (`lanes.groups.RegisteredGroup`)
 
     @property
     def generation(self) -> Generation | None:

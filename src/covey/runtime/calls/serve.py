@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.service import CallService
     from covey.runtime.fault import Fault
-    from covey.runtime.members.node import Node
 
 
 class AwaitedCalls:
@@ -117,30 +116,6 @@ class AwaitedCalls:
             service.close()
         else:
             self._transport.shut()
-
-
-def await_calls(node: Node, functions: FunctionRegistry | None = None) -> None:
-    """Have calls of other nodes answered from now on, with these functions, if this process registered some before."""
-    if node.calls is None:
-        node.calls = AwaitedCalls(node, functions)
-
-
-def deliver_answers(node: Node) -> None:
-    """Wait until the answers to calls that this node has given are delivered, because it is about to leave its run."""
-    if isinstance(node.calls, AwaitedCalls):
-        node.calls.deliver_answers()
-
-
-def registered_functions(node: Node) -> FunctionRegistry | None:
-    """Return the functions that this process has registered in a run, if any; also after it has left."""
-    return node.calls.functions if isinstance(node.calls, AwaitedCalls) else None
-
-
-def serve_calls(node: Node) -> CallService:
-    """Return the calls of a node."""
-    await_calls(node)
-    assert isinstance(node.calls, AwaitedCalls)
-    return node.calls.service()
 
 
 def calls_alone(config: GroupConfig, name: str) -> CallService:

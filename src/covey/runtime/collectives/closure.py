@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.roster import GroupRoster
     from covey.runtime.collectives.stalls import StallDiagnosis
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.group_registry import GroupRegistry
+    from covey.runtime.lanes.lanes import Lanes
     from covey.runtime.views.generation import Generation
 
 PROVING: Final = frozenset(
@@ -168,7 +168,7 @@ def flush_control() -> None:
 
 
 def dropped(
-    groups: GroupRegistry | None,
+    lanes: Lanes | None,
     generation: Generation | None,
     group_id: int,
     members: tuple[Seat, ...],
@@ -178,7 +178,7 @@ def dropped(
     """Free what a group held that was not closed. The garbage collector calls this on any thread: it takes no lock."""
     work_queue.put(None)
     counters.is_over = True
-    if groups is not None:
-        control.soon(groups.forget, group_id, 0)
+    if lanes is not None:
+        control.soon(lanes.forget, group_id, 0)
     if generation is not None:
         control.soon(generation.drop, group_id, generation.ranks_of(members))

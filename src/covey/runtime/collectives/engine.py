@@ -27,7 +27,7 @@ from covey.runtime.collectives.evidence import CallEvidence
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.operation import NO_INFO, Backlog, CurrentAttempt, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupRoster, LaneKinds
+from covey.runtime.collectives.roster import CollectiveLanes, GroupFacts, GroupNode, GroupRoster, LaneKinds
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.collectives.suspicion import Suspicion
 from covey.runtime.collectives.trouble import OperationTrouble
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.native_executor import Shortcut
-    from covey.runtime.members.node import Node
+    from covey.runtime.lanes.lanes import Lanes
     from covey.runtime.views.generation import Generation
     from covey.runtime.work import Work
 
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(
         self,
-        node: Node | None,
+        node: GroupNode | None,
         group_id: int,
         members: tuple[Seat, ...],
         name: str,
@@ -86,8 +86,8 @@ class Engine:
         self.counters = counters = GroupCounters(name, self.rank, members, is_native=facts.is_native)
         self._recorder = counters.recorder
         process.register(counters)
-        lanes, paths, events = (None, None, None) if node is None else (node.lanes, node.paths, node.events)
-        self._lanes = CollectiveLanes(lanes, paths, members, facts, counters, events)
+        lanes, events = (None, None) if node is None else (node.lanes, node.events)
+        self._lanes = CollectiveLanes(lanes, members, facts, counters, events)
         self.operation = operation = CurrentOperation(name)
         self._call_log = call_log = CallLog()
         self._current = current = CurrentAttempt(roster, survives=survives)
@@ -115,7 +115,7 @@ class Engine:
         self._dropped = weakref.finalize(
             self,
             closure.dropped,
-            None if node is None else node.groups,
+            lanes,
             generation,
             group_id,
             members,
@@ -157,6 +157,11 @@ class Engine:
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         number, used = int.from_bytes(digest, "little"), self.config if config is None else config
         return Engine(self.node, number, members, name, used, generation=self.generation)
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes of this process; None in a run of one, and in a forked child."""
+        return None if self.node is None else self.node.lanes
 
     @property
     def attempt(self) -> Attempt:
@@ -386,7 +391,7 @@ class Engine:
             sequence = self.operation.sequence
             if self.failure.fault is not None or sequence:
                 closure.flush_control()
-            self.node.groups.forget(self.id, sequence)
+            self.node.lanes.forget(self.id, sequence)
         self.bell.close()
 
     def forked(self) -> None:
@@ -409,7 +414,7 @@ class Engine:
 
 
 def _facts(
-    node: Node | None,
+    node: GroupNode | None,
     group_id: int,
     name: str,
     config: GroupConfig,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.stalls import StallDiagnosis
     from covey.runtime.collectives.suspicion import Suspicion
     from covey.runtime.counters import GroupCounters
-    from covey.runtime.members.group_registry import GroupMessage
+    from covey.runtime.lanes.groups import GroupMessage
     from covey.runtime.messages.routing import MessageRouting
     from covey.runtime.views.generation import Generation
     from covey.wire import messages
@@ -49,7 +49,7 @@ class ReportedGroup(Protocol):
 
 
 class ControlReports:
-    """A group as its node sees it (`members.group_registry`). It may be dropped while a report is under way."""
+    """A group as its node sees it (`lanes.groups`). It may be dropped while a report is under way."""
 
     has_rings = True
     urgency = Urgency.TENSORS

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from covey.plan.choose import PlanSizes
     from covey.runtime.counters import GroupCounters
     from covey.runtime.events import Events
+    from covey.runtime.lanes.groups import GroupRegistry
     from covey.runtime.lanes.lanes import Lanes
-    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
     from covey.wire.reports import MeasuredNetwork
@@ -64,47 +65,59 @@ class GroupFacts:
     """Whether every rank on this host has a core for itself, and a second one."""
 
 
-class RosterNode(Protocol):
-    """What a group's ranks are read from, and told things by: the node of this process (`members.node`)."""
+class GroupNode(Protocol):
+    """What the groups of a process use of its run (`joining.node`)."""
 
-    seat: Seat
     card: messages.Card
-    host: str
+    """The card of this process."""
     cluster: str
+    """Differs between clusters; empty in a run without one."""
+    since: float
+    """When this process was about to be in the run, in seconds since 1970."""
     measured: tuple[float, MeasuredNetwork] | None
     """What a group has measured last of the links between its ranks, and when: since 1970."""
 
     @property
-    def peers(self) -> Mapping[Seat, RemoteProcess]: ...
+    def peers(self) -> PeerTable: ...
 
     @property
     def events(self) -> Events: ...
 
     @property
-    def knows_change(self) -> bool: ...
+    def lanes(self) -> Lanes: ...
 
-    def tell(self, seats: Iterable[Seat], message: messages.Control, *, wakes: bool = True) -> None: ...
+    @property
+    def groups(self) -> GroupRegistry: ...
 
-    def tell_keeper(self, message: messages.Control) -> None: ...
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the program goes from generation to generation."""
+
+    @property
+    def knows_change(self) -> bool:
+        """Whether the next generation should come soon."""
+
+    def tell_keeper(self, message: messages.Control) -> None:
+        """Send a message to the keeper, if there is one. Returns at once; on any thread."""
 
 
 class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
-    def __init__(self, node: RosterNode | None, seats: tuple[Seat, ...]) -> None:
+    def __init__(self, node: GroupNode | None, seats: tuple[Seat, ...]) -> None:
         """`seats` are positions in the run, in the order of the group's ranks. A run of one has no node."""
         self.node = node
         """None in a run of one, and in a process that was forked from a member."""
         self.seats = seats
         self.size = len(seats)
         self.ranks = cast("Sequence[Rank]", range(self.size))
-        self.rank = Rank(seats.index(node.seat) if node is not None else 0)
+        self.rank = Rank(seats.index(node.peers.seat) if node is not None else 0)
         """The rank of this process."""
         self.rank_of = dict(zip(seats, self.ranks, strict=True))
 
     def others(self) -> list[Seat]:
         """Return the seats of the other ranks."""
-        return [] if self.node is None else [seat for seat in self.seats if seat != self.node.seat]
+        return [] if self.node is None else [seat for seat in self.seats if seat != self.node.peers.seat]
 
     def peers(self) -> list[RemoteProcess]:
         """Return the peers that are the other ranks."""
@@ -130,14 +143,14 @@ class GroupRoster:
         if not wakes:
             present = self.present()
             index = present.index(self.rank)
-            beside = {self.seats[present[(index + step) % len(present)]] for step in (1, -1)} - {self.node.seat}
-            self.node.tell(beside, message)
-        self.node.tell([seat for seat in self.others() if seat not in beside], message, wakes=wakes)
+            beside = {self.seats[present[(index + step) % len(present)]] for step in (1, -1)} - {self.node.peers.seat}
+            self.node.peers.tell(beside, message)
+        self.node.peers.tell([seat for seat in self.others() if seat not in beside], message, wakes=wakes)
 
     def tell(self, ranks: Iterable[Rank], message: messages.Control) -> None:
         """Send a control message to some other ranks. Returns at once."""
         if self.node is not None:
-            self.node.tell([self.seats[rank] for rank in ranks], message)
+            self.node.peers.tell([self.seats[rank] for rank in ranks], message)
 
     def tell_keeper(self, reason: str, cause: bytes) -> None:
         """Tell the keeper why this program fails, and which process is the cause: this one if it is empty."""
@@ -193,9 +206,11 @@ class GroupRoster:
 
         With one, waiting ranks may spin; with two, a helper thread may encrypt.
         """
-        host = self.node.host if self.node is not None else ""
-        here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
-        return here * each <= usable_cores()
+        return self.ranks_here() * each <= usable_cores()
+
+    def ranks_here(self) -> int:
+        """Return how many ranks are on this host."""
+        return 1 + sum(self.node is not None and peer.is_on(self.node.peers.host) for peer in self.peers())
 
 
 class CollectiveLanes:
@@ -204,14 +219,13 @@ class CollectiveLanes:
     def __init__(
         self,
         lanes: Lanes | None,
-        paths: PathMonitor | None,
         seats: tuple[Seat, ...],
         facts: GroupFacts,
         counters: GroupCounters,
         events: Events | None,
     ) -> None:
-        """A run of one has no lanes, no paths and no events."""
-        self._lanes, self._paths, self._events = lanes, paths, events
+        """A run of one has no lanes and no events."""
+        self._lanes, self._events = lanes, events
         self._group, self._seats, self._counters = facts.id, seats, counters
 
     def open(self, rank: Rank, attempt: int) -> Lane:
@@ -235,8 +249,8 @@ class CollectiveLanes:
 
     def stuck(self, rank: Rank) -> None:
         """Let the node leave the path to a rank, over which bytes of a lane do not arrive. Returns at once."""
-        if self._paths is not None:
-            control.soon(self._paths.stuck, self._seats[rank])
+        if self._lanes is not None:
+            control.soon(self._lanes.paths.stuck, self._seats[rank])
 
     def arrived(self) -> dict[Seat, Any]:
         """Return the open lanes, by seat."""
@@ -264,4 +278,4 @@ class CollectiveLanes:
 
     def forked(self) -> None:
         """Forget the lanes, in a forked child: they are the parent's."""
-        self._lanes = self._paths = None
+        self._lanes = None

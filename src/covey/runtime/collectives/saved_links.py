@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Rank
     from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.roster import RosterNode
+    from covey.runtime.collectives.roster import GroupNode
     from covey.wire.machine import Endorsed
 
 logger = logging.getLogger("covey")
@@ -164,7 +164,7 @@ def _ends(attempt: Attempt) -> list[_End] | None:
     return ends
 
 
-def _ways(attempt: Attempt, node: RosterNode) -> Mapping[Rank, _LinkWay]:
+def _ways(attempt: Attempt, node: GroupNode) -> Mapping[Rank, _LinkWay]:
     """Return how this rank reaches each other one; none for a link through a relay, whose speed is the relay's."""
     names = {ip: each.name for each in all_interfaces() for ip in each.addresses}
     roster, ways = attempt.roster, {}
@@ -172,7 +172,7 @@ def _ways(attempt: Attempt, node: RosterNode) -> Mapping[Rank, _LinkWay]:
         peer = roster.peer(rank)
         if peer is None:
             continue
-        if roster.host(rank) == node.host:
+        if roster.host(rank) == node.peers.host:
             ways[rank] = _LinkWay("", "", "")
             continue
         link = peer.link
@@ -184,7 +184,7 @@ def _ways(attempt: Attempt, node: RosterNode) -> Mapping[Rank, _LinkWay]:
     return ways
 
 
-def _cluster(node: RosterNode) -> bytes:
+def _cluster(node: GroupNode) -> bytes:
     import hashlib  # slow to load: it loads OpenSSL
 
     return hashlib.blake2b(node.cluster.encode(), digest_size=CLUSTER_BYTES).digest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from covey.base.settings import OnLoss
     from covey.compress.feedback import ErrorFeedback
     from covey.proto.checkpointing import Checkpoint
+    from covey.runtime.calls.serve import AwaitedCalls
     from covey.runtime.calls.service import CallService
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from covey.runtime.group.node import Node
     from covey.runtime.group.restore import RestoreReport
     from covey.runtime.group.savings import Compression
+    from covey.runtime.report_log import ReportLog
+    from covey.runtime.state.checkpoints import Checkpoints
     from covey.runtime.state.store import Stores
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,6 +60,21 @@ PartT = TypeVar("PartT")
 
 LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
+
+
+class GroupHome(Protocol):
+    """What groups use of the run of their process, beside what their operations need (`joining.node`)."""
+
+    stores: Stores
+    checkpoints: Checkpoints
+    reports: ReportLog
+    calls: AwaitedCalls | None
+
+    def fail(self, reason: str) -> None:
+        """Tell all other processes with which error the program ends. Returns at once; on any thread."""
+
+    def tell_keeper_of_survival(self) -> None:
+        """Tell the keeper that the program goes on although its groups end. Returns at once; on any thread."""
 
 
 class OfferedOperations:
@@ -122,6 +140,7 @@ class Group:
     def __init__(
         self,
         engine: Engine,
+        home: GroupHome | None,
         *,
         local_rank: int,
         before_close: Callable[[bool], None] | None = None,
@@ -129,12 +148,14 @@ class Group:
         is_fresh: bool = False,
         parent_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """`close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
+        """`home` is the run of this process; None if the process is alone.
+
+        `close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
 
         `on_close` may return an error to raise. `is_fresh`: this rank joined the run with this group, so that `restore`
         does not count its state. `parent_ranks` are the ranks in the group that it was split from.
         """
-        self._engine, self._local_rank, self._is_fresh = engine, local_rank, is_fresh
+        self._engine, self._home, self._local_rank, self._is_fresh = engine, home, local_rank, is_fresh
         self._before_close, self._on_close = before_close, on_close
         self._state: MutableMapping[str, Any] | None = None
         """The state that `restore` was given last."""
@@ -145,14 +166,15 @@ class Group:
         self._issuer = issuer = Issuer(engine)
         self._reductions, self._objects, self._messages = Reductions(issuer), ObjectMoves(issuer), Messages(issuer)
         self._moves, self._gradients = Moves(issuer), Gradients(issuer, self._reductions)
-        serve = functools.partial(_serve, engine)
-        self._introspection, self._survival = Introspection(engine, issuer, parent_ranks, serve), Survival(engine)
-        node, is_alone = engine.node, engine.node is None and parent_ranks is None
-        self._checkpoints = CheckpointRequests(engine, None if node is None else node.checkpoints, is_alone=is_alone)
+        serve = functools.partial(_serve, engine, home)
+        self._introspection = Introspection(engine, issuer, parent_ranks, serve)
+        self._survival = Survival(engine, None if home is None else home.tell_keeper_of_survival)
+        checkpoints, is_alone = None if home is None else home.checkpoints, home is None and parent_ranks is None
+        self._checkpoints = CheckpointRequests(engine, checkpoints, is_alone=is_alone)
         self._operations: dict[Callable[..., Any], Callable[..., Any]] = {}
         """By operation of a part: what carries it out."""
         operations = (self._reductions, self._moves, self._objects, self._messages, self._gradients)
-        self._reports = Reports(lambda: log_of(engine.node))
+        self._reports = Reports(lambda: log_of(None if engine.node is None else home))
         for part in (*operations, self._introspection, self._checkpoints, self._reports):
             self._bind(part)
 
@@ -314,7 +336,7 @@ class Group:
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
         made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name)
-        return Group(made, local_rank=self._local_rank, parent_ranks=tuple(chosen))
+        return Group(made, self._home, local_rank=self._local_rank, parent_ranks=tuple(chosen))
 
     def split_by_host(self, *, timeout: float | None = None) -> Group:
         """Return a new group of the ranks on this machine. Every rank of this group calls it."""
@@ -348,7 +370,7 @@ class Group:
             DeadlineError: a live rank did not call it in time.
         """
         made, number = self._survival.shrink(timeout)
-        return type(self)(made, local_rank=self._local_rank), number
+        return type(self)(made, self._home, local_rank=self._local_rank), number
 
     def agree(self, flag: bool, *, timeout: float | None = None) -> bool:
         """Return whether `flag` is true on all remaining ranks; all get the same answer, also in a failed group."""
@@ -463,12 +485,12 @@ class Group:
 
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks which error ends this program, before its lanes end."""
-        node, is_of_all = self._engine.node, self._before_close is not None
-        if node is None or not is_of_all or self._has_told:
+        home, is_of_all = self._home, self._before_close is not None
+        if home is None or self._engine.node is None or not is_of_all or self._has_told:
             return
         self._has_told = True
         if not self._is_consequence(error):
-            node.fail(describe(error))
+            home.fail(describe(error))
         else:
             self._engine.failure.report_loss(describe(error))
 
@@ -477,13 +499,14 @@ class Group:
         return isinstance(error, CoveyError) and self._engine.failure.has_happened
 
 
-def _serve(engine: Engine) -> tuple[CallService, Stores | None]:
+def _serve(engine: Engine, home: GroupHome | None) -> tuple[CallService, Stores | None]:
     """Return what serves calls between nodes, and the stores of the run; a process that is alone has none."""
-    from covey.runtime.calls.serve import calls_alone, serve_calls  # most programs make no calls
+    from covey.runtime.calls.serve import calls_alone  # most programs make no calls
 
-    if engine.node is None:
+    if engine.node is None or home is None:
         return calls_alone(engine.config, engine.name), None
-    return serve_calls(engine.node), engine.node.stores
+    assert home.calls is not None
+    return home.calls.service(), home.stores
 
 
 def _close(made: Group | None) -> None:

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.gradients import Gradients
-    from covey.runtime.group.group import Group
+    from covey.runtime.group.group import Group, GroupHome
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.group.restore import RestoreReport
-    from covey.runtime.members.node import Node
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.state.store import StoreClient
 
@@ -52,9 +51,9 @@ def restore_as(group: Group, state: MutableMapping[str, Any], *, fresh: bool) ->
     return group._survival.restore(state, fresh=fresh)
 
 
-def node_of(group: Group) -> Node | None:
-    """Return the node through which a group talks to its run; None for a group of one."""
-    return group._engine.node
+def home_of(group: Group) -> GroupHome | None:
+    """Return what groups share with their run; None for a group of one, and in a process that was forked."""
+    return None if group._engine.node is None else group._home
 
 
 def peers_of(group: Group) -> list[RemoteProcess]:
@@ -79,12 +78,10 @@ def steps_between_checks(group: Group) -> int:
 
 def functions_of(group: Group) -> FunctionRegistry | None:
     """Return the functions that this process lets other nodes call, if it has registered some; also after `close`."""
-    if group._engine.node is None:
+    if (home := home_of(group)) is None:
         known = group._introspection.known_node
         return None if known is None else known._service.functions
-    from covey.runtime.calls.serve import registered_functions
-
-    return registered_functions(group._engine.node)
+    return None if home.calls is None else home.calls.functions
 
 
 def restored_state(group: Group) -> MutableMapping[str, Any] | None:
@@ -118,18 +115,18 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     from covey.runtime.state.store import StoreClient, Stores  # most programs need no further store
     from covey.wire import store as wire
 
-    node = node_of(group)
+    home = home_of(group)
     number = secrets.randbits(61) + 1
-    if node is None:
+    if home is None:
         client = StoreClient(Stores(None), number)
         client.ask(wire.Open(), OPEN_SECONDS)
         return client
     if group.rank == 0:
-        StoreClient(node.stores, number).ask(wire.Open(), OPEN_SECONDS if timeout is None else timeout)
+        StoreClient(home.stores, number).ask(wire.Open(), OPEN_SECONDS if timeout is None else timeout)
     number = group.broadcast_object(number, type=int, timeout=timeout)
     if not 0 <= number < 1 << 62:
         raise RemoteProtocolError(f"rank 0 sent the store number {number}, which is not within 62 bits")
-    return StoreClient(node.stores, number)
+    return StoreClient(home.stores, number)
 
 
 def report_for_program(group: Group, step: int | None, values: Mapping[str, Any]) -> None:

@@ -188,7 +188,7 @@ def _link(engine: DescribedEngine, rank: Rank, interfaces: list[Interface]) -> P
     kind = engine.attempt.lanes.kind_of(rank) if lane is None else lane.kind
     link = peer.link
     own = "" if link is None else link.local_ip
-    is_here = engine.roster.node is not None and engine.roster.host(rank) == engine.roster.node.host
+    is_here = engine.roster.node is not None and engine.roster.host(rank) == engine.roster.node.peers.host
     found = None if is_here else next((each for each in interfaces if own and own in each.addresses), None)
     medium = "local" if is_here else "unknown" if found is None else found.kind
     rate = None

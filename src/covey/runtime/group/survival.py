@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.errors import RemoteProtocolError
-from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.group.issuer import Issuer
 from covey.runtime.group.moves import Moves
 from covey.runtime.group.reductions import Reductions
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.restore import RestoreReport
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
 class Survival:
     """The groups beside one group that carry out what is left to do after a loss. It makes their engines."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, tell_keeper: Callable[[], None] | None) -> None:
+        """`tell_keeper` tells the keeper that the program goes on although its group ends; None without a run."""
+        self._engine, self._tell_keeper = engine, tell_keeper
         self._assembly: Engine | None = None
         """A group of the same ranks whose operations survive losses, for the use of a failed group.
 
@@ -46,8 +46,8 @@ class Survival:
         """Return the engine of a group of the remaining ranks, and the last operation that returned on all of them."""
         engine = self._engine
         used = self._agreeing()
-        if used is not engine and engine.node is not None:
-            control.soon(engine.node.generation_table.tell_keeper_of_survival)
+        if used is not engine and engine.node is not None and self._tell_keeper is not None:
+            self._tell_keeper()
         said = Moves(Issuer(used)).all_gather(np.array([engine.last_returned]), timeout=timeout)
         numbers = _numbers(said)
         members, number = tuple(engine.members[rank] for rank in numbers), used.operation.sequence

@@ -31,7 +31,7 @@ from covey.runtime.off_loop import off_loop
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.functions import FunctionRegistry
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
     from covey.runtime.peers.endpoint import Endpoint
 
 FOUND_SECONDS: Final = 30.0
@@ -182,7 +182,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"
         )
     if launched.size == 1:
-        return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank or 0)
+        return Group(Engine(None, 0, (Seat(0),), launched.name, config), None, local_rank=launched.local_rank or 0)
     from covey.runtime import loop as control
     from covey.runtime.joining.launcher_mesh import launched_node
     from covey.runtime.peers.peer_table import ranks_of
@@ -205,7 +205,7 @@ def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -
     """Return the group of the next generation of a running run, once it has a seat for this process."""
     from covey.runtime import loop as control
     from covey.runtime.joining.newcomer import Newcomer
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
 
     async def wait_for_a_seat() -> Node:
         newcomer = Newcomer(launched, target.config, endpoint)
@@ -245,11 +245,7 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
 
 def local_rank_of(node: Node) -> int:
     """Return the number of this node among the run's nodes on its host."""
-    return sum(
-        1
-        for peer in node.peers.values()
-        if peer.seat < node.seat and peer.contact is not None and peer.contact.host == node.host
-    )
+    return sum(peer.seat < node.seat for peer in node.peers.here)
 
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: FunctionRegistry | None = None) -> Group:
@@ -257,20 +253,19 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: F
 
     `functions` are those that other nodes may call from now on, if the process was in the run before.
     """
-    from covey.runtime.calls.serve import await_calls, deliver_answers  # a group of one awaits no calls
-
     generation = node.generation
     members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
     node.checkpoints.follow(engine)
-    await_calls(node, functions)
+    node.await_calls(functions)
 
     def leave(is_finished: bool) -> None:
         if is_finished:
             for member in node.groups:
                 member.confirm()
-        deliver_answers(node)
+        if node.calls is not None:
+            node.calls.deliver_answers()
         # Agreed with the other members, so that they take it neither for a crash nor for the end of the group; and
         # when all have left, the machines of a cluster know that the run is over.
         is_agreed = node.config.on_loss == "continue" or node.generation_table.is_durable
@@ -283,7 +278,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: F
         atexit.unregister(group.close)
         return next((error for error in errors if error is not None), None)
 
-    group = Group(engine, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
+    group = Group(engine, node, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)
     shutdown.arm()
     return group

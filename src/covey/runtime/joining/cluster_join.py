@@ -18,8 +18,8 @@ from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
 from covey.runtime.joining.bootstrap import group_of, local_rank_of
 from covey.runtime.joining.joiner import Joiner
+from covey.runtime.joining.node import Node
 from covey.runtime.joining.torch_env import export_torch_env
-from covey.runtime.members.node import Node
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import messages
 from covey.wire.formation import Terms
@@ -47,7 +47,7 @@ def join_run(target: JoinTarget) -> Group:
     if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
         raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
     if wanted.size == 1:
-        return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), local_rank=0), None)
+        return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), None, local_rank=0))
     env = effective_environment()
     cluster = target.options.find(env)
     ports = ports_from(env.get("COVEY_PORT", ""))
@@ -92,14 +92,14 @@ def join_run(target: JoinTarget) -> Group:
         return await _seat(joiner, config, wanted.timeout, floor=floor)
 
     node = control.make(become_a_node(), discard=Node.close, otherwise=endpoint.leave)
-    return _ready(group_of(node, local_rank=local_rank_of(node), functions=target.functions), node)
+    return _ready(group_of(node, local_rank=local_rank_of(node), functions=target.functions))
 
 
-def _ready(group: Group, node: Node | None) -> Group:
+def _ready(group: Group) -> Group:
     """Export torch's variables, if `covey run` asked for it, before the program gets its group."""
     if os.environ.get("COVEY_TORCH_ENV") == "1":
         try:
-            export_torch_env(group, node)
+            export_torch_env(group)
         except BaseException:
             group.close()
             raise

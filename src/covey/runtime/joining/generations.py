@@ -29,9 +29,10 @@ from covey.base.numbers import Rank, Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
-from covey.runtime.group.internals import engine_of, functions_of, node_of, restored_state, seat_of
+from covey.runtime.group.internals import engine_of, functions_of, restored_state, seat_of
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
+from covey.runtime.joining.node import node_of
 from covey.runtime.joining.request import JoinArguments, JoinRequest, takes_join_arguments
 from covey.runtime.shutdown import signalled
 from covey.runtime.views.view_driver import member_keys
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.node import Node
+    from covey.runtime.joining.node import Node
     from covey.runtime.views.generation import Generation
 
 WAIT_SECONDS: Final = 300.0

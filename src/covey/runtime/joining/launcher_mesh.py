@@ -21,10 +21,10 @@ from covey.base.pace import Growing
 from covey.base.settings import differences_of
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
+from covey.runtime.joining.node import Node
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.address_race import dial_any
 from covey.runtime.links.handshake import SILENCE, Greeter, HungUpError, RefusedError, admit
-from covey.runtime.members.node import Node
 from covey.runtime.peers.rank_visitors import RankVisitors
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.wire import messages
@@ -582,6 +582,6 @@ def launched_node(
         tasks=node.tasks,
         stores=node.stores,
         checkpoints=node.checkpoints,
-        routes=node.ways_to,
+        routes=node.routes.to,
     )
     return node, mesh

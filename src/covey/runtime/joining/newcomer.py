@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.runtime.environment import LaunchedRank
+    from covey.runtime.joining.node import Node
     from covey.runtime.links.link import Link
-    from covey.runtime.members.node import Node
     from covey.runtime.peers.endpoint import Endpoint
 
 logger = logging.getLogger("covey")

@@ -9,14 +9,13 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.runtime.group.internals import node_of, peers_of
+from covey.runtime.group.internals import engine_of, peers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from covey.runtime.group.group import Group
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.node import Node
 
 logger = logging.getLogger("covey")
 
@@ -74,11 +73,7 @@ def own_variables(group: Group) -> dict[str, str]:
 
 def _local_size(group: Group) -> int:
     """Return how many ranks of the group are on this host."""
-    node = node_of(group)
-    if node is None:
-        return 1
-    contacts = [peer.contact for peer in peers_of(group)]
-    return 1 + sum(contact is not None and contact.host == node.host for contact in contacts)
+    return engine_of(group).roster.ranks_here()
 
 
 def gloo_variables(group: Group) -> dict[str, str]:
@@ -87,13 +82,13 @@ def gloo_variables(group: Group) -> dict[str, str]:
     Without it, gloo listens at the address of the host's own name, which is 127.0.1.1 on many systems: no other machine
     can reach that.
     """
-    node = node_of(group)
+    node = engine_of(group).roster.node
     if node is None or GLOO in os.environ:
         return {}
     from covey.net.discovery.interfaces import recent_interfaces
 
     peers = peers_of(group)  # rank 0's machine comes first
-    ips = [peer.link.local_ip for peer in peers if peer.link and peer.contact and peer.contact.host != node.host]
+    ips = [peer.link.local_ip for peer in peers if peer.link and peer.contact and not peer.is_on(node.peers.host)]
     by_ip = {ip: interface.name for interface in recent_interfaces() for ip in interface.addresses}
     return next(({GLOO: by_ip[ip]} for ip in ips if ip in by_ip), {})
 
@@ -115,16 +110,13 @@ def reserve_port() -> socket.socket:
     return sock
 
 
-def export_torch_env(group: Group, node: Node | None) -> None:
-    """Set torch's variables in this process, once its rank in a run of the cluster is known; all ranks call it.
-
-    `node` is None for a group of one.
-    """
+def export_torch_env(group: Group) -> None:
+    """Set torch's variables in this process, once its rank in a run of the cluster is known; all ranks call it."""
     port = int(group.broadcast_object(free_port() if group.rank == 0 else None, type=int))
     if not 0 < port < 1 << 16:
         raise RemoteProtocolError(f"rank 0 named port {port} for torch's store")
     master = "127.0.0.1"
-    if node is not None and _local_size(group) < group.size:
+    if _local_size(group) < group.size:
         master = address_of_first(group)
         if group.local_rank == 0:
             logger.warning(
@@ -139,14 +131,14 @@ def export_torch_env(group: Group, node: Node | None) -> None:
 
 def address_of_first(group: Group) -> str:
     """Return the address by which this node reaches the host of rank 0 of a group."""
-    node = node_of(group)
+    node = engine_of(group).roster.node
     if node is None:
         return "127.0.0.1"
     if group.rank == 0:
         ips = [address.ip for address in node.card.contact.addresses]
         return next((ip for ip in ips if not ipaddress.ip_address(ip).is_link_local), "127.0.0.1")
     first = peers_of(group)[0]
-    if first.contact is not None and first.contact.host == node.host:
+    if first.is_on(node.peers.host):
         return "127.0.0.1"
     return _ip(first.way) or (first.link.remote_ip if first.link is not None else "127.0.0.1")
 

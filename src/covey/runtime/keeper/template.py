@@ -34,7 +34,7 @@ PRELOADED = (
     "covey.runtime.joining.launcher_mesh",
     "covey.runtime.messages.messenger",
     "covey.runtime.calls.serve",
-    "covey.runtime.members.node",
+    "covey.runtime.joining.node",
     "covey.runtime.collectives.atomic",
     "covey.runtime.collectives.native_executor",
     "covey.net.lanes.native",

@@ -21,15 +21,7 @@ from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
 from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
-from covey.runtime.lanes.kinds import (
-    SEALED_KINDS,
-    acceptable_capacities,
-    acceptable_kinds,
-    is_refused_ring,
-    kind_to,
-    lane_of_memory,
-    lane_of_sockets,
-)
+from covey.runtime.lanes.kinds import SEALED_KINDS
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
@@ -37,8 +29,13 @@ from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.connections import LaneConnections
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.lanes.kinds import LaneMaker, LaneRules
+    from covey.runtime.lanes.resumption import LaneResumption
     from covey.runtime.lanes.table import LaneTable
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.tasks import Tasks
 
 LANES_LIMIT: Final = 100_000
 
@@ -55,10 +52,25 @@ class _Expected:
 
 
 class LaneAcceptor:
-    """Accepts the lanes that peers offer to one node."""
+    """Accepts the lanes that peers offer to one process."""
 
-    def __init__(self, node: Node, table: LaneTable) -> None:
-        self._node, self._table = node, table
+    def __init__(
+        self,
+        peers: PeerTable,
+        tasks: Tasks,
+        groups: GroupRegistry,
+        table: LaneTable,
+        rules: LaneRules,
+        connections: LaneConnections,
+        maker: LaneMaker,
+        resumption: LaneResumption,
+        *,
+        may_stripe: bool,
+    ) -> None:
+        """Connections that claim a stream that exists go to `resumption`."""
+        self._peers, self._tasks, self._groups, self._table = peers, tasks, groups, table
+        self._rules, self._connections, self._maker, self._resumption = rules, connections, maker, resumption
+        self._may_stripe = may_stripe
         self._expected: dict[bytes, _Expected] = {}
         self.shortage = Backoff("free descriptors for lanes that peers dial", Growing(0.0, 0.0))
         """Since when such lanes fail for want of a descriptor; the peers pace the tries. Read on any thread."""
@@ -66,21 +78,21 @@ class LaneAcceptor:
     def offered(self, seat: Seat, offer: messages.Offer) -> None:
         """Expect the lane that a peer offers, or tell the peer why not."""
         if reason := self._objection(seat, offer):
-            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
+            self._peers.send(seat, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
         try:
-            udp_port = self._node.lanes.quic.port() if offer.kind == "quic" else 0
+            udp_port = self._connections.own_port(offer.kind)
         except (ConfigError, OSError) as error:
-            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, str(error), offer.attempt))
+            self._peers.send(seat, messages.NoLane(offer.group, offer.purpose, str(error), offer.attempt))
             return
         timer = asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
         self._expected[offer.lane] = _Expected(seat, offer, timer)
         self._table.offer_accepted(lane_key(offer.group, seat, offer.purpose, offer.attempt), offer.attempt)
-        self._node.send(seat, messages.Expect(offer.lane, udp_port))
+        self._peers.send(seat, messages.Expect(offer.lane, udp_port))
 
     def _objection(self, seat: Seat, offer: messages.Offer) -> str:
         """Return why an offer is refused, or an empty string."""
-        if self._node.peers[seat].is_dialled:
+        if self._peers[seat].is_dialled:
             return OTHER_END_DIALS
         if offer.purpose not in PURPOSES:
             return f"there are no lanes for {offer.purpose!r}"
@@ -92,22 +104,22 @@ class LaneAcceptor:
             return f"this process cannot open {offer.streams} streams; raise the limit with ulimit -n"
         if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):
             return f"a lane of kind {offer.kind!r} for {offer.purpose!r} is not over several networks"
-        if offer.is_striped and not self._node.stripes.is_allowed:
+        if offer.is_striped and not self._may_stripe:
             return "lanes over several networks are switched off here"
-        if offer.capacity not in acceptable_capacities(self._node, offer.kind, offer.purpose):
+        if offer.capacity not in self._rules.acceptable_capacities(offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
-        name = self._node.generation_table.name_of(seat)
-        if is_refused_ring(self._node, seat, offer.kind, offer.purpose):
+        name = self._peers.name_of(seat)
+        if self._rules.is_refused_ring(seat, offer.kind, offer.purpose):
             return NO_RINGS
-        if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
-            return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
+        if offer.kind not in self._rules.acceptable_kinds(seat, offer.purpose):
+            return f"the lane to {name} is {self._rules.kind_to(seat)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
-        if self._node.peers[seat].is_excluded:
+        if self._peers[seat].is_excluded:
             return f"the run goes on without {name}"
-        if not self._node.groups.has_member(offer.group, seat):
+        if not self._groups.has_member(offer.group, seat):
             return f"{name} of the run is not in this group"
-        if self._table.is_over(key) or self._node.is_closing:
-            return f"{self._node.generation_table.name_of(self._node.seat)} has closed the group"
+        if self._table.is_over(key) or self._tasks.is_closing:
+            return f"{self._peers.name_of(self._peers.seat)} has closed the group"
         if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
@@ -138,8 +150,8 @@ class LaneAcceptor:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
                 lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
-                if self._node.lanes.resumption.is_claimed(stream):
-                    await self._node.lanes.resumption.claim(sock, lane, stream, proof)
+                if self._resumption.is_claimed(stream):
+                    await self._resumption.claim(sock, lane, stream, proof)
                     return
                 expected = await self._prove_claim(sock, lane, stream, proof)
                 offer = expected.offer
@@ -174,7 +186,7 @@ class LaneAcceptor:
     async def _take_over(self, seat: Seat, offer: messages.Offer, socks: list[socket.socket]) -> Any:
         """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
         if not offer.capacity:
-            return lane_of_sockets(self._node, seat, socks, offer, dialler=False)
+            return self._maker.of_sockets(seat, socks, offer, dialler=False)
         sock, nbytes = socks[0], memory_bytes(offer.capacity)
         segment: Any
         if offer.kind == "shm":
@@ -183,15 +195,15 @@ class LaneAcceptor:
             if len(received) != 1 and flags & socket.MSG_CTRUNC:  # it was sent, and has no room in this process
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if len(received) != 1:
-                raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
+                raise ConnectError(f"{self._peers.name_of(seat)} sent no shared memory")
             segment = shm.attach(received[0], nbytes)
         else:
             segment = shm.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
+                raise ConnectError(f"{self._peers.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
-        return lane_of_memory(self._node.lanes.factory, segment, sock, offer, dialler=False)
+        return self._maker.of_memory(segment, sock, offer, dialler=False)
 
 
 async def readable(sock: socket.socket) -> None:

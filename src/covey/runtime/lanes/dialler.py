@@ -9,41 +9,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
 import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.base.errors import ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.kinds import (
-    SEALED_KINDS,
-    is_ring,
-    lane_of_memory,
-    lane_of_sockets,
-    offered_kind,
-    ring_capacity,
-    stream_count,
-)
+from covey.runtime.lanes.kinds import SEALED_KINDS, is_ring
 from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
-from covey.runtime.links.address_race import connect_any
 from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.wire import door, messages, proofs
+from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.connections import LaneConnections
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.lanes.kinds import LaneMaker, LaneRules
     from covey.runtime.lanes.table import LaneTable
-    from covey.runtime.links.handshake import LinkCredentials, Where
-    from covey.runtime.members.node import Node
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -73,10 +69,20 @@ class LaneShape(NamedTuple):
 
 
 class LaneDialler:
-    """Dials the lanes of one node."""
+    """Dials the lanes of one process."""
 
-    def __init__(self, node: Node, table: LaneTable) -> None:
-        self._node, self._table = node, table
+    def __init__(
+        self,
+        peers: PeerTable,
+        tasks: Tasks,
+        groups: GroupRegistry,
+        table: LaneTable,
+        rules: LaneRules,
+        connections: LaneConnections,
+        maker: LaneMaker,
+    ) -> None:
+        self._peers, self._tasks, self._groups, self._table = peers, tasks, groups, table
+        self._rules, self._connections, self._maker = rules, connections, maker
         self._dialling: set[LaneKey] = set()
         self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
         """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
@@ -100,37 +106,37 @@ class LaneDialler:
         self._open(key, again=True)
 
     def _open(self, key: LaneKey, *, again: bool) -> None:
-        if self._node.peers[key.peer].is_dialled:
+        if self._peers[key.peer].is_dialled:
             self._start(key, again=again)
         else:
-            self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._table.attempt_of_next(key)))
+            self._peers.send(key.peer, messages.Dial(key.group, key.purpose, self._table.attempt_of_next(key)))
 
     def asked(self, seat: Seat, wanted: messages.Dial) -> None:
         """Dial a lane that a peer asks for, or refuse."""
         key = lane_key(wanted.group, seat, wanted.purpose, wanted.attempt)
         # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
         again = key.purpose == "messages" and wanted.attempt >= self._table.attempt_of_next(key)
-        if self._node.peers[seat].is_dialled and not self._start(key, again=again):
-            here, there = map(self._node.generation_table.name_of, (self._node.seat, seat))
+        if self._peers[seat].is_dialled and not self._start(key, again=again):
+            here, there = map(self._peers.name_of, (self._peers.seat, seat))
             reason = f"{here} has closed the group, or {there} is not in it any more"
-            self._node.send(seat, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
+            self._peers.send(seat, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
 
     def _start(self, key: LaneKey, *, again: bool) -> bool:
         """Start to open a lane, unless it is being opened, or is open and not wanted `again`; False if refused."""
-        if key.purpose not in PURPOSES or self._table.is_over(key) or self._node.is_closing:
+        if key.purpose not in PURPOSES or self._table.is_over(key) or self._tasks.is_closing:
             return False
         future = self._table.get(key)
         is_open = future is not None and future.done() and not again
         if key not in self._dialling and not is_open and len(self._dialling) < DIALS_AT_ONCE:  # the peer asks again
             self._dialling.add(key)
-            self._node.spawn(self._dial(key))
+            self._tasks.spawn(self._dial(key))
         return True
 
     async def _dial(self, key: LaneKey) -> None:
         seat = key.peer
-        peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
+        peer, name = self._peers[seat], self._peers.name_of(seat)
         try:
-            kind = offered_kind(self._node, seat, key.purpose)
+            kind = self._rules.offered_kind(seat, key.purpose)
             if kind == "shm" and not self._has_rings(key):
                 kind = "unix"
             tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
@@ -145,7 +151,7 @@ class LaneDialler:
                         self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
-                    if peer.is_gone or self._node.is_closing or self._table.is_over(key) or key in self._shapes:
+                    if peer.is_gone or self._tasks.is_closing or self._table.is_over(key) or key in self._shapes:
                         raise
                     if isinstance(error, ScarceError):
                         shortage.failed(error)
@@ -156,7 +162,7 @@ class LaneDialler:
                     tries.failed(str(error) or SILENCE)
                     await tries.rest()
                 except RefusedError as error:
-                    if kind != "shm" or str(error) != NO_RINGS or self._node.config.lanes == "shm":
+                    if kind != "shm" or str(error) != NO_RINGS or self._rules.demands_memory:
                         raise
                     kind = "unix"
         except ScarceError as error:
@@ -174,7 +180,7 @@ class LaneDialler:
         segment: Any = None
         descriptor, name = -1, ""
         if is_ring(kind) and self._has_rings(key):
-            capacity = ring_capacity(self._node, self._table.ring_bytes())
+            capacity = self._rules.ring_capacity(self._table.ring_bytes())
             try:
                 if kind == "shm":
                     descriptor, segment = shm.create(memory_bytes(capacity))
@@ -183,13 +189,13 @@ class LaneDialler:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # a unix socket would need one, too
                     raise ScarceError(explain(error)) from error
-                name = self._node.generation_table.name_of(peer.seat)
+                name = self._peers.name_of(peer.seat)
                 logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
                 kind, capacity = "unix", 0
         if kind in SEALED_KINDS:
             await _measured(peer)
         shape = self._shapes.get(key, LaneShape())
-        streams = len(shape.ways) or shape.streams or stream_count(self._node, peer, kind, purpose)
+        streams = len(shape.ways) or shape.streams or self._rules.stream_count(peer.seat, kind, purpose)
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES),
             secrets.token_bytes(SECRET_BYTES),
@@ -207,8 +213,8 @@ class LaneDialler:
             socks = await self._open_streams(peer, offer, udp_port, shape.ways)
             if segment is not None:
                 await hand_over(socks[0], descriptor, name, segment)
-                return lane_of_memory(self._node.lanes.factory, segment, socks[0], offer, dialler=True)
-            return lane_of_sockets(self._node, peer.seat, socks, offer, dialler=True, udp_port=udp_port)
+                return self._maker.of_memory(segment, socks[0], offer, dialler=True)
+            return self._maker.of_sockets(peer.seat, socks, offer, dialler=True, udp_port=udp_port)
         except BaseException:
             for sock in socks:
                 sock.close()
@@ -219,7 +225,7 @@ class LaneDialler:
                 os.close(descriptor)
 
     def _has_rings(self, key: LaneKey) -> bool:
-        return key.purpose != "messages" or self._node.groups.has_rings(key.group)
+        return key.purpose != "messages" or self._groups.has_rings(key.group)
 
     # Offers
 
@@ -231,7 +237,7 @@ class LaneDialler:
         key = lane_key(offer.group, peer.seat, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer
         try:
-            self._node.send(peer.seat, offer)
+            self._peers.send(peer.seat, offer)
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 udp_port = await answer
         finally:
@@ -253,7 +259,7 @@ class LaneDialler:
                 again = reason == OTHER_END_DIALS
                 answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
-            self._table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)}: {reason}"))
+            self._table.failed(key, ConnectError(f"{self._peers.name_of(key.peer)}: {reason}"))
 
     def link_lost(self, peer: Seat) -> None:
         """Fail the offers to a peer whose link ended: they may not have arrived."""
@@ -274,10 +280,7 @@ class LaneDialler:
 
         async def open_one(stream: int) -> socket.socket:
             async with turns:
-                ways = list(each[stream : stream + 1]) or self._node.ways_to(peer, offer.kind)
-                if offer.kind == "quic":
-                    ways = self._node.lanes.quic.ways(ways, udp_port)
-                return await self._open_stream(peer, offer, stream, ways)
+                return await self._open_stream(peer, offer, stream, udp_port, each[stream : stream + 1])
 
         tasks = [asyncio.ensure_future(open_one(stream)) for stream in range(offer.streams)]
         try:
@@ -289,39 +292,26 @@ class LaneDialler:
             raise
 
     async def _open_stream(
-        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where]
+        self, peer: RemoteProcess, offer: messages.Offer, stream: int, udp_port: int, only: Sequence[Where]
     ) -> socket.socket:
-        """Connect to the first address that works; both ends prove that they know the key of the offered lane.
+        """Open one connection; both ends prove that they know the key of the offered lane."""
+        prove = functools.partial(self._prove, peer, offer, stream)
+        return await self._connections.dial(peer, offer.kind, prove, udp_port=udp_port, only=only)
 
-        A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
-        """
-        *others, last = self._node.credentials.good()
-        for credentials in others:
-            with contextlib.suppress(ConnectError):
-                return await self._connect_stream(peer, offer, stream, ways, credentials)
-        return await self._connect_stream(peer, offer, stream, ways, last)
-
-    async def _connect_stream(
-        self, peer: RemoteProcess, offer: messages.Offer, stream: int, ways: list[Where], credentials: LinkCredentials
-    ) -> socket.socket:
-        name = self._node.generation_table.name_of(peer.seat)
-        if not ways:
-            raise ConfigError(f"{name} has no address that can be dialled from here")
-        sock = await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
+    async def _prove(self, peer: RemoteProcess, offer: messages.Offer, stream: int, sock: socket.socket) -> None:
+        """Prove on a connection that this end knows the key of the offered lane, as the other end has to."""
+        name = self._peers.name_of(peer.seat)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
                 answer = await receive_exactly(sock, proofs.PROOF_BYTES)
-            if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
-                raise ConnectError(f"the process that answers for {name} does not know the lane's key")
-            return sock
-        except BaseException as error:
-            sock.close()
-            if isinstance(error, OSError) and not isinstance(error, ConnectError):
-                reason = getattr(sock, "problem", "") or error
-                raise ConnectError(f"{name} hung up on the lane: {reason}") from error
-            raise
+        except OSError as error:
+            if isinstance(error, ConnectError):
+                raise
+            raise ConnectError(f"{name} hung up on the lane: {getattr(sock, 'problem', '') or error}") from error
+        if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+            raise ConnectError(f"the process that answers for {name} does not know the lane's key")
 
 
 def _close_unwanted(task: asyncio.Future[socket.socket]) -> None:

@@ -16,10 +16,12 @@ from covey.runtime.lanes.resumption import is_direct
 if TYPE_CHECKING:
     import socket
 
+    from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.net.lanes.factory import LaneFactory
-    from covey.runtime.members.node import Node
-    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.lanes.connections import LaneConnections, StripedLanes
+    from covey.runtime.lanes.resumption import LaneResumption
+    from covey.runtime.peers.peer_table import PeerTable
     from covey.wire import messages
 
 SMALL_RING_BYTES: Final = 128 << 10
@@ -38,85 +40,90 @@ SEALED_KINDS: Final = ("secure", "quic")
 """Kinds whose bytes are encrypted by the lane itself, whatever carries them."""
 
 
-def kind_to(node: Node, peer: Seat) -> str:
-    """Return the kind of lane that this node and a peer use, if both can; equal on all ranks.
+class LaneRules:
+    """Which kinds of lanes this process offers to its peers, and accepts from them."""
 
-    Raises:
-        ConfigError: the settings demand a kind that this pair cannot have.
-    """
-    forced = node.config.lanes
-    contact = node.peers[peer].contact
-    here = contact is not None and contact.host == node.host
-    in_clear = here or node.credentials.tls is None  # without TLS between hosts, the user has allowed it
-    if forced in ("memory", *SEALED_KINDS) or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
-        return forced
-    name = node.generation_table.name_of(peer)
-    if forced in ("shm", "unix"):
-        raise ConfigError(f"lanes={forced!r} works on one host only, but {name} is on another")
-    if forced == "tcp":
-        raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
-    if here:
-        return "shm" if shm.has_memory() else "unix"
-    return "tcp" if in_clear else "secure"
+    def __init__(self, config: GroupConfig, peers: PeerTable, factory: LaneFactory, *, is_clear: bool) -> None:
+        """`is_clear` tells whether the run goes without encryption, which the user has allowed."""
+        self._config, self._peers, self._factory, self._is_clear = config, peers, factory, is_clear
 
+    @property
+    def demands_memory(self) -> bool:
+        """Whether the settings demand shared memory, so that nothing may take its place."""
+        return self._config.lanes == "shm"
 
-def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
-    """Return the kind of lane to offer to a peer for this purpose; ConfigError as `kind_to`."""
-    kind = kind_to(node, peer)
-    if kind != "shm":
-        return kind
-    obstacle = node.lanes.factory.ring_obstacle
-    if obstacle and node.config.lanes == "shm":
-        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
-    if purpose == "messages" and not shm.keeps_order():  # Python moves some of their bytes
-        return "unix"
-    return "unix" if obstacle else "shm"
+    def kind_to(self, peer: Seat) -> str:
+        """Return the kind of lane that this process and a peer use, if both can; equal on all ranks.
 
+        Raises:
+            ConfigError: the settings demand a kind that this pair cannot have.
+        """
+        forced, here = self._config.lanes, self._peers.is_here(peer)
+        in_clear = here or self._is_clear
+        if (
+            forced in ("memory", *SEALED_KINDS)
+            or (forced in ("shm", "unix") and here)
+            or (forced == "tcp" and in_clear)
+        ):
+            return forced
+        name = self._peers.name_of(peer)
+        if forced in ("shm", "unix"):
+            raise ConfigError(f"lanes={forced!r} works on one host only, but {name} is on another")
+        if forced == "tcp":
+            raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
+        if here:
+            return "shm" if shm.has_memory() else "unix"
+        return "tcp" if in_clear else "secure"
 
-def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
-    """Return the kinds that a lane that a peer offers may have."""
-    kind = offered_kind(node, peer, purpose)
-    return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
+    def offered_kind(self, peer: Seat, purpose: str) -> str:
+        """Return the kind of lane to offer to a peer for this purpose; ConfigError as `kind_to`."""
+        kind = self.kind_to(peer)
+        if kind != "shm":
+            return kind
+        obstacle = self._factory.ring_obstacle
+        if obstacle and self.demands_memory:
+            raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+        if purpose == "messages" and not shm.keeps_order():  # Python moves some of their bytes
+            return "unix"
+        return "unix" if obstacle else "shm"
 
+    def acceptable_kinds(self, peer: Seat, purpose: str) -> set[str]:
+        """Return the kinds that a lane that a peer offers may have."""
+        kind = self.offered_kind(peer, purpose)
+        return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory
 
-def is_refused_ring(node: Node, peer: Seat, kind: str, purpose: str) -> bool:
-    """Tell whether an offer is refused only because the executor of this end cannot use shared memory."""
-    return kind == "shm" == kind_to(node, peer) and offered_kind(node, peer, purpose) == "unix"
+    def is_refused_ring(self, peer: Seat, kind: str, purpose: str) -> bool:
+        """Tell whether an offer is refused only because the executor of this end cannot use shared memory."""
+        return kind == "shm" == self.kind_to(peer) and self.offered_kind(peer, purpose) == "unix"
+
+    def ring_capacity(self, in_use: int) -> int:
+        """Return the bytes of the next ring, if the open rings occupy `in_use` bytes."""
+        large, small = self._ring_sizes()
+        return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
+
+    def acceptable_capacities(self, kind: str, purpose: str) -> tuple[int, ...]:
+        """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
+        if not is_ring(kind):
+            return (0,)
+        return (*self._ring_sizes(), 0) if purpose == "messages" else self._ring_sizes()  # those of calls have none
+
+    def _ring_sizes(self) -> tuple[int, int]:
+        return self._config.ring_bytes, min(self._config.ring_bytes, SMALL_RING_BYTES)
+
+    def stream_count(self, peer: Seat, kind: str, purpose: str) -> int:
+        """Return how many connections a lane gets."""
+        if purpose == "messages" or kind not in SEALED_KINDS:
+            return 1
+        wanted = self._config.streams
+        if wanted != "auto":
+            return int(wanted)
+        cores = usable_cores() if self._factory.is_native else 0
+        return streams_for(self._peers[peer].round_trip, cores, 1 + len(self._peers.here))
 
 
 def is_ring(kind: str) -> bool:
     """Tell whether a lane is made of two rings in memory that both ends see."""
     return kind in ("shm", "memory")
-
-
-def ring_capacity(node: Node, in_use: int) -> int:
-    """Return the bytes of the next ring, if the open rings occupy `in_use` bytes."""
-    large, small = _ring_sizes(node)
-    return large if in_use + 2 * large <= LARGE_RINGS_TOTAL_BYTES else small
-
-
-def acceptable_capacities(node: Node, kind: str, purpose: str) -> tuple[int, ...]:
-    """Return the ring sizes that an offered lane of this kind may have; 0 where it has no rings."""
-    if not is_ring(kind):
-        return (0,)
-    return (*_ring_sizes(node), 0) if purpose == "messages" else _ring_sizes(node)  # those of calls have none
-
-
-def _ring_sizes(node: Node) -> tuple[int, int]:
-    return node.config.ring_bytes, min(node.config.ring_bytes, SMALL_RING_BYTES)
-
-
-def stream_count(node: Node, peer: RemoteProcess, kind: str, purpose: str) -> int:
-    """Return how many connections a lane gets."""
-    if purpose == "messages" or kind not in SEALED_KINDS:
-        return 1
-    wanted = node.config.streams
-    if wanted != "auto":
-        return int(wanted)
-    contacts = (each.contact for each in node.peers.values())
-    ranks_here = 1 + sum(1 for contact in contacts if contact is not None and contact.host == node.host)
-    cores = usable_cores() if node.lanes.factory.is_native else 0
-    return streams_for(peer.round_trip, cores, ranks_here)
 
 
 def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
@@ -128,41 +135,46 @@ def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
     return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
 
 
-def lane_of_memory(
-    factory: LaneFactory, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool
-) -> Any:
-    """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
-    if offer.purpose != "messages":
-        return factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
-    return factory.ring_socket(memory, offer.capacity, sock, first=dialler)
+class LaneMaker:
+    """Makes lanes of connected sockets, and of memory that both ends see."""
 
+    def __init__(
+        self, factory: LaneFactory, connections: LaneConnections, resumption: LaneResumption, striped: StripedLanes
+    ) -> None:
+        self._factory, self._connections, self._resumption, self._striped = factory, connections, resumption, striped
 
-def lane_of_sockets(
-    node: Node, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool, udp_port: int = 0
-) -> Any:
-    """Return the lane (for collectives) or the socket (for messages) that sockets make which a peer is connected to.
+    def of_memory(self, memory: Any, sock: socket.socket, offer: messages.Offer, *, dialler: bool) -> Any:
+        """Return the lane (for collectives) or the socket (for messages) that memory and a connected socket make."""
+        if offer.purpose != "messages":
+            return self._factory.ring(memory, offer.capacity, sock, first=dialler, kind=offer.kind)
+        return self._factory.ring_socket(memory, offer.capacity, sock, first=dialler)
 
-    `udp_port` is where the peer accepts QUIC, if the lane goes by QUIC and this end has dialled it.
-    """
-    factory = node.lanes.factory
-    node.lanes.limit.watch(socks, offer.group, peer)
-    node.lanes.receiving_limit.watch(socks, peer)
-    node.lanes.losses.watch(socks)
-    if offer.purpose != "messages":
-        is_resumable = node.lanes.resumption.is_wanted(peer, offer.kind)
-        directs = [is_direct(sock) for sock in socks] if is_resumable else None
-        if offer.is_striped:
-            lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
-            node.stripes.watch(lane)
-        elif offer.kind in SEALED_KINDS:
-            lane = factory.sealed(socks, offer.secret, offer.lane, dialler=dialler, directs=directs, kind=offer.kind)
-        else:
-            lane = factory.stream(socks[0], offer.kind, directs=directs)
-        if is_resumable:
-            node.lanes.resumption.watch(lane, peer, offer, udp_port)
-        return lane
-    if offer.kind not in SEALED_KINDS:
-        return socks[0]
-    from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host
+    def of_sockets(
+        self, peer: Seat, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool, udp_port: int = 0
+    ) -> Any:
+        """Return the lane (for collectives) or the socket (for messages) of sockets that a peer is connected to.
 
-    return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
+        `udp_port` is where the peer accepts QUIC, if the lane goes by QUIC and this end has dialled it.
+        """
+        factory = self._factory
+        self._connections.watch(socks, offer.group, peer)
+        if offer.purpose != "messages":
+            is_resumable = self._resumption.is_wanted(peer, offer.kind)
+            directs = [is_direct(sock) for sock in socks] if is_resumable else None
+            if offer.is_striped:
+                lane = factory.striped(socks, offer.secret, offer.lane, dialler=dialler, directs=directs)
+                self._striped.watch(lane)
+            elif offer.kind in SEALED_KINDS:
+                lane = factory.sealed(
+                    socks, offer.secret, offer.lane, dialler=dialler, directs=directs, kind=offer.kind
+                )
+            else:
+                lane = factory.stream(socks[0], offer.kind, directs=directs)
+            if is_resumable:
+                self._resumption.watch(lane, peer, offer, udp_port)
+            return lane
+        if offer.kind not in SEALED_KINDS:
+            return socks[0]
+        from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host
+
+        return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)

@@ -15,59 +15,121 @@ from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.lanes.acceptor import LaneAcceptor
+from covey.runtime.lanes.connections import LaneConnections, StripedLanes
 from covey.runtime.lanes.dialler import LaneDialler
-from covey.runtime.lanes.kinds import SEALED_KINDS, kind_to, offered_kind
+from covey.runtime.lanes.kinds import SEALED_KINDS, LaneMaker, LaneRules
 from covey.runtime.lanes.quic import QuicPaths
 from covey.runtime.lanes.resumption import LaneResumption
-from covey.runtime.lanes.table import LaneKey, LaneTable
+from covey.runtime.lanes.table import LaneKey, LaneTable, lane_key
 from covey.runtime.lanes.tuning.moves import LaneMoves
-from covey.runtime.lanes.tuning.packet_losses import PacketLosses
-from covey.runtime.lanes.tuning.receiving_limit import ReceivingLimit
-from covey.runtime.lanes.tuning.sending_limit import SendingLimit
+from covey.runtime.lanes.tuning.path_monitor import PathMonitor
+from covey.runtime.lanes.tuning.stream_trials import StreamTrials, may_try_streams
+from covey.runtime.lanes.tuning.stripes import Stripes, may_stripe
+from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
-    from covey.runtime.members.node import Node
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.links.acceptor import Acceptor
+    from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 REPLACE_SECONDS: Final = (0.3, 1.5)
 """Seconds after the replacement of a link at which its lanes for messages are replaced: first and second try."""
 
 
 class Lanes:
-    """The lanes of one node, open or being opened."""
+    """The lanes of one process, open or being opened: wires the parts that open, move and tune them."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        may_seal = node.credentials.tls is not None or node.config.lanes in SEALED_KINDS
-        self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=node.config.kernel_copy)
+    def __init__(
+        self,
+        config: GroupConfig,
+        contact: messages.Contact,
+        acceptor: Acceptor,
+        routes: Routes,
+        *,
+        peers: PeerTable,
+        tasks: Tasks,
+        groups: GroupRegistry,
+        tell: Callable[[str, RemoteProcess, str], None],
+    ) -> None:
+        """`contact` is where this process listens; `tell` adds an event about a peer.
+
+        Raises:
+            ConfigError: the settings demand what this system does not have.
+        """
+        self._acceptor, self._peers, self._tasks, self._groups = acceptor, peers, tasks, groups
+        credentials, limit = routes.credentials, config.limit
+        is_clear = credentials.tls is None
+        may_seal = not is_clear or config.lanes in SEALED_KINDS
+        self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
-        self.limit = SendingLimit(node)
-        """Spaces out what the lanes send, if there is a limit here or at the other end."""
-        self.receiving_limit = ReceivingLimit(node)
-        """Tells peers how fast they may send, if there is a limit."""
-        self.losses = PacketLosses(node)
-        """Changes how lanes send on which packets get lost."""
-        self.quic = QuicPaths(node)
+        self._rules = LaneRules(config, peers, self.factory, is_clear=is_clear)
+        self.quic = QuicPaths(contact, credentials, acceptor, is_demanded=config.lanes == "quic", limit=limit)
         """Carries the lanes that go by QUIC."""
-        self.resumption = LaneResumption(node)
+        connections = LaneConnections(routes, self.quic, limit, peers, tasks, groups.urgency)
+        self._limit = connections.limit
+        self.resumption = LaneResumption(
+            config, peers, tasks, connections, leave_path=lambda seat: self.paths.stuck(seat), tell=tell
+        )
         """Opens other connections for lanes whose path dies."""
-        self.table = LaneTable(node)
-        self.dialler = LaneDialler(node, self.table)
-        self.acceptor = LaneAcceptor(node, self.table)
-        self.moves = LaneMoves(node, self.table, self.dialler)
+        striped, can_stripe = StripedLanes(tasks), may_stripe(config)
+        maker = LaneMaker(self.factory, connections, self.resumption, striped)
+        self.table = table = LaneTable(peers, tasks, groups, tell)
+        self.dialler = LaneDialler(peers, tasks, groups, table, self._rules, connections, maker)
+        self.acceptor = LaneAcceptor(
+            peers, tasks, groups, table, self._rules, connections, maker, self.resumption, may_stripe=can_stripe
+        )
+        self.moves = moves = LaneMoves(
+            peers,
+            tasks,
+            groups,
+            table,
+            self.dialler,
+            is_resuming=self.resumption.is_resuming,
+            reason=lambda seat: self.stream_trials.reason(seat),
+            tell=tell,
+        )
+        stripes = Stripes(routes, peers, table, moves, is_allowed=can_stripe)
+        self.stream_trials = StreamTrials(groups, table, self._rules, moves, tell, is_allowed=may_try_streams(config))
+        self.paths = PathMonitor(
+            routes, peers, tasks, groups, table, moves, stripes, self.stream_trials, tell, has_limit=bool(limit)
+        )
+        """Looks for better paths to the peers that this end dials."""
+        acceptor.give_lanes(self.acceptor.claim)
+
+    def take_from(self, inbox: Inbox) -> None:
+        """Take the messages of members that concern lanes."""
+        inbox.give(messages.Dial, self.dialler.asked)
+        inbox.give(messages.Offer, self.acceptor.offered)
+        inbox.give(messages.Expect, lambda seat, expect: self.dialler.accepted(seat, expect.lane, expect.udp_port))
+        inbox.give(messages.NoLane, lambda seat, no: self.dialler.refused(
+            lane_key(no.group, seat, no.purpose, no.attempt), no.reason
+        ))  # fmt: skip
+        inbox.give(messages.Allowance, lambda seat, allowance: self._limit.allowed(seat, allowance.rate))
+        inbox.give(messages.MoveLane, self._heard_of_move)
+        inbox.give(messages.StreamNews, self.resumption.heard)
+
+    def _heard_of_move(self, seat: Seat, message: messages.MoveLane) -> None:
+        if message.step != "leave":
+            self.moves.heard(seat, message)
+        elif self._peers[seat].is_dialled:
+            self.paths.stuck(seat)
 
     # For groups, on any thread
 
     def kind(self, peer: Seat) -> str:
         """Return the kind of lane that this end offers; ConfigError if the settings demand one that it cannot have."""
-        return offered_kind(self._node, peer, "collectives")
+        return self._rules.offered_kind(peer, "collectives")
 
     def shares_memory(self, peer: Seat) -> bool:
         """Tell whether ranks like these share memory, whatever their executors can do: equal on all ranks."""
-        return kind_to(self._node, peer) in ("shm", "memory")
+        return self._rules.kind_to(peer) in ("shm", "memory")
 
     def open(self, group: int, peer: Seat, purpose: str, timeout: float, attempt: int = 0) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
@@ -82,9 +144,9 @@ class Lanes:
         try:
             return control.result_of(future, timeout)
         except TimeoutError:
-            name = self._node.generation_table.name_of(peer)
-            if not self._node.peers[peer].is_dialled:
-                for shortage in (self._node.acceptor.shortage, self.acceptor.shortage):
+            name = self._peers.name_of(peer)
+            if not self._peers[peer].is_dialled:
+                for shortage in (self._acceptor.shortage, self.acceptor.shortage):
                     if shortage.has_lasted(FREE_DESCRIPTOR_SECONDS):
                         raise ScarceError(f"the lane that {name} dials cannot be accepted: {shortage.reason}") from None
             raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
@@ -93,8 +155,8 @@ class Lanes:
         future = self.table.want(key)
         if not future.done():
             control.soon(self.dialler.open, key)
-            if self._node.peers[key.peer].is_gone:
-                self.table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
+            if self._peers[key.peer].is_gone:
+                self.table.failed(key, ConnectError(f"{self._peers.name_of(key.peer)} is gone"))
         return future
 
     def renew(self, group: int, peer: Seat, ended: Any) -> Future[Any]:
@@ -111,17 +173,10 @@ class Lanes:
         """Return the open lanes of a group, by peer."""
         return self.table.of_group(group, purpose)
 
-    def ended(self, group: int, sequence: int) -> bool:
-        """Tell whether a group was closed here before operation `sequence`."""
-        return self.table.is_closed_before(group, sequence)
-
-    def has_closed(self, group: int) -> bool:
-        """Tell whether a group was closed here."""
-        return self.table.has_closed(group)
-
     def forget(self, group: int, sequence: int) -> None:
         """Close the lanes of a group, whose last operation was `sequence`, and refuse later ones."""
-        self.table.forget(group, sequence)
+        self._groups.forget(group, sequence)
+        self.table.forget(group)
 
     def retire(self, group: int, attempt: int) -> None:
         """Close the lanes of a group's attempts before this one. No thread may be using them."""
@@ -132,8 +187,9 @@ class Lanes:
         self.table.abandon(unwanted, error)
 
     def close(self) -> None:
-        """Close all lanes."""
+        """Close all lanes, and what carries them."""
         self.table.close()
+        self.quic.close()
 
     # For links and views, on the control loop
 
@@ -144,11 +200,9 @@ class Lanes:
         collectives stay open: the last bytes of its part may still be on the way to a group that ends with its first
         loss.
         """
-        self.table.abandon(
-            lambda key: key.peer == peer, ConnectError(f"{self._node.generation_table.name_of(peer)} is gone")
-        )
+        self.table.abandon(lambda key: key.peer == peer, ConnectError(f"{self._peers.name_of(peer)} is gone"))
         self.acceptor.stop_expecting(peer)
-        self.table.shut_down(peer, collectives=not self._node.peers[peer].has_left)
+        self.table.shut_down(peer, collectives=not self._peers[peer].has_left)
 
     def link_up(self, peer: Seat) -> None:
         """Ask again, on the new link with a peer, for the lanes that are waited for.
@@ -165,13 +219,7 @@ class Lanes:
                 for seconds in REPLACE_SECONDS:
                     loop.call_later(seconds, self._replace, key, future)
 
-    def replace_messages(self, peer: Seat) -> None:
-        """Open the lanes for messages with a peer anew, which loses nothing."""
-        for key, future in self.table.of_peer(peer):
-            if key.purpose == "messages" and future.done() and future.exception() is None:
-                self.dialler.replace(key)
-
     def _replace(self, key: LaneKey, before: Future[Any]) -> None:
         """Replace a lane for messages, unless it was replaced already."""
-        if self.table.get(key) is before and self._node.peers[key.peer].link is not None and not self._node.is_closing:
+        if self.table.get(key) is before and self._peers[key.peer].link is not None and not self._tasks.is_closing:
             self.dialler.replace(key)

@@ -22,22 +22,29 @@ if TYPE_CHECKING:
 
     from covey.net.quic.line import QuicSocket
     from covey.net.quic.pump import QuicPump
-    from covey.runtime.links.handshake import Where
-    from covey.runtime.members.node import Node
+    from covey.runtime.links.acceptor import Acceptor
+    from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.wire.messages import Contact
 
 
 class QuicPaths:
     """What a node has of QUIC. Without lanes of that kind, nothing."""
 
-    def __init__(self, node: Node) -> None:
-        """Raise ConfigError if the settings demand QUIC, and the extra is missing, or a limit that it does not keep."""
-        self._node = node
+    def __init__(
+        self, contact: Contact, credentials: LinkCredentials, acceptor: Acceptor, *, is_demanded: bool, limit: float
+    ) -> None:
+        """`contact` is where this process listens, and `limit` the setting.
+
+        Raises:
+            ConfigError: the settings demand QUIC, and the extra is missing, or a limit that it does not keep.
+        """
+        self._contact, self._credentials, self._acceptor = contact, credentials, acceptor
         self._pump: QuicPump | None = None
         self._lock, self._is_closed = threading.Lock(), False
         self._arrivals = SourceLimits()
-        if node.config.lanes == "quic":
+        if is_demanded:
             check_extra()
-            if node.config.limit:
+            if limit:
                 raise ConfigError(
                     "limit= is kept by the kernel's TCP, and not with lanes='quic'; leave one of them out"
                 )
@@ -63,7 +70,7 @@ class QuicPaths:
                 check_extra()
                 from covey.net.quic.pump import QuicPump  # loads qh3
 
-                addresses = self._node.card.contact.addresses
+                addresses = self._contact.addresses
                 is_local = bool(addresses) and all(each.ip == "127.0.0.1" for each in addresses)
                 try:
                     self._pump = QuicPump(self, is_local=is_local)
@@ -82,19 +89,18 @@ class QuicPaths:
 
     def door_keys(self) -> tuple[bytes, ...]:
         """Return the door keys that are valid now, the preferred first."""
-        return self._node.credentials.door_keys()
+        return self._credentials.door_keys()
 
     def comes(self, ip: str, local_ip: str) -> Callable[[], None] | None:
         """Count a connection; return what to call when it has proved the key, or None if it is refused."""
-        acceptor = self._node.acceptor
-        if local_ip and not acceptor.allows(local_ip):
+        if local_ip and not self._acceptor.allows(local_ip):
             return None
-        arrival = self._arrivals.come(plain_ip(ip), time.monotonic(), is_member=ip in acceptor.member_ips)
+        arrival = self._arrivals.come(plain_ip(ip), time.monotonic(), is_member=ip in self._acceptor.member_ips)
         return None if arrival is None else arrival.proved_key
 
     def take(self, sock: QuicSocket, proved: Callable[[], None]) -> None:
         """Bring an accepted connection to the door."""
-        control.soon(self._node.acceptor.take, sock, proved)
+        control.soon(self._acceptor.take, sock, proved)
 
 
 def check_extra() -> None:

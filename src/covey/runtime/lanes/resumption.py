@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import struct
@@ -37,16 +38,20 @@ from covey.base.errors import ConfigError, ConnectError
 from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
 from covey.runtime.lanes.table import TOLD_KINDS
-from covey.runtime.links.address_race import connect_any
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
 from covey.runtime.views.losses import UNLINKED_SECONDS
-from covey.wire import door, messages, proofs
+from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
+    from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
-    from covey.runtime.members.node import Node
+    from covey.runtime.lanes.connections import LaneConnections
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -99,18 +104,28 @@ class _LastingLane:
 
 
 class LaneResumption:
-    """The resumable lanes of one node."""
+    """The resumable lanes of one process."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self,
+        config: GroupConfig,
+        peers: PeerTable,
+        tasks: Tasks,
+        connections: LaneConnections,
+        *,
+        leave_path: Callable[[Seat], None],
+        tell: Callable[[str, RemoteProcess, str], None],
+    ) -> None:
+        """`leave_path` avoids the path of the lanes with a peer; `tell` adds an event about a peer."""
+        self._config, self._peers, self._tasks, self._connections = config, peers, tasks, connections
+        self._avoid_path, self._tell_of = leave_path, tell
         self._lanes: dict[bytes, _LastingLane] = {}
         self._is_tending = False
 
     def is_wanted(self, peer: Seat, kind: str) -> bool:
         """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
-        contact = self._node.peers[peer].contact
-        is_far = contact is not None and contact.host != self._node.host
-        return is_far and kind in TOLD_KINDS and self._node.config.on_loss == "raise"
+        is_far = self._peers[peer].contact is not None and not self._peers.is_here(peer)
+        return is_far and kind in TOLD_KINDS and self._config.on_loss == "raise"
 
     def watch(self, lane: Any, peer: Seat, offer: messages.Offer, udp_port: int) -> None:
         """Look after a lane until it is closed; the peer accepts QUIC at `udp_port`, if this end has dialled it."""
@@ -120,7 +135,7 @@ class LaneResumption:
         )
         if not self._is_tending:
             self._is_tending = True
-            self._node.spawn(self._tend())
+            self._tasks.spawn(self._tend())
 
     def is_resuming(self, lane: Any) -> bool:
         """Tell whether some stream of a lane waits for a connection."""
@@ -131,7 +146,7 @@ class LaneResumption:
 
     async def _tend(self) -> None:
         try:
-            while self._lanes and not self._node.is_closing:
+            while self._lanes and not self._tasks.is_closing:
                 for each in list(self._lanes.values()):
                     if each.lane.is_closed:
                         del self._lanes[each.id]
@@ -153,11 +168,11 @@ class LaneResumption:
             if stream.dead_since is None:
                 stream.dead_since = now
                 logger.info("%s: a connection of a lane has died", self._name(watched))
-                if index not in lane.broken() and self._node.peers[watched.peer].is_dialled:
+                if index not in lane.broken() and self._peers[watched.peer].is_dialled:
                     self._leave_path(watched.peer)
-            if now >= stream.dead_since + self._node.config.process_silence + UNLINKED_SECONDS:
+            if now >= stream.dead_since + self._config.process_silence + UNLINKED_SECONDS:
                 lane.end("the connection broke, and there is no other path")
-            elif self._node.peers[watched.peer].is_dialled:
+            elif self._peers[watched.peer].is_dialled:
                 self._begin(watched, index)
             elif now >= stream.asked_at + RESUMPTION_ASK_EVERY:
                 stream.asked_at = now
@@ -169,18 +184,18 @@ class LaneResumption:
         If the link is silent, too, or was a moment ago, its path may be dead, or was: the first address that answers is
         good.
         """
-        link, now = self._node.peers[seat].link, time.monotonic()
+        link, now = self._peers[seat].link, time.monotonic()
         if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_SECONDS:
-            self._node.paths.stuck(seat)
+            self._avoid_path(seat)
 
     def _own_port(self, watched: _LastingLane) -> int:
         """Return where this end accepts QUIC, if the lane goes by QUIC."""
         with contextlib.suppress(ConfigError, OSError):
-            return self._node.lanes.quic.port() if watched.lane.kind == "quic" else 0
+            return self._connections.own_port(watched.lane.kind)
         return 0
 
     def _tell(self, watched: _LastingLane, stream: int, what: str, position: int) -> None:
-        self._node.send(watched.peer, messages.StreamNews(watched.id, stream, what, position))
+        self._peers.send(watched.peer, messages.StreamNews(watched.id, stream, what, position))
 
     def heard(self, seat: Seat, news: messages.StreamNews) -> None:
         """Take what the other end of a lane says of a stream."""
@@ -189,7 +204,7 @@ class LaneResumption:
             return
         if watched is None or watched.lane.is_closed:
             if news.what in ("dial", "check"):
-                self._node.send(seat, messages.StreamNews(news.lane, news.stream, "gone", 0))
+                self._peers.send(seat, messages.StreamNews(news.lane, news.stream, "gone", 0))
         elif news.what == "received":
             watched.lane.acknowledge(news.stream, news.position)
         elif news.what == "gone":
@@ -207,24 +222,17 @@ class LaneResumption:
     def _begin(self, watched: _LastingLane, stream: int, *, is_asked: bool = False) -> None:
         state = watched.streams[stream]
         if state.task is None or state.task.done():
-            state.task = self._node.spawn(self._dial(watched, stream, is_asked=is_asked))
+            state.task = self._tasks.spawn(self._dial(watched, stream, is_asked=is_asked))
 
     async def _dial(self, watched: _LastingLane, stream: int, *, is_asked: bool) -> None:
         """Try to open another connection for a stream, until it has one."""
         state, tries = watched.streams[stream], 0
         while self._is_needed(watched, stream, is_asked=is_asked):
             try:
+                peer, kind = self._peers[watched.peer], watched.lane.kind
+                prove = functools.partial(self._resume, watched, stream, is_asked=is_asked)
                 async with asyncio.timeout(TRY_SECONDS):
-                    sock = await self._connect(watched)
-                    try:
-                        if not self._is_needed(watched, stream, is_asked=is_asked):
-                            sock.close()
-                            return
-                        await self._resume(watched, stream, sock)
-                    except BaseException:
-                        _reset_at_close(sock)
-                        sock.close()
-                        raise
+                    await self._connections.dial(peer, kind, prove, udp_port=watched.udp_port)
                 return
             except ConfigError as error:
                 logger.info("%s: %s", self._name(watched), error)
@@ -239,36 +247,30 @@ class LaneResumption:
             state.number += 2**tries  # the other end may have tried more often
 
     def _is_needed(self, watched: _LastingLane, stream: int, *, is_asked: bool) -> bool:
-        lane, peer = watched.lane, self._node.peers[watched.peer]
-        if lane.is_closed or peer.is_gone or self._node.is_closing or self._lanes.get(watched.id) is not watched:
+        lane, peer = watched.lane, self._peers[watched.peer]
+        if lane.is_closed or peer.is_gone or self._tasks.is_closing or self._lanes.get(watched.id) is not watched:
             return False
         return is_asked or stream in dead_streams(lane, has_moved=self._has_moved(watched))
 
-    async def _connect(self, watched: _LastingLane) -> socket.socket:
-        """Connect over the first path that works; a peer may not know the cluster's new secret yet."""
-        peer = self._node.peers[watched.peer]
-        ways = self._node.ways_to(peer, watched.lane.kind)
-        if watched.lane.kind == "quic":
-            ways = self._node.lanes.quic.ways(ways, watched.udp_port)
-        if not ways:
-            raise ConnectError("the peer has no address that can be dialled from here")
-        *others, last = self._node.credentials.good()
-        for credentials in others:
-            with contextlib.suppress(ConnectError):
-                return await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
-        return await connect_any(ways, last, door.Purpose.LANE, packet_limit=peer.packet_limit)
-
-    async def _resume(self, watched: _LastingLane, stream: int, sock: socket.socket) -> None:
+    async def _resume(self, watched: _LastingLane, stream: int, sock: socket.socket, *, is_asked: bool) -> None:
+        """Go on with a stream on a connection, unless the stream needs none any more."""
         loop, state = asyncio.get_running_loop(), watched.streams[stream]
+        if not self._is_needed(watched, stream, is_asked=is_asked):
+            sock.close()
+            return
         state.number += 1
         number = state.number
         watched.lane.freeze(stream)
         claim = watched.id + bytes((stream | RESUME,)) + self._proof(watched, b"dial", stream, number, 0)
-        await loop.sock_sendall(sock, claim + number.to_bytes(NUMBER_BYTES, "big"))
-        theirs = await self._position(watched, b"accept", stream, number, sock)
-        mine = watched.lane.leave(stream)
-        await self._say_position(watched, b"go", stream, number, sock, mine)
-        self._attach(watched, stream, number, sock, theirs)
+        try:
+            await loop.sock_sendall(sock, claim + number.to_bytes(NUMBER_BYTES, "big"))
+            theirs = await self._position(watched, b"accept", stream, number, sock)
+            mine = watched.lane.leave(stream)
+            await self._say_position(watched, b"go", stream, number, sock, mine)
+            self._attach(watched, stream, number, sock, theirs)
+        except BaseException:
+            _reset_at_close(sock)
+            raise
 
     # The end that accepts
 
@@ -309,19 +311,16 @@ class LaneResumption:
         if number != state.number or lane.is_closed:
             raise ConnectError("the stream was claimed by another connection in the meantime")
         before = spell_connection(lane.sockets()[stream])
-        node = self._node
         if not lane.attach(stream, sock, position, is_direct=is_direct(sock)):
             if not lane.is_closed:
                 lane.end("the connection broke, and some bytes were acknowledged on the way that never arrived")
             raise ConnectError("the lane does not have what the other end expects")
         state.dead_since, state.told = None, 0
         watched.path = self._path_to(watched.peer)
-        node.lanes.limit.watch([sock], watched.group, watched.peer)
-        node.lanes.receiving_limit.watch([sock], watched.peer)
-        node.lanes.losses.watch([sock])
+        self._connections.watch([sock], watched.group, watched.peer)
         text = f"{lane.kind} lane goes on over {spell_connection(sock)}" + (f" instead of {before}" if before else "")
-        node.generation_table.tell_of_peer("moved", node.peers[watched.peer], text)
-        node.spawn(self._push(watched))
+        self._tell_of("moved", self._peers[watched.peer], text)
+        self._tasks.spawn(self._push(watched))
 
     async def _push(self, watched: _LastingLane) -> None:
         """Send again what the other end lacks, though no operation may be running here."""
@@ -350,11 +349,11 @@ class LaneResumption:
         return now is not None and watched.path is not None and now != watched.path
 
     def _path_to(self, peer: Seat) -> tuple[str, str] | None:
-        link = self._node.peers[peer].link
+        link = self._peers[peer].link
         return None if link is None else (link.local_ip, link.remote_ip)
 
     def _name(self, watched: _LastingLane) -> str:
-        return self._node.generation_table.name_of(watched.peer)
+        return self._peers.name_of(watched.peer)
 
 
 def is_direct(sock: socket.socket) -> bool:

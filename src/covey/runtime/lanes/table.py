@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
     from covey.base.numbers import Seat
     from covey.net.lanes.lane import Lane
-    from covey.runtime.members.node import Node
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 REPLACEMENT: Final = "replacement"
 """The purpose of a lane that is to replace one for collectives (`lanes.tuning.moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
 TOLD_KINDS: Final = ("tcp", "secure", "quic")
 """Lanes over a network: an event tells of their opening, and between machines they may go on over other connections."""
-CLOSED_GROUPS_REMEMBERED: Final = 10_000
 
 
 class LaneKey(NamedTuple):
@@ -55,12 +57,13 @@ def lane_key(group: int, peer: Seat, purpose: str, attempt: int) -> LaneKey:
 class LaneTable:
     """The lanes of one node, by key. Any thread may call any method."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self, peers: PeerTable, tasks: Tasks, groups: GroupRegistry, tell: Callable[[str, RemoteProcess, str], None]
+    ) -> None:
+        """`tell` adds an event about a peer; no lane opens once `tasks` are closing."""
+        self._peers, self._tasks, self._groups, self._tell = peers, tasks, groups, tell
         self._lock = threading.Lock()
         self._lanes: dict[LaneKey, Future[Any]] = {}
-        self._closed_groups: dict[int, int] = {}
-        """By closed group: its last operation."""
         self._first_attempts: dict[int, int] = {}
         """By group: the attempt before which lanes are refused."""
         self._retired: list[tuple[LaneKey, Any]] = []
@@ -82,9 +85,9 @@ class LaneTable:
             future = self._lanes.get(key)
             if future is None:
                 future = Future()
-                if self._node.peers[key.peer].is_excluded:
-                    future.set_exception(ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
-                elif self._node.is_closing or self.is_over(key):  # nothing would ever end the wait
+                if self._peers[key.peer].is_excluded:
+                    future.set_exception(ConnectError(f"{self._peers.name_of(key.peer)} is gone"))
+                elif self._tasks.is_closing or self.is_over(key):  # nothing would ever end the wait
                     future.set_exception(ClosedError("the group was closed"))
                 else:
                     self._lanes[key] = future
@@ -94,9 +97,9 @@ class LaneTable:
         """Tell whether a lane may not open any more: its group, its attempt or its peer is gone."""
         if key.purpose != "messages" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
-        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].is_excluded:
+        if self._groups.has_closed(key.group) or key in self._given_up or self._peers[key.peer].is_excluded:
             return True
-        return not self._node.groups.has_member(key.group, key.peer)
+        return not self._groups.has_member(key.group, key.peer)
 
     # Outcomes
 
@@ -108,7 +111,7 @@ class LaneTable:
             is_old = replaced is not None
             if key.purpose == "messages":
                 is_old = self._epochs.is_past(key, attempt)
-            is_wanted = not is_old and not self._node.is_closing and not self.is_over(key)
+            is_wanted = not is_old and not self._tasks.is_closing and not self.is_over(key)
             if is_wanted:
                 if key.purpose == "messages":
                     self._epochs.opened(key, attempt)
@@ -116,10 +119,10 @@ class LaneTable:
                     future = self._lanes[key] = Future()
                 future.set_result(lane)
         if is_wanted and key.purpose == "collectives" and lane.kind in TOLD_KINDS:
-            self._node.generation_table.tell_of_peer("lane", self._node.peers[key.peer], lane.kind)
+            self._tell("lane", self._peers[key.peer], lane.kind)
         if not is_wanted:
             lane.close()
-        elif not self._node.groups.lane_arrived(key, lane) and replaced is not None:
+        elif not self._groups.lane_arrived(key, lane) and replaced is not None:
             _close_future(replaced)  # the group has not used it
 
     def failed(self, key: LaneKey, error: BaseException) -> None:
@@ -194,14 +197,6 @@ class LaneTable:
             opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
         return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane | RingSocket))
 
-    def has_closed(self, group: int) -> bool:
-        """Tell whether a group was closed here."""
-        return group in self._closed_groups
-
-    def is_closed_before(self, group: int, sequence: int) -> bool:
-        """Tell whether a group was closed here before operation `sequence`."""
-        return self._closed_groups.get(group, sequence) < sequence
-
     # Lanes that replace others
 
     def switch(self, key: LaneKey) -> tuple[Any, Any] | None:
@@ -243,12 +238,9 @@ class LaneTable:
             self._given_up.add(key)
         self.abandon(lambda each: each == key, ClosedError("no more messages are exchanged with this rank"))
 
-    def forget(self, group: int, sequence: int) -> None:
-        """Close the lanes of a group, whose last operation was `sequence`, and refuse later ones."""
+    def forget(self, group: int) -> None:
+        """Close the lanes of a group that was closed; it refuses later ones."""
         with self._lock:
-            self._closed_groups[group] = sequence
-            while len(self._closed_groups) > CLOSED_GROUPS_REMEMBERED:
-                del self._closed_groups[next(iter(self._closed_groups))]
             self._first_attempts.pop(group, None)
             self._epochs.forget(group)
             self._given_up = {key for key in self._given_up if key.group != group}

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from covey.runtime.bell import Bell
     from covey.runtime.counters import MessageTraffic
     from covey.runtime.lanes.lanes import Lanes
-    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
@@ -57,16 +56,6 @@ class MessageRoster(Protocol):
     def describe(self, ranks: tuple[Rank, ...]) -> str: ...
 
 
-class MessageNode(Protocol):
-    """What messages need of their node (`members.node`)."""
-
-    @property
-    def lanes(self) -> Lanes: ...
-
-    @property
-    def paths(self) -> PathMonitor: ...
-
-
 class MessageOwner(Protocol):
     """What messages need of a group (`collectives.engine`)."""
 
@@ -82,7 +71,7 @@ class MessageOwner(Protocol):
     def is_closed(self) -> bool: ...
 
     @property
-    def node(self) -> MessageNode | None: ...
+    def lanes(self) -> Lanes | None: ...
 
     @property
     def is_freed(self) -> bool: ...
@@ -139,8 +128,8 @@ class MessageRouting:
                 self.short = self._messenger.short
                 if self._traffic is not None:
                     self._messenger.traffic = self._traffic
-                if group.node is not None:
-                    for seat, sock in group.node.lanes.arrived(group.id, "messages").items():
+                if group.lanes is not None:
+                    for seat, sock in group.lanes.arrived(group.id, "messages").items():
                         if seat in group.roster.rank_of:  # a seat outside of the group has no messages in it
                             self._messenger.adopt(group.roster.rank_of[seat], sock)
             return self._messenger
@@ -153,11 +142,11 @@ class MessageRouting:
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
         """Return the socket to `rank`, opened on first use."""
         group = self._group
-        assert group.node is not None
+        assert group.lanes is not None
         deadline = time.monotonic() + group.config.timeout if deadline is None else deadline
         while (left := deadline - time.monotonic()) > 0:
             try:
-                sock = group.node.lanes.open(group.id, group.members[rank], "messages", min(1.0, left))
+                sock = group.lanes.open(group.id, group.members[rank], "messages", min(1.0, left))
                 return sock  # type: ignore[no-any-return]
             except DeadlineError:
                 if (fault := group.failure.message_error()) is not None:
@@ -182,16 +171,16 @@ class MessageRouting:
 
     def _wait_and_ask(self, rank: int, ended: Any, pause: float) -> None:
         group = self._owner()
-        if pause and group is not None and group.node is not None:  # lanes carry nothing: their path may be the reason
-            group.node.paths.stuck(group.members[rank])
+        if pause and group is not None and group.lanes is not None:  # lanes carry nothing: their path may be the reason
+            group.lanes.paths.stuck(group.members[rank])
         control.control_loop().call_later(pause, self._ask_again, rank, ended)
 
     def _ask_again(self, rank: int, ended: Any) -> None:
         """Ask for a socket in place of `ended` until there is one or the rank is lost. On the control loop."""
         group, messenger = self._owner(), self._messenger
-        if group is None or group.node is None or messenger is None or group.failure.has_happened or group.is_freed:
+        if group is None or group.lanes is None or messenger is None or group.failure.has_happened or group.is_freed:
             return
-        future = group.node.lanes.renew(group.id, group.members[rank], ended)
+        future = group.lanes.renew(group.id, group.members[rank], ended)
         if not future.done():
             # A request may get lost while many lanes are being opened. Refusals may come on a thread that holds locks.
             timer = control.control_loop().call_later(ASK_AGAIN_SECONDS, self._ask_again, rank, ended)
@@ -207,8 +196,8 @@ class MessageRouting:
     def _give_up(self, rank: int) -> None:
         """Open and accept no more sockets to a rank."""
         group = self._owner()
-        if group is not None and group.node is not None:
-            group.node.lanes.give_up(group.id, group.members[rank])
+        if group is not None and group.lanes is not None:
+            group.lanes.give_up(group.id, group.members[rank])
 
     def lane_arrived(self, rank: Rank, sock: socket.socket) -> bool:
         """Give a new socket to the messenger; return False if there is none yet. On the control loop."""

@@ -31,16 +31,25 @@ FROM_EXCLUDED: Final = (
 class PeerTable(dict[Seat, RemoteProcess]):
     """The other processes of one run, by seat. Changed on the control loop, read on any thread."""
 
-    def __init__(self, seat: Seat, peers: Mapping[Seat, RemoteProcess]) -> None:
-        """`seat` is that of this process, which is not in the table."""
+    def __init__(self, seat: Seat, peers: Mapping[Seat, RemoteProcess], host: str = "") -> None:
+        """`seat` is that of this process, which is not in the table, and `host` its own."""
         super().__init__(peers)
-        self.seat = seat
+        self.seat, self.host = seat, host
         self._ranks: Mapping[Seat, Rank] | None = None
 
     @property
     def next_seat(self) -> Seat:
         """The first seat that no process has had, as far as this node knows."""
         return Seat(1 + max((self.seat, *self)))
+
+    def is_here(self, seat: Seat) -> bool:
+        """Tell whether a process runs on this host."""
+        return self[seat].is_on(self.host)
+
+    @property
+    def here(self) -> list[RemoteProcess]:
+        """The other processes on this host."""
+        return [peer for peer in self.values() if peer.is_on(self.host)]
 
     # Ranks
 
@@ -166,11 +175,11 @@ class MemberLinks(Protocol):
 
 
 class Routes:
-    """Where this process can dial others of its run, for links and lanes. On any thread."""
+    """Where this process can dial others of its run, for links and lanes, and with which credentials. On any thread."""
 
     def __init__(self, card: messages.Card, interfaces: str, credentials: LinkCredentials, links: MemberLinks) -> None:
         """`card` is that of this process, `interfaces` the setting, and `links` knows the relays."""
-        self._contact, self._interfaces = card.contact, interfaces
+        self._contact, self.interfaces, self.credentials = card.contact, interfaces, credentials
         self._is_clear, self._links = credentials.tls is None, links
 
     def to(self, peer: RemoteProcess, kind: str = "") -> list[Where]:
@@ -187,10 +196,14 @@ class Routes:
         from covey.net.discovery.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
 
         ways: list[Where] = [peer.way] if peer.way is not None else []
-        interfaces = recent_interfaces(self._interfaces)
+        interfaces = recent_interfaces(self.interfaces)
         relayed = [] if is_same_host else self._links.ways(contact.relay)
         found = (*to_dial(interfaces, contact.addresses, is_same_host), *relayed)
         return ways + [way for way in found if way not in ways]
+
+    def round_trip(self, way: Where) -> float | None:
+        """Return the round trip of a way through a relay, if it is known without a probe."""
+        return self._links.round_trip(way)
 
     def _is_nodes_socket(self, path: str) -> bool:
         """Tell whether a path that another node names is where all nodes of this user on this host listen."""

@@ -196,6 +196,11 @@ class RemoteProcess:
         """Where it listens; None if that is not known yet."""
         return None if self.card.contact is NOWHERE else self.card.contact
 
+    def is_on(self, host: str) -> bool:
+        """Tell whether it runs on a host, as far as is known."""
+        contact = self.contact
+        return contact is not None and contact.host == host
+
     @property
     def key(self) -> tuple[bytes, bytes]:
         """Its public key and its life."""

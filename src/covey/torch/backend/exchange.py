@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.compression import Piece
+    from covey.runtime.group.group import GroupHome
     from covey.runtime.group.issuer import Issuer
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -260,8 +261,8 @@ class TensorGroup(Group):
     cannot express that a part is missing, and the program would take old memory for a result. The group continues.
     """
 
-    def __init__(self, engine: Engine, *, local_rank: int) -> None:
-        super().__init__(engine, local_rank=local_rank)
+    def __init__(self, engine: Engine, home: GroupHome | None, *, local_rank: int) -> None:
+        super().__init__(engine, home, local_rank=local_rank)
         self._bind(TensorMoves(self._issuer))
 
     average_gradients = _moves.average_gradients

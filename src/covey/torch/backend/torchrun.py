@@ -22,8 +22,9 @@ from torch.distributed.elastic.rendezvous import (
 from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, PeerLostError
 from covey.runtime.fault import Fault
-from covey.runtime.group.internals import engine_of, node_of
+from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.generations import generations
+from covey.runtime.joining.node import node_of
 from covey.runtime.joining.torch_env import address_of_first, free_port, gloo_variables
 from covey.torch.backend.store import open_store
 from covey.torch.entry import LAUNCHED, NAME

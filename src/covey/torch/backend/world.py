@@ -20,7 +20,7 @@ from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
 from covey.net.host.folders import host_folder
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import LaunchedRank, find_launched_rank
-from covey.runtime.group.internals import engine_of, steps_between_checks
+from covey.runtime.group.internals import engine_of, home_of, steps_between_checks
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
 from covey.torch.backend import devices
@@ -68,9 +68,10 @@ class World:
         words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
         members = tuple(parent.members[self._ranks[rank]] for rank in ranks)
         engine = parent.subgroup(words, members, name)
-        if self.is_new and engine.node is not None and len(ranks) == self._top.size:
-            engine.node.checkpoints.follow(engine)  # from now on the steps of the program are operations of this group
-        return TensorGroup(engine, local_rank=self._top.local_rank)
+        home = home_of(self._top)
+        if self.is_new and home is not None and len(ranks) == self._top.size:
+            home.checkpoints.follow(engine)  # from now on the steps of the program are operations of this group
+        return TensorGroup(engine, home, local_rank=self._top.local_rank)
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` before the run is left, unless `forget` is called before."""

@@ -10,7 +10,7 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.runtime.group.internals import node_of
+from covey.runtime.joining.node import node_of
 from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
 from covey.runtime.metrics.samples import samples
 from covey.runtime.peers.peer_table import Inbox
@@ -137,7 +137,7 @@ def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.Monke
         if group.rank == 0:
             others = tuple(node.peers)
             for question in (METRICS, OPERATIONS, messages.Ping(77)):
-                node.tell(others, question)
+                node.peers.tell(others, question)
             deadline = time.monotonic() + DEADLINE
             while not any(isinstance(each, messages.Pong) and each.number == 77 for each in list(heard)):
                 assert time.monotonic() < deadline

@@ -27,13 +27,17 @@ from covey.runtime.lanes.table import REPLACEMENT, TOLD_KINDS, LaneKey
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from covey.base.numbers import Seat
     from covey.runtime.lanes.dialler import LaneDialler
+    from covey.runtime.lanes.groups import GroupRegistry
     from covey.runtime.lanes.table import LaneTable
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -46,10 +50,26 @@ RETIRE_CHECK_EVERY: Final = 0.5
 
 
 class LaneMoves:
-    """The lanes of one node that are being moved."""
+    """The lanes of one process that are being moved."""
 
-    def __init__(self, node: Node, table: LaneTable, dialler: LaneDialler) -> None:
-        self._node, self._table, self._dialler = node, table, dialler
+    def __init__(
+        self,
+        peers: PeerTable,
+        tasks: Tasks,
+        groups: GroupRegistry,
+        table: LaneTable,
+        dialler: LaneDialler,
+        *,
+        is_resuming: Callable[[Any], bool],
+        reason: Callable[[Seat], str],
+        tell: Callable[[str, RemoteProcess, str], None],
+    ) -> None:
+        """`is_resuming` tells whether a lane finds another path by itself.
+
+        `reason` returns why the lanes with a peer have so many streams, and `tell` adds an event about a peer.
+        """
+        self._peers, self._tasks, self._groups, self._table, self._dialler = peers, tasks, groups, table, dialler
+        self._is_resuming, self._reason, self._tell = is_resuming, reason, tell
         self._proposed: dict[LaneKey, tuple[int, int]] = {}
         """By replacement: the operation that this end has proposed and that is not answered, and how often it tried."""
         self._answered: dict[LaneKey, tuple[int, messages.MoveLane | None]] = {}
@@ -79,6 +99,16 @@ class LaneMoves:
         """Tell whether another lane is about to take the place of this one."""
         return self._table.get(key._replace(purpose=REPLACEMENT)) is not None
 
+    def replace_messages(self, peer: Seat) -> None:
+        """Open the lanes for messages with a peer anew, which loses nothing."""
+        for key, future in self._table.of_peer(peer):
+            if key.purpose == "messages" and future.done() and future.exception() is None:
+                self.replace(key)
+
+    def replace(self, key: LaneKey) -> None:
+        """Open a lane for messages anew."""
+        self._dialler.replace(key)
+
     def _want(self, replacement: LaneKey) -> None:
         wanted = self._table.want(replacement)
         wanted.add_done_callback(functools.partial(control.soon, self._opened, replacement))
@@ -93,7 +123,7 @@ class LaneMoves:
             replacement = key._replace(purpose=REPLACEMENT)
             if key.purpose == "messages":
                 self._dialler.replace(key)
-            elif self._node.lanes.resumption.is_resuming(future.result()):
+            elif self._is_resuming(future.result()):
                 continue  # its streams find another path by themselves
             elif key.purpose == "collectives" and future.result().kind in TOLD_KINDS:
                 if self._table.get(replacement) is not None:
@@ -105,20 +135,20 @@ class LaneMoves:
     def _opened(self, key: LaneKey, done: Future[Any]) -> None:
         """Propose to use a replacement lane that this end has opened."""
         if done.exception() is not None:
-            logger.info("no other lane to %s: %s", self._node.generation_table.name_of(key.peer), done.exception())
+            logger.info("no other lane to %s: %s", self._peers.name_of(key.peer), done.exception())
             self._drop(key)
         else:
             self._propose(key, done.result(), 0, 1)
 
     def _propose(self, key: LaneKey, lane: Any, least: int, tries: int) -> None:
-        group = self._node.groups.get(key.group)
+        group = self._groups.get(key.group)
         sequence = None if group is None else group.propose_switch(key.peer, key.attempt, lane, least)
         if sequence is None:
             self._proposed.pop(key, None)
             self._drop(key)
             return
         self._proposed[key] = sequence, tries
-        self._node.send(key.peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
+        self._peers.send(key.peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
 
     def _drop(self, key: LaneKey) -> None:
         """Give a replacement up."""
@@ -129,7 +159,7 @@ class LaneMoves:
         """Move a lane whose replacement, which is used or dropped now, did not go over the path that it should."""
         if replacement in self._again:
             self._again.discard(replacement)
-            if self._node.peers[replacement.peer].is_dialled and not self._table.is_over(replacement):
+            if self._peers[replacement.peer].is_dialled and not self._table.is_over(replacement):
                 self._want(replacement)
                 self._dialler.open(replacement)
 
@@ -137,20 +167,16 @@ class LaneMoves:
         """Repeat the proposals to a peer that has another link: they, or their answers, may be lost."""
         for key, (sequence, _) in self._proposed.items():
             if key.peer == peer:
-                self._node.send(peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
+                self._peers.send(peer, messages.MoveLane(key.group, key.attempt, "propose", sequence))
 
     def heard(self, seat: Seat, message: messages.MoveLane) -> None:
         """Take a step from a peer. One that fits nothing here is ignored: the attempt may be over."""
         key = LaneKey(message.group, seat, REPLACEMENT, message.attempt)
-        if message.step == "leave":
-            if self._node.peers[seat].is_dialled:
-                self._node.paths.stuck(seat)
-            return
         if message.step == "propose":
             self._answer(key, message.sequence)
             return
         sequence, tries = self._proposed.get(key, (0, 0))
-        group, future = self._node.groups.get(key.group), self._table.get(key)
+        group, future = self._groups.get(key.group), self._table.get(key)
         if message.sequence != sequence or not tries:
             return  # the answer to an earlier proposal, which came on another link
         del self._proposed[key]
@@ -167,7 +193,7 @@ class LaneMoves:
         asyncio.get_running_loop().call_later(PAUSES.after(tries), self._propose_again, key, future, least, tries + 1)
 
     def _propose_again(self, key: LaneKey, future: Future[Any], least: int, tries: int) -> None:
-        if self._table.get(key) is future and not self._node.is_closing:
+        if self._table.get(key) is future and not self._tasks.is_closing:
             self._propose(key, future.result(), least, tries)
 
     def _answer(self, key: LaneKey, sequence: int) -> None:
@@ -178,10 +204,10 @@ class LaneMoves:
             self._answered = {each: said for each, said in self._answered.items() if not self._table.is_over(each)}
             self._answered[key] = sequence, answer
         if sequence >= last and answer is not None:
-            self._node.send(key.peer, answer)
+            self._peers.send(key.peer, answer)
 
     def _judge(self, key: LaneKey, sequence: int) -> messages.MoveLane:
-        group, future = self._node.groups.get(key.group), self._table.get(key)
+        group, future = self._groups.get(key.group), self._table.get(key)
         begun = None
         if group is not None and future is not None and future.done() and future.exception() is None:
             begun = group.accept_switch(key.peer, key.attempt, future.result(), sequence)
@@ -198,17 +224,17 @@ class LaneMoves:
             control.soon(self._retire, key, *both)
 
     def _retire(self, key: LaneKey, old: Any, new: Any) -> None:
-        peer = self._node.peers[key.peer]
+        peer = self._peers[key.peer]
         streams, before = len(new.sockets()), len(old.sockets())
         if is_striped(new):
             text = f"{new.kind} lane spread over {_addresses(new)}"
         elif streams != before and not is_striped(old) and _addresses(old) == _addresses(new):
-            reason = self._node.stream_trials.reason(key.peer)
+            reason = self._reason(key.peer)
             text = f"{new.kind} lane has {streams} streams instead of {before}" + (f": {reason}" if reason else "")
         else:
             text = f"{new.kind} lane moved from {_addresses(old)} to {_addresses(new)}"
-        self._node.generation_table.tell_of_peer("striped" if is_striped(new) else "moved", peer, text)
-        self._node.spawn(self._close_when_ended(old))
+        self._tell("striped" if is_striped(new) else "moved", peer, text)
+        self._tasks.spawn(self._close_when_ended(old))
         self._move_again(key._replace(purpose=REPLACEMENT))
 
     async def _close_when_ended(self, old: Any) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from covey.runtime.members.node import Node
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -46,12 +46,12 @@ class _Watched:
 class PacketLosses:
     """Watches the connections of one node's lanes."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._watched = list[_Watched]()
         self._lossy: set[str] = set()
         """Addresses to which a path is lossy: new connections to them use BBR from the beginning."""
         self._is_told = False
-        self._looking = Recurring(node.spawn, LOSS_SAMPLE_EVERY, self._look, is_needed=lambda: self._watched)
+        self._looking = Recurring(tasks.spawn, LOSS_SAMPLE_EVERY, self._look, is_needed=lambda: self._watched)
 
     def watch(self, socks: Sequence[socket.socket]) -> None:
         """Watch the connections of a lane until they are closed. Only TCP of Linux tells of losses."""

@@ -24,12 +24,20 @@ from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_l
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from covey.base.numbers import Seat
     from covey.net.discovery.interfaces import Interface
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.lanes.table import LaneTable
+    from covey.runtime.lanes.tuning.moves import LaneMoves
+    from covey.runtime.lanes.tuning.stream_trials import StreamTrials
+    from covey.runtime.lanes.tuning.stripes import Stripes
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.probe import Sounding
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.tasks import Tasks
 
 logger = logging.getLogger("covey")
 
@@ -53,10 +61,26 @@ _PASSING: Final = (ConfigError, ConnectError, OSError)
 
 
 class PathMonitor:
-    """Watches the paths to the peers that this node dials."""
+    """Watches the paths to the peers that this process dials."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self,
+        routes: Routes,
+        peers: PeerTable,
+        tasks: Tasks,
+        groups: GroupRegistry,
+        table: LaneTable,
+        moves: LaneMoves,
+        stripes: Stripes,
+        trials: StreamTrials,
+        tell: Callable[[str, RemoteProcess, str], None],
+        *,
+        has_limit: bool,
+    ) -> None:
+        """`tell` adds an event about a peer. A limit leaves room on the line, so that no path seems faster."""
+        self._routes, self._peers, self._tasks, self._groups = routes, peers, tasks, groups
+        self._table, self._moves, self._stripes, self._trials = table, moves, stripes, trials
+        self._tell, self._has_limit = tell, has_limit
         self._limits = DialLimits()  # peers name the addresses, and may name others every second
         self._choices: dict[Seat, PathChoice] = {}
         self._due: dict[Seat, float] = {}
@@ -69,7 +93,6 @@ class PathMonitor:
         self._avoided: dict[Seat, tuple[str, float]] = {}
         """The network in which a lane with a peer got stuck, and until when no lane moves there."""
         self._is_watching = False
-        """Called with the address to which lanes move, and its round trip."""
 
     def stuck(self, seat: Seat) -> None:
         """Leave the path of a lane whose bytes are not acknowledged; probes, which are short, may still pass there.
@@ -78,11 +101,11 @@ class PathMonitor:
         packets: the MTU of the path may be smaller than that of the interface. The end that dials chooses the path, and
         is told if it is not this one.
         """
-        peer, now = self._node.peers[seat], time.monotonic()
-        if peer.contact is None or peer.contact.host == self._node.host:
+        peer, now = self._peers[seat], time.monotonic()
+        if peer.contact is None or self._peers.is_here(seat):
             return
         if not peer.is_dialled:
-            self._node.send(seat, messages.MoveLane(0, 0, "leave", 0))
+            self._peers.send(seat, messages.MoveLane(0, 0, "leave", 0))
             return
         if now < self._moved_at.get(seat, 0.0) + SAME_SECONDS:
             return
@@ -100,28 +123,28 @@ class PathMonitor:
             before, peer.packet_limit = peer.packet_limit, limit
             above = f"packets above {before} bytes" if before else "long packets"
             text = f"{above} seem not to pass (MTU): lanes send packets of {limit} bytes at most"
-            logger.warning("%s: %s", self._node.generation_table.name_of(seat), text)
-            self._node.generation_table.tell_of_peer("mtu", peer, text)
-            self._node.lanes.replace_messages(seat)  # they would be found out one by one
+            logger.warning("%s: %s", self._peers.name_of(seat), text)
+            self._tell("mtu", peer, text)
+            self._moves.replace_messages(seat)  # they would be found out one by one
 
     def start(self) -> None:
         """Watch until the node closes."""
         if not self._is_watching:
             self._is_watching = True
-            self._node.spawn(self._watch())
+            self._tasks.spawn(self._watch())
 
     async def _watch(self) -> None:
-        while not self._node.is_closing:
+        while not self._tasks.is_closing:
             await asyncio.sleep(TICK_SECONDS)
             self._look_at_lanes()
-            peers = [peer for peer in self._node.peers.values() if self._is_watched(peer)]
+            peers = [peer for peer in self._peers.values() if self._is_watched(peer)]
             if not peers:
                 continue
-            self._node.stream_trials.look(peers)
+            self._trials.look([peer for peer in peers if not self._stripes.has_several(peer.seat)])
             from covey.net.discovery.interfaces import recent_interfaces  # of no use to ranks that share memory
 
             try:
-                own = recent_interfaces(self._node.config.interfaces)
+                own = recent_interfaces(self._routes.interfaces)
             except _PASSING:
                 continue
             networks = [(each.name, each.kind, each.networks) for each in own]
@@ -141,35 +164,35 @@ class PathMonitor:
 
         A send returns when the kernel has the message, and the program may then wait for the rank that waits for it.
         """
-        for key, lane in self._node.lanes.table.open_lanes("collectives"):
+        for key, lane in self._table.open_lanes("collectives"):
             if lane.kind in TOLD_KINDS and not is_resumable(lane) and lane.is_stuck():
                 self.stuck(key.peer)
-                if (group := self._node.groups.get(key.group)) is not None:
+                if (group := self._groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)
-        for key, sock in self._node.lanes.table.open_lanes("messages"):
+        for key, sock in self._table.open_lanes("messages"):
             if tcp.is_stuck(sock):
                 self.stuck(key.peer)
-                self._node.lanes.dialler.replace(key)
+                self._moves.replace(key)
 
     def _is_watched(self, peer: RemoteProcess) -> bool:
         """Tell whether this end dials the lanes of a peer on another host."""
-        contact, is_up = peer.contact, peer.link is not None and not peer.is_gone
-        return is_up and peer.is_dialled and contact is not None and contact.host != self._node.host
+        is_up = peer.link is not None and not peer.is_gone
+        return is_up and peer.is_dialled and peer.contact is not None and not self._peers.is_here(peer.seat)
 
     async def _look(self, peer: RemoteProcess, own: list[Interface]) -> None:
         """Probe the addresses of a peer, and move its lanes if one of them is better for long enough."""
         from covey.runtime.links.probe import sound
 
         try:
-            ways: list[Where] = [way for way in self._node.ways_to(peer, "tcp") if not isinstance(way, str)]
+            ways: list[Where] = [way for way in self._routes.to(peer, "tcp") if not isinstance(way, str)]
         except _PASSING:
             return
         if len(ways) < 2:
-            await self._node.stripes.look(peer, {})
+            await self._look_at_stripes(peer, {})
             return
-        trips = {way: trip for way in ways if (trip := self._node.links.round_trip(way)) is not None}
+        trips = {way: trip for way in ways if (trip := self._routes.round_trip(way)) is not None}
         ways, used = [way for way in ways if way not in trips], self._used(peer, ways)
-        found = await asyncio.gather(*(sound(way, self._node.credentials, self._limits) for way in ways))
+        found = await asyncio.gather(*(sound(way, self._routes.credentials, self._limits) for way in ways))
         seen = {way: _quality(each, own) for way, each in zip(ways, found, strict=True) if each.round_trip >= 0}
         seen |= {way: Quality(0, True, trip, way[0], is_relayed=True) for way, trip in trips.items()}
         self._seen[peer.seat] = seen
@@ -183,7 +206,7 @@ class PathMonitor:
         if not self._is_watched(peer):
             return
         if better is None:
-            faster = None if choice.is_undecided else await self._node.stripes.look(peer, seen)
+            faster = None if choice.is_undecided else await self._look_at_stripes(peer, seen)
             if faster is not None:
                 self._move(peer, faster, seen[faster].round_trip, MoveReason.FASTER)
             return
@@ -192,9 +215,13 @@ class PathMonitor:
             return
         self._move(peer, way, seen[way].round_trip, reason)
 
+    async def _look_at_stripes(self, peer: RemoteProcess, seen: dict[Where, Quality]) -> Where | None:
+        """Use more networks or fewer, unless a number of streams is being tried; see `Stripes.look`."""
+        return None if self._trials.is_trying(peer.seat) else await self._stripes.look(peer, seen)
+
     def _used(self, peer: RemoteProcess, ways: list[Where]) -> Where | None:
         """Return the way of a peer's lanes. After its link has left a relay, that is not the way of the link."""
-        for _, future in self._node.lanes.table.of_peer(peer.seat):
+        for _, future in self._table.of_peer(peer.seat):
             if future.done() and future.exception() is None:
                 with contextlib.suppress(AttributeError, IndexError, OSError):  # no sockets, or ended ones
                     sock = future.result().sockets()[0]
@@ -209,26 +236,26 @@ class PathMonitor:
         from covey.runtime.links.probe import throughput
 
         now = self._speed(peer.seat)
-        if now is None or self._node.config.limit:  # a limit leaves room on the line, and a trial would ignore it
+        if now is None or self._has_limit:  # which a trial would ignore
             return reason is MoveReason.ROUND_TRIP
-        tried = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
+        tried = await throughput(way, self._routes.credentials, TRIAL_BYTES, TRIAL_SECONDS)
         return tried >= CLEARLY_FASTER * now
 
     def _speed(self, seat: Seat) -> float | None:
         """Return how many bytes a second the fastest lane for collectives with a peer has sent; None if none has."""
         speeds = []
-        for key, future in self._node.lanes.table.of_peer(seat):
+        for key, future in self._table.of_peer(seat):
             if key.purpose == "collectives" and future.done() and future.exception() is None:
                 with contextlib.suppress(AttributeError):  # a lane without sockets
                     speeds.append(sum(tcp.sending_speed(sock) or 0.0 for sock in future.result().sockets()))
         return max(speeds, default=0.0) or None
 
     def _move(self, peer: RemoteProcess, way: Where, round_trip: float, reason: MoveReason) -> None:
-        name = self._node.generation_table.name_of(peer.seat)
+        name = self._peers.name_of(peer.seat)
         self._moved_at[peer.seat] = time.monotonic()
         logger.info("lanes with %s move from %s to %s: %s", name, peer.way and peer.way[0], way[0], reason.value)
         peer.way, peer.round_trip = way, round_trip
-        self._node.lanes.moves.move(peer.seat)
+        self._moves.move(peer.seat)
 
 
 def _quality(found: Sounding, own: list[Interface]) -> Quality:

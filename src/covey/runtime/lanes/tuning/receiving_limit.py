@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.base.numbers import Seat
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.tasks import Tasks
 
 DIVIDE_SECONDS: Final = 0.1
 """How often the limit is divided anew. A new share has to reach the peer, so more often would not help."""
@@ -60,16 +61,17 @@ class _Sender:
 class ReceivingLimit:
     """Tells peers how fast they may send to this process, if its machine has a limit."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, limit: float, peers: PeerTable, tasks: Tasks) -> None:
+        """`limit` is the setting."""
+        self._limit, self._peers = limit, peers
         self._senders: dict[Seat, _Sender] = {}
         self._budget = RateBudget(REPAY_SECONDS)
-        self._dividing = Recurring(node.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._senders)
+        self._dividing = Recurring(tasks.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._senders)
 
     def watch(self, socks: Sequence[socket.socket], peer: Seat) -> None:
         """Count what a peer sends over the connections of a lane, until they are closed."""
         fresh = [sock for sock in socks if sock.family != socket.AF_UNIX]
-        if not self._node.config.limit or not fresh:
+        if not self._limit or not fresh:
             return
         self._senders.setdefault(peer, _Sender()).received.update({weakref.ref(sock): 0 for sock in fresh})
         self._divide(0.0)
@@ -80,10 +82,10 @@ class ReceivingLimit:
         arrived = {peer: sender.count() for peer, sender in self._senders.items()}
         for peer in [peer for peer, sender in self._senders.items() if not sender.received]:
             del self._senders[peer]
-        limit = own_limit(self._node)
+        limit = own_limit(self._limit, self._peers)
         available = self._budget.available(limit, sum(arrived.values()), seconds)
         demands = [Demand(Urgency.TENSORS, arrived[peer] > 0) for peer in self._senders]
         for (peer, sender), rate in zip(self._senders.items(), divide(available, limit, demands), strict=True):
             if abs(rate - sender.told) > WORTH_TELLING * sender.told:
                 sender.told = rate
-                self._node.send(peer, messages.Allowance(rate))
+                self._peers.send(peer, messages.Allowance(rate))

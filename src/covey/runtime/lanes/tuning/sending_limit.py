@@ -24,10 +24,11 @@ from covey.runtime.lanes.tuning.urgency import Urgency
 from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from covey.base.numbers import Seat
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable
+    from covey.runtime.tasks import Tasks
 
 DIVIDE_SECONDS: Final = 0.05
 """How often the limit is divided anew: a connection that begins to send waits about that long for its share."""
@@ -57,14 +58,18 @@ class _Paced:
 class SendingLimit:
     """Divides the limit of one machine's share of a run, and what peers allow, among this process's connections."""
 
-    def __init__(self, node: Node) -> None:
-        """Raise ConfigError if there is a limit, and this system cannot keep it."""
-        self._node, self._paced = node, list[_Paced]()
+    def __init__(self, limit: float, peers: PeerTable, tasks: Tasks, urgency: Callable[[int], Urgency]) -> None:
+        """`limit` is the setting; `urgency` tells how the connections of a group give way to others.
+
+        Raises:
+            ConfigError: there is a limit, and this system cannot keep it.
+        """
+        self._limit, self._peers, self._urgency, self._paced = limit, peers, urgency, list[_Paced]()
         self._allowed: dict[Seat, int] = {}
         """Bytes a second that peers take."""
         self._budget = RateBudget(REPAY_SECONDS)
-        self._dividing = Recurring(node.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
-        if node.config.limit and not tcp.can_pace():
+        self._dividing = Recurring(tasks.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
+        if limit and not tcp.can_pace():
             raise ConfigError("limit= needs Linux, which spaces out what is sent; this system has no means for it")
 
     def watch(self, socks: Sequence[socket.socket], group: int, peer: Seat) -> None:
@@ -81,7 +86,7 @@ class SendingLimit:
                 self._begin()
 
     def _begin(self) -> None:
-        if self._node.config.limit or self._allowed:
+        if self._limit or self._allowed:
             self._divide(0.0)
             self._dividing.begin()
 
@@ -94,13 +99,13 @@ class SendingLimit:
             if known is None:
                 continue
             open_now.append(paced)
-            urgency = self._node.groups.urgency(paced.group)  # the group may have come after its lane
+            urgency = self._urgency(paced.group)  # the group may have come after its lane
             demands.append(Demand(urgency, known.is_sending or known.acknowledged > paced.acknowledged))
             sent += known.acknowledged - paced.acknowledged
             paced.acknowledged = known.acknowledged
         self._paced = open_now
         rates = [tcp.UNPACED] * len(demands)
-        if limit := own_limit(self._node):
+        if limit := own_limit(self._limit, self._peers):
             rates = divide(self._budget.available(limit, sent, seconds), limit, demands)
         peers = [paced.peer for paced in open_now]
         for paced, rate in zip(open_now, capped(rates, demands, peers, self._allowed), strict=True):
@@ -123,8 +128,7 @@ def capped(
     return shares
 
 
-def own_limit(node: Node) -> float:
+def own_limit(limit: float, peers: PeerTable) -> float:
     """Return the bytes a second of payload that this process may move in each direction; 0 if there is no limit."""
-    peers = node.peers.values()
-    here = sum(not peer.is_gone and peer.contact is not None and peer.contact.host == node.host for peer in peers)
-    return node.config.limit / 8 * PAYLOAD_SHARE / (1 + here)
+    here = sum(not peer.is_gone for peer in peers.here)
+    return limit / 8 * PAYLOAD_SHARE / (1 + here)

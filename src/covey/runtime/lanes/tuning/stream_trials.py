@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors, tcp
 from covey.net.lanes.stream import is_striped
-from covey.runtime.lanes.kinds import stream_count
 from covey.runtime.lanes.tuning.stream_choice import SpeedWindow, StreamChoice
 from covey.runtime.lanes.tuning.trials import TrialVerdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
-    from covey.runtime.lanes.table import LaneKey
+    from covey.runtime.lanes.groups import GroupRegistry
+    from covey.runtime.lanes.kinds import LaneRules
+    from covey.runtime.lanes.table import LaneKey, LaneTable
+    from covey.runtime.lanes.tuning.moves import LaneMoves
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.node import Node
     from covey.runtime.peers.remote_process import RemoteProcess
 
 FAR_SECONDS: Final = 0.002
@@ -43,23 +47,33 @@ class _PeerStreams(NamedTuple):
     choice: StreamChoice
 
 
-class StreamTrials:
-    """The lanes of one node whose number of streams is chosen by trials."""
+def may_try_streams(config: GroupConfig) -> bool:
+    """Tell whether more streams may be tried: not with a set number, nor with a limit, which they would share."""
+    is_free = config.streams == "auto" and not config.limit and config.lanes in ("auto", "secure")
+    return is_free and sys.platform == "linux"
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+
+class StreamTrials:
+    """The lanes of one process whose number of streams is chosen by trials."""
+
+    def __init__(
+        self,
+        groups: GroupRegistry,
+        table: LaneTable,
+        rules: LaneRules,
+        moves: LaneMoves,
+        tell: Callable[[str, RemoteProcess, str], None],
+        *,
+        is_allowed: bool,
+    ) -> None:
+        """`tell` adds an event about a peer."""
+        self._groups, self._table, self._rules, self._moves, self._tell = groups, table, rules, moves, tell
+        self._is_allowed = is_allowed
         self._peers: dict[Seat, _PeerStreams] = {}
         self._windows: weakref.WeakKeyDictionary[Any, SpeedWindow] = weakref.WeakKeyDictionary()
         """By lane."""
         self._asked: weakref.WeakKeyDictionary[Any, tuple[int, float]] = weakref.WeakKeyDictionary()
         """By lane: the streams of the replacement that was asked for last, and when."""
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether more streams may be tried: not with a set number, nor with a limit, which they would share."""
-        config = self._node.config
-        is_free = config.streams == "auto" and not config.limit and config.lanes in ("auto", "secure")
-        return is_free and sys.platform == "linux"
 
     def is_trying(self, seat: Seat) -> bool:
         """Tell whether a number of streams to a peer is being tried."""
@@ -71,20 +85,20 @@ class StreamTrials:
 
     def look(self, peers: list[RemoteProcess]) -> None:
         """Measure the lanes with peers that this end dials, and replace those that should have other streams."""
-        if not self.is_allowed:
+        if not self._is_allowed:
             return
         lanes: dict[Seat, list[tuple[LaneKey, Any]]] = {peer.seat: [] for peer in peers}
-        for key, lane in self._node.lanes.table.open_lanes("collectives"):
+        for key, lane in self._table.open_lanes("collectives"):
             if key.peer in lanes and lane.kind == "secure" and not is_striped(lane) and _is_far(lane):
                 lanes[key.peer].append((key, lane))
         for peer in peers:
-            if lanes[peer.seat] and not self._node.stripes.has_several(peer.seat):
+            if lanes[peer.seat]:
                 self._look(peer, lanes[peer.seat], time.monotonic())
 
     def _look(self, peer: RemoteProcess, lanes: list[tuple[LaneKey, Any]], now: float) -> None:
         known = self._peers.get(peer.seat)
         if known is None or known.way != peer.way:
-            first = stream_count(self._node, peer, "secure", "collectives")
+            first = self._rules.stream_count(peer.seat, "secure", "collectives")
             known = self._peers[peer.seat] = _PeerStreams(peer.way, StreamChoice(first))
         choice, speeds = known.choice, {}
         for key, lane in lanes:
@@ -96,9 +110,7 @@ class StreamTrials:
             key = max(fit, key=lambda each: fit[each][0])
             speed, lane = fit[key]
             if choice.take(choice.count, speed, now, self._most(key)) is TrialVerdict.FASTER:
-                self._node.generation_table.tell_of_peer(
-                    "lane", peer, f"{lane.kind} lane keeps {choice.count} streams: {choice.reason}"
-                )
+                self._tell("lane", peer, f"{lane.kind} lane keeps {choice.count} streams: {choice.reason}")
         for key, lane in lanes:
             if len(lane.sockets()) != choice.count and (key in speeds or lane in self._asked):
                 self._replace(key, lane, choice, now)
@@ -114,13 +126,13 @@ class StreamTrials:
         """Return the most streams that a lane can use at once: no more than a usual transfer has records."""
         from covey.wire.seal import SPREAD_RECORD_LIMIT  # slow to import, and not needed by ranks of one host
 
-        group = self._node.groups.get(key.group)
+        group = self._groups.get(key.group)
         sent, sends = (0, 0) if group is None else group.sent_to(key.peer)
         return min(STREAMS_LIMIT, sent // max(1, sends) // SPREAD_RECORD_LIMIT)
 
     def _replace(self, key: LaneKey, lane: Any, choice: StreamChoice, now: float) -> None:
         """Have a lane replaced by one with the chosen streams, unless that is under way, or has just failed."""
-        count, moves = choice.count, self._node.lanes.moves
+        count, moves = choice.count, self._moves
         asked, when = self._asked.get(lane, (0, 0.0))
         if moves.is_replacing(key):
             return

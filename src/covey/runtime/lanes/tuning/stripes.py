@@ -11,10 +11,8 @@ by the other end, also while that is in none. On the control loop.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,15 +24,15 @@ from covey.runtime.links.sockets import RelayedWay
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
+    from covey.runtime.lanes.table import LaneTable
+    from covey.runtime.lanes.tuning.moves import LaneMoves
     from covey.runtime.lanes.tuning.path_choice import Quality
     from covey.runtime.links.handshake import Where
-    from covey.runtime.members.node import Node
+    from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess
 
-TEND_SECONDS: Final = 0.2
-TEND_AGAIN_SECONDS: Final = 0.01
-"""The same while there is more to take from a lane."""
 LEAST_BYTES: Final = 8 << 20
 """A lane is worth several networks if it has sent so much."""
 JUDGED_BYTES: Final = 32 << 20
@@ -105,59 +103,35 @@ class _Peer:
         return self.trial.verdict is TrialVerdict.FASTER
 
 
+def may_stripe(config: GroupConfig) -> bool:
+    """Tell whether lanes of a process with these settings may go over several networks."""
+    return config.stripe == "auto" and not config.limit and sys.platform == "linux"
+
+
 class Stripes:
-    """The lanes of one node that go over several networks."""
+    """To which peers the lanes that this end dials go over several networks."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._peers: dict[Seat, _Peer] = {}
-        self._lanes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._is_tending = False
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether lanes of this node may go over several networks."""
-        return self._node.config.stripe == "auto" and not self._node.config.limit and sys.platform == "linux"
+    def __init__(
+        self, routes: Routes, peers: PeerTable, table: LaneTable, moves: LaneMoves, *, is_allowed: bool
+    ) -> None:
+        self._routes, self._peers, self._table, self._moves, self._is_allowed = routes, peers, table, moves, is_allowed
+        self._known: dict[Seat, _Peer] = {}
 
     def has_several(self, seat: Seat) -> bool:
         """Tell whether several networks to a peer are used, or being tried."""
-        return seat in self._peers and bool(self._peers[seat].ways)
-
-    # Every striped lane, at both ends
-
-    def watch(self, lane: Any) -> None:
-        """Tend a lane until it is closed."""
-        self._lanes.add(lane)
-        if not self._is_tending:
-            self._is_tending = True
-            self._node.spawn(self._tend())
-
-    async def _tend(self) -> None:
-        try:
-            while self._lanes and not self._node.is_closing:
-                has_more = False
-                for lane in list(self._lanes):
-                    if lane.sockets()[0].fileno() < 0:
-                        self._lanes.discard(lane)
-                    else:
-                        has_more = lane.tend() or has_more
-                await asyncio.sleep(TEND_AGAIN_SECONDS if has_more else TEND_SECONDS)
-        finally:
-            self._is_tending = False
-
-    # The end that dials
+        return seat in self._known and bool(self._known[seat].ways)
 
     async def look(self, peer: RemoteProcess, seen: Mapping[Where, Quality]) -> Where | None:
         """Take the addresses of a peer that answer now: use more networks, or fewer.
 
         Returns an address to move the lanes to, if it is so much faster that their own network would add nothing.
         """
-        if not self.is_allowed or self._node.stream_trials.is_trying(peer.seat):
+        if not self._is_allowed:
             return None
-        state = self._peers.setdefault(peer.seat, _Peer([]))
+        state = self._known.setdefault(peer.seat, _Peer([]))
         lanes = [
             future.result()
-            for key, future in self._node.lanes.table.of_peer(peer.seat)
+            for key, future in self._table.of_peer(peer.seat)
             if key.purpose == "collectives" and future.done() and future.exception() is None
         ]
         lanes = [lane for lane in lanes if lane.kind == "secure"]
@@ -169,7 +143,7 @@ class Stripes:
         if not busy or not state.rests.is_over(time.monotonic()):
             return None
         if state.is_confirmed and state.ways:  # a lane of another group, or of another view
-            self._node.lanes.moves.stripe(peer.seat, state.ways)
+            self._moves.stripe(peer.seat, state.ways)
         elif not state.ways:
             return await self._try(peer, state, max(busy), networks_beside(peer.way, seen))
         return None
@@ -181,16 +155,16 @@ class Stripes:
             return None
         used, tried = peer.way, {}
         for way in others:
-            tried[way] = await throughput(way, self._node.credentials, TRIAL_BYTES, TRIAL_SECONDS)
+            tried[way] = await throughput(way, self._routes.credentials, TRIAL_BYTES, TRIAL_SECONDS)
         state.rests.begin(time.monotonic())
         good = worth_using(used, now, tried)
-        if peer.way != used or not self._node.peers[peer.seat].is_dialled:
+        if peer.way != used or not self._peers[peer.seat].is_dialled:
             return None
         if used not in good:
             return good[0]
         if len(good) > 1:
             state.ways, state.trial, state.gone = good, LaneTrial(now), 0
-            self._node.lanes.moves.stripe(peer.seat, state.ways)
+            self._moves.stripe(peer.seat, state.ways)
         return None
 
     def _review(self, peer: RemoteProcess, state: _Peer, striped: list[Any], seen: Mapping[Where, Quality]) -> None:
@@ -204,6 +178,6 @@ class Stripes:
             state.rests.begin(time.monotonic())
             state.ways = []
             if striped:
-                self._node.lanes.moves.move(peer.seat)
+                self._moves.move(peer.seat)
         elif not striped and not state.is_confirmed and state.rests.is_over(time.monotonic()):
             state.ways = []  # it was refused, or could not be opened

@@ -1,4 +1,7 @@
-"""The open groups of a node: which group a message or a lane belongs to. Called on any thread, unless it says not."""
+"""The groups of a process: which one a lane or a message belongs to, and which are closed.
+
+Called on any thread, unless it says not.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.views.generation import Generation
 
+CLOSED_GROUPS_REMEMBERED: Final = 10_000
 EARLY_CALLS: Final = 1000
 """Messages that are kept for groups that do not exist here yet."""
 GroupMessage: TypeAlias = "messages.Announce | messages.Position | messages.Revoke | messages.Calls"
@@ -79,23 +83,15 @@ class RegisteredGroup(Protocol):
         """Close the group; return a mismatch of which the program was not told. Not on the loop."""
 
 
-class GroupLanes(Protocol):
-    """The lanes of groups, as far as the registry asks about them."""
-
-    def forget(self, group: int, sequence: int) -> None: ...
-
-    def has_closed(self, group: int) -> bool: ...
-
-    def ended(self, group: int, sequence: int) -> bool: ...
-
-
 class GroupRegistry:
-    """The groups of one node, by id. It does not keep a group alive that the program has dropped."""
+    """The groups of one process, by id. It does not keep a group alive that the program has dropped."""
 
-    def __init__(self, peers: PeerTable, lanes: GroupLanes) -> None:
-        self._peers, self._lanes = peers, lanes
+    def __init__(self, peers: PeerTable) -> None:
+        self._peers = peers
         self._lock = threading.Lock()
         self._groups: weakref.WeakValueDictionary[int, RegisteredGroup] = weakref.WeakValueDictionary()
+        self._closed: dict[int, int] = {}
+        """By closed group: its last operation."""
         self._early_calls: dict[tuple[int, Seat], messages.Calls] = {}
         """By group and seat: the last calls of ranks that have closed a group before it exists here."""
 
@@ -119,10 +115,16 @@ class GroupRegistry:
             control.soon(group.heard, seat, calls)
 
     def forget(self, group_id: int, sequence: int) -> None:
-        """Close the lanes of a group, whose last operation was `sequence`, and refuse new ones."""
+        """Pass nothing more on to a group that is closed, and whose last operation was `sequence`."""
         with self._lock:
             self._groups.pop(group_id, None)
-        self._lanes.forget(group_id, sequence)
+            self._closed[group_id] = sequence
+            while len(self._closed) > CLOSED_GROUPS_REMEMBERED:
+                del self._closed[next(iter(self._closed))]
+
+    def has_closed(self, group_id: int) -> bool:
+        """Tell whether a group was closed here."""
+        return group_id in self._closed
 
     def has_member(self, group_id: int, seat: Seat) -> bool:
         """Tell whether a process is in a group; True for a group that does not exist here yet."""
@@ -150,13 +152,16 @@ class GroupRegistry:
         if group is not None:
             group.heard(seat, message)
         elif isinstance(message, messages.Calls):
-            if self._lanes.has_closed(message.group):  # nothing here compares them any more
+            if self.has_closed(message.group):  # nothing here compares them any more
                 return
             with self._lock:
                 self._early_calls[message.group, seat] = message
                 while len(self._early_calls) > EARLY_CALLS:
                     del self._early_calls[next(iter(self._early_calls))]
-        elif isinstance(message, messages.Announce) and self._lanes.ended(message.group, message.sequence):
+        elif (
+            isinstance(message, messages.Announce)
+            and self._closed.get(message.group, message.sequence) < message.sequence
+        ):
             text = f"{self._peers.name_of(self._peers.seat)} of the run has closed the group"
             self._peers.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
+    from covey.runtime.lanes.groups import GroupRegistry
     from covey.runtime.lanes.lanes import Lanes
-    from covey.runtime.lanes.tuning.path_monitor import PathMonitor
-    from covey.runtime.members.group_registry import GroupRegistry
     from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.state.checkpoints import Checkpoints
@@ -35,18 +34,17 @@ class Consequences:
         peers: PeerTable,
         *,
         lanes: Lanes,
-        paths: PathMonitor,
         stores: Stores,
         checkpoints: Checkpoints,
         groups: GroupRegistry,
         inbox: Inbox,
     ) -> None:
         self._run, self._config, self._peers = run, config, peers
-        self._lanes, self._paths, self._stores, self._checkpoints = lanes, paths, stores, checkpoints
+        self._lanes, self._stores, self._checkpoints = lanes, stores, checkpoints
         self._groups, self._inbox = groups, inbox
 
     def begun(self) -> None:
-        self._paths.start()
+        self._lanes.paths.start()
 
     def view(self, generation: int, number: int, seats: Sequence[Seat]) -> None:
         self._stores.view(generation, number, seats)

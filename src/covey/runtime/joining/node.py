@@ -14,18 +14,15 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.events import Events
+from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.consequences import Consequences
+from covey.runtime.lanes.groups import GroupRegistry
 from covey.runtime.lanes.lanes import Lanes
-from covey.runtime.lanes.table import lane_key
-from covey.runtime.lanes.tuning.path_monitor import PathMonitor
-from covey.runtime.lanes.tuning.stream_trials import StreamTrials
-from covey.runtime.lanes.tuning.stripes import Stripes
-from covey.runtime.members.consequences import Consequences
-from covey.runtime.members.group_registry import GroupRegistry
 from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
 from covey.runtime.report_files import open_sinks
 from covey.runtime.report_log import ReportLog
@@ -37,12 +34,15 @@ from covey.runtime.views.views import Views
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
+    from covey.runtime.calls.functions import FunctionRegistry
+    from covey.runtime.calls.serve import AwaitedCalls
+    from covey.runtime.group.group import Group
     from covey.runtime.links.acceptor import Acceptor
-    from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.runtime.links.handshake import LinkCredentials
     from covey.runtime.peers.peer_table import MemberLinks
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.views.generation import Generation
@@ -59,17 +59,6 @@ class Closeable(Protocol):
     """Something that is closed with the node."""
 
     async def close(self) -> None: ...
-
-
-class NodeCalls(Protocol):
-    """The calls that other nodes make of this process (`runtime.calls`), as what ends the process sees them."""
-
-    def drain(self) -> None:
-        """Refuse calls of other nodes from now on; those that have come are served."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether calls of other nodes have no answer yet."""
 
 
 class Node:
@@ -117,14 +106,20 @@ class Node:
         self.tasks = Tasks(f"run {run}")
         self.events = Events()
         self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
-        self.peers = PeerTable(seat, peers)
+        self.peers = PeerTable(seat, peers, self.host)
         self.inbox = Inbox(self.peers)
         self.routes = Routes(card, config.interfaces, credentials, links)
-        self.lanes = Lanes(self)
-        self.groups = GroupRegistry(self.peers, self.lanes)
-        self.paths = PathMonitor(self)
-        self.stripes = Stripes(self)
-        self.stream_trials = StreamTrials(self)
+        self.groups = GroupRegistry(self.peers)
+        self.lanes = Lanes(
+            config,
+            card.contact,
+            acceptor,
+            self.routes,
+            peers=self.peers,
+            tasks=self.tasks,
+            groups=self.groups,
+            tell=lambda kind, peer, text: self.generation_table.tell_of_peer(kind, peer, text),
+        )
         self.stores = Stores(self.peers, self.tasks, survives_losses=config.on_loss == "continue")
         self.checkpoints = Checkpoints(self.peers, self.tasks, self.events)
         self.views = Views(
@@ -139,7 +134,6 @@ class Node:
                 config,
                 self.peers,
                 lanes=self.lanes,
-                paths=self.paths,
                 stores=self.stores,
                 checkpoints=self.checkpoints,
                 groups=self.groups,
@@ -154,25 +148,16 @@ class Node:
         self.generation_table, self.newcomers = self.views.generations, self.views.newcomers
         self.measured: tuple[float, MeasuredNetwork] | None = None
         """What a group of this process has measured last of the links between its ranks, and when: since 1970."""
-        self.calls: NodeCalls | None = None
+        self.calls: AwaitedCalls | None = None
         self._take_messages()
-        acceptor.give_lanes(self.lanes.acceptor.claim)
         _nodes.add(self)
         process.nodes.add(self)
 
     def _take_messages(self) -> None:
         """Tell the inbox which part takes which messages of other members."""
-        give, lanes = self.inbox.give, self.lanes
+        give = self.inbox.give
         self.views.take_from(self.inbox)
-        give(messages.Dial, lanes.dialler.asked)
-        give(messages.Offer, lanes.acceptor.offered)
-        give(messages.Expect, lambda seat, expect: lanes.dialler.accepted(seat, expect.lane, expect.udp_port))
-        give(messages.NoLane, lambda seat, no: lanes.dialler.refused(
-            lane_key(no.group, seat, no.purpose, no.attempt), no.reason
-        ))  # fmt: skip
-        give(messages.Allowance, lambda seat, allowance: lanes.limit.allowed(seat, allowance.rate))
-        give(messages.MoveLane, lanes.moves.heard)
-        give(messages.StreamNews, lanes.resumption.heard)
+        self.lanes.take_from(self.inbox)
         give(messages.Posting, self.stores.heard)
         give(messages.CheckpointNews, self.checkpoints.heard)
         for kind in (messages.Announce, messages.Position, messages.Revoke, messages.Calls):
@@ -212,23 +197,14 @@ class Node:
             return hashlib.sha256(b"covey/1/run-id" + self.credentials.token).digest()[:8]
         return b"" if self.generation is None else self.generation.founded.origin[:8]
 
-    def ways_to(self, peer: RemoteProcess, kind: str = "") -> list[Where]:
-        """Return where to dial `peer`, best first."""
-        return self.routes.to(peer, kind)
+    # What groups ask for
 
-    # Messages and tasks
+    def await_calls(self, functions: FunctionRegistry | None = None) -> None:
+        """Have calls of other nodes answered from now on, with these functions, if this process registered some."""
+        if self.calls is None:
+            from covey.runtime.calls.serve import AwaitedCalls
 
-    def tell(self, seats: Iterable[Seat], message: messages.Control, *, wakes: bool = True) -> None:
-        """Send a control message to some seats, as `PeerTable.tell` does."""
-        self.peers.tell(seats, message, wakes=wakes)
-
-    def send(self, seat: Seat, message: messages.Control, *, wakes: bool = True) -> None:
-        """Send a control message to a seat, as `PeerTable.send` does."""
-        self.peers.send(seat, message, wakes=wakes)
-
-    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        """Run a coroutine until it ends or the node closes. On the control loop."""
-        return self.tasks.spawn(coroutine)
+            self.calls = AwaitedCalls(self, functions)
 
     def fail(self, reason: str) -> None:
         """Tell all other processes with which error this process's program ends. Returns at once; on any thread.
@@ -243,6 +219,10 @@ class Node:
         """Send a message to the keeper, if there is one. Returns at once; on any thread."""
         if self.generation_table.keeper is not None:
             control.soon(self.generation_table.keeper.send, message)
+
+    def tell_keeper_of_survival(self) -> None:
+        """Tell the keeper that the program goes on although its groups end. Returns at once; on any thread."""
+        control.soon(self.generation_table.tell_keeper_of_survival)
 
     # The end
 
@@ -262,7 +242,6 @@ class Node:
             control.finish(self._leave(), 3 * GOODBYE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
-            self.lanes.quic.close()
             self.reports.close()
             self.events.close()
             self.audit.flush()
@@ -326,3 +305,10 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def node_of(group: Group) -> Node | None:
+    """Return the parts of the run that a group is of; None for a group of one, and in a process that was forked."""
+    node = engine_of(group).node
+    assert node is None or isinstance(node, Node)
+    return node
