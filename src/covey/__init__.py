@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         SplitRunError,
     )
+    from covey.base.numbers import ANY
     from covey.base.settings import OnLoss
     from covey.compress.casts import BF16, FP16
     from covey.compress.codec import Codec
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from covey.coordinator.worker import WorkerNode, WorkerNodeConfig
     from covey.net.lanes.lane import LanePath
     from covey.proto.checkpointing import Checkpoint
-    from covey.proto.matching import ANY
     from covey.proto.message import MessageInfo
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.work import CallStream, CallWork
@@ -146,7 +146,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
 ]
 
 _HOMES = {
-    "ANY": "covey.proto.matching",
+    "ANY": "covey.base.numbers",
     "BF16": "covey.compress.casts",
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",

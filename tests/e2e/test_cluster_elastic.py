@@ -143,16 +143,19 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
     homes = homes_of(lab, 3)
     ranks = by_rank([home.start(STEADY, size=3) for home in homes])
     watch = homes[0].machine.start("-m", "covey", "status", "--watch", "--json")
-    events: list[str] = []
+    events_told: set[str] = set()
 
-    def shown(pids: list[int]) -> list[dict[str, Any]]:
-        """Wait until these are the live ranks of the run, and one of them leads; return them as `covey status` does."""
+    def shown(pids: list[int], *told: str) -> list[dict[str, Any]]:
+        """Wait until these are the live ranks of the run, one of them leads, and they have told of these events.
+
+        That a process has ended is seen before its members agree on it. Return the ranks as `covey status` shows them.
+        """
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
             for run in heard(watch)["runs"]:
                 live = [rank["pid"] for rank in run["ranks"] if rank["state"] not in ("lost", "left", "joining")]
-                events.extend(event["kind"] for event in run["happenings"])
-                if live == pids:
+                events_told.update(event["kind"] for event in run["happenings"])
+                if live == pids and events_told.issuperset(told):
                     status = homes[0].machine.covey("status", "--json")
                     for found in json.loads(status.stdout)["runs"]:
                         nodes = found["nodes"]
@@ -161,12 +164,11 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
         raise AssertionError(f"{pids} were not shown")
 
     nodes = shown([member.pid for member in ranks])
-    assert "lost" not in events
+    assert "lost" not in events_told
     assert [node["is_tie_breaker"] for node in nodes] == [True, False, False]
     ranks[0].kill()
     agree_on_loss(ranks[1:])
-    nodes = shown([member.pid for member in ranks[1:]])
-    assert "lost" in events
+    nodes = shown([member.pid for member in ranks[1:]], "lost")
     assert [node["rank"] for node in nodes] == [1, 2]
     assert [node["is_tie_breaker"] for node in nodes] == [True, False]
     watch.send_signal(signal.SIGINT)

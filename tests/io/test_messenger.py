@@ -22,7 +22,7 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from covey.proto.matching import ANY
+from covey.base.numbers import ANY
 from covey.proto.message_link import MessageSizes
 from covey.runtime.messages.messenger import Messenger
 from covey.wire import message_header as wire

@@ -6,8 +6,7 @@ callers pass the mapping, with the settings of covey.toml below it (`covey.net.h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
@@ -103,8 +102,7 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
             raise ConfigError(f"{key} is set, but covey has no such setting{suggestion(key, KNOWN_VARIABLES)}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EffectiveSetting:
+class EffectiveSetting(NamedTuple):
     """One setting of this process: its value, and its source."""
 
     name: str

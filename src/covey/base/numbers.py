@@ -19,3 +19,5 @@ NO_SEAT: Final = Seat(-1)
 """What stands for the seat of a process that has none."""
 NO_RANK: Final = Rank(-1)
 """What stands for the rank where there is none."""
+ANY: Final = -1
+"""As the rank or tag of a message to receive: every rank, every tag."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import numpy as np
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.base.numbers import ANY
 from covey.proto.message import (
-    ANY,
     ArrivingMessage,
     MessageInfo,
     MessageSend,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from covey.proto.message_link import LentStreams, UnfinishedMessage
 
-__all__ = ["ANY", "MAX_TAG", "RESERVED_TAGS", "Matcher"]
+__all__ = ["MAX_TAG", "RESERVED_TAGS", "Matcher"]
 
 MAX_TAG: Final = 2**63 - 1
 RESERVED_TAGS: Final = 1 << 62

@@ -8,14 +8,13 @@ import numpy as np
 
 from covey.base.arithmetic import DTYPES
 from covey.base.errors import MismatchError, PeerLostError
+from covey.base.numbers import ANY
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
 
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
-ANY: Final = -1
-"""As a source or a tag: any."""
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _NOWHERE: Final = memoryview(b"")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from covey.base.errors import (
     ClosedError,
@@ -23,8 +22,7 @@ _PLAIN: Final[dict[str, type[CoveyError]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A failure of a group."""
 
     kind: str

@@ -18,18 +18,17 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from covey.base.limits import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
 from covey.base.text import listed, printable, spell_error
 from covey.net.host.descriptors import explain
 from covey.runtime.counters import process
-from covey.runtime.events import REPORT, Event
 from covey.runtime.recorder import clock_ns
-from covey.runtime.report_files import open_sinks
-from covey.wire.progress import REPORT_NAME_LETTERS, REPORT_NAMES, ROWS_LIMIT, ReportRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from covey.runtime.events import Events
+    from covey.wire.progress import ReportRow
 
 logger = logging.getLogger("covey")
 
@@ -179,8 +178,8 @@ class ReportLog:
         if last is not None and self._sinks:
             self._unwritten.append(last)
         rows.append(row)
-        if len(rows) > ROWS_LIMIT:  # the older half keeps every second row
-            rows[: ROWS_LIMIT // 2] = rows[: ROWS_LIMIT // 2 : 2]
+        if len(rows) > REPORT_ROWS:  # the older half keeps every second row
+            rows[: REPORT_ROWS // 2] = rows[: REPORT_ROWS // 2 : 2]
         return row
 
     def _take(self, row: _OpenRow, name: str, value: float) -> list[str]:
@@ -193,8 +192,12 @@ class ReportLog:
         return [f"{name} is {value:g}{when}" if is_wrong else f"{name} is finite again{when}"]
 
     def _tell(self, news: list[str]) -> None:
-        for text in news if self._events is not None else ():
-            self._events.add(Event(REPORT, time.time(), 0, 0, text=text))  # type: ignore[union-attr]
+        if self._events is None or not news:
+            return
+        from covey.runtime.events import REPORT, Event  # loaded with the node
+
+        for text in news:
+            self._events.add(Event(REPORT, time.time(), 0, 0, text=text))
 
     # Readers, on any thread
 
@@ -315,7 +318,9 @@ def _told(row: _OpenRow, values: dict[str, float], wall: int) -> ReportRow:
         in_operations = min(lasted, max(0, row.spent_ns - row.before_spent_ns))
         compute, sync = (lasted - in_operations) / 1e9, in_operations / 1e9
     step = None if row.step is None else max(-STEP_LIMIT, min(row.step, STEP_LIMIT - 1))
-    return ReportRow((row.at_ns + wall) / 1e9, step, values, compute, sync)
+    from covey.wire import progress  # loads all messages, which takes long
+
+    return progress.ReportRow((row.at_ns + wall) / 1e9, step, values, compute, sync)
 
 
 def log_of(node: Any) -> ReportLog:
@@ -333,6 +338,8 @@ def current_log() -> ReportLog | None:
 
 @functools.cache
 def _alone() -> ReportLog:
+    from covey.runtime.report_files import open_sinks  # most programs report nothing
+
     log = ReportLog(None, open_sinks(os.environ, "alone", lambda: 0))
     atexit.register(log.close)
     return log

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from covey.base.limits import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
 from covey.wire.decoding import read_from_peer
 from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Text, Worded
 from covey.wire.reports import PastEvent  # noqa: TC001 - msgspec reads the annotations
@@ -25,11 +26,6 @@ PEERS_LIMIT: Final = 16
 """Peers of one rank: those with the most traffic."""
 DOUBTS_LIMIT: Final = 8
 EVENTS_LIMIT: Final = 16
-REPORT_NAMES: Final = 32
-"""Names that a program may report."""
-REPORT_NAME_LETTERS: Final = 40
-ROWS_LIMIT: Final = 4096
-"""Rows of reports that a process keeps."""
 ROWS_BYTES: Final = 200_000
 """Of one answer with rows of reports."""
 GPUS_LIMIT: Final = 16
@@ -165,7 +161,7 @@ class RankProgress(Worded, frozen=True, array_like=True):
 class ReportRows(msgspec.Struct, frozen=True, array_like=True):
     """What the program of a rank has reported since it began, oldest first."""
 
-    rows: Annotated[tuple[ReportRow, ...], msgspec.Meta(max_length=ROWS_LIMIT)]
+    rows: Annotated[tuple[ReportRow, ...], msgspec.Meta(max_length=REPORT_ROWS)]
 
 
 class GpuReading(Worded, frozen=True, array_like=True):
@@ -240,7 +236,7 @@ def decode_progress(data: bytes) -> RankProgress:
 
 def encode_reports(rows: list[ReportRow]) -> bytes:
     """Encode rows of reports; of more than fit, every second one, or every fourth, and so on, and the last one."""
-    rows = rows[-ROWS_LIMIT:]
+    rows = rows[-REPORT_ROWS:]
     while len(data := encode(ReportRows(tuple(rows)))) > ROWS_BYTES and len(rows) > 1:
         rows = [*rows[:-1:2], rows[-1]]
     return data

@@ -12,7 +12,8 @@ from tests.support.in_turn import in_turn
 
 from covey.base.arithmetic import dtype_code
 from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.matching import ANY, Matcher
+from covey.base.numbers import ANY
+from covey.proto.matching import Matcher
 from covey.proto.message import HEADER_COST, MessageSend, Operation, Receive
 from covey.proto.message_link import MessageSizes
 from covey.proto.message_stream import PAYLOAD_PIECE_BYTES

@@ -12,8 +12,9 @@ import pytest
 
 from covey.base.arithmetic import dtype_code
 from covey.base.errors import PeerLostError, RemoteProtocolError
+from covey.base.numbers import ANY
 from covey.proto import message_link, message_stream
-from covey.proto.matching import ANY, RESERVED_TAGS, Matcher
+from covey.proto.matching import RESERVED_TAGS, Matcher
 from covey.proto.message import HEADER_COST
 from covey.proto.message_link import MessageLink, MessageSizes
 from covey.proto.message_stream import Inlet, Outlet

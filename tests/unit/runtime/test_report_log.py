@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
+from covey.base.limits import REPORT_NAMES, REPORT_ROWS
 from covey.base.numbers import Seat
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.events import Events
 from covey.runtime.report_log import ReportLog
-from covey.wire.progress import REPORT_NAMES, ROWS_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,12 +80,12 @@ def test_reports_without_steps_are_rows_by_time(log: ReportLog) -> None:
 
 
 def test_a_long_run_keeps_its_first_and_its_last_rows_in_bounded_memory(log: ReportLog) -> None:
-    for step in range(5 * ROWS_LIMIT):
+    for step in range(5 * REPORT_ROWS):
         log.add(step, {"loss": float(step)})
     told = [step for step, _ in steps(log) if step is not None]
-    assert len(told) <= ROWS_LIMIT
+    assert len(told) <= REPORT_ROWS
     assert told[0] == 0
-    assert told[-ROWS_LIMIT // 2 :] == list(range(5 * ROWS_LIMIT - ROWS_LIMIT // 2, 5 * ROWS_LIMIT))
+    assert told[-REPORT_ROWS // 2 :] == list(range(5 * REPORT_ROWS - REPORT_ROWS // 2, 5 * REPORT_ROWS))
     assert told == sorted(told)
 
 

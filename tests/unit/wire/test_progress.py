@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.limits import REPORT_ROWS
 from covey.wire.progress import (
     BYTES_LIMIT,
     EVENTS_LIMIT,
     NO_EVENTS,
     ROWS_BYTES,
-    ROWS_LIMIT,
     Doubt,
     GroupProgress,
     PeerProgress,
@@ -97,11 +97,11 @@ def test_numbers_that_are_not_finite_survive() -> None:
 
 
 def test_a_long_series_is_thinned_until_it_fits_and_keeps_both_ends() -> None:
-    rows = [ReportRow(float(n), n, {f"name-{k}": n / 7 for k in range(32)}) for n in range(ROWS_LIMIT)]
+    rows = [ReportRow(float(n), n, {f"name-{k}": n / 7 for k in range(32)}) for n in range(REPORT_ROWS)]
     data = encode_reports(rows)
     told = decode_reports(data).rows
     assert len(data) <= ROWS_BYTES
-    assert (told[0].step, told[-1].step) == (0, ROWS_LIMIT - 1)
+    assert (told[0].step, told[-1].step) == (0, REPORT_ROWS - 1)
     assert len(told) > 100
 
 

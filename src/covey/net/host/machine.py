@@ -10,11 +10,13 @@ import platform
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.native import native
 from covey.base.text import printable
-from covey.wire.messages import Hardware
+
+if TYPE_CHECKING:
+    from covey.wire.messages import Hardware
 
 MOST_ACCELERATORS: Final = 16
 NAME_CHARACTERS: Final = 60
@@ -30,8 +32,10 @@ def usable_cores() -> int:
 @cache
 def hardware() -> Hardware:
     """Return what this process may use."""
+    from covey.wire import messages  # slow to load
+
     name = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Hardware(
+    return messages.Hardware(
         usable_cores(), _memory(), tuple(_accelerators()[:MOST_ACCELERATORS]), printable(name, NAME_CHARACTERS)
     )
 

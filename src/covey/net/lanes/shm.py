@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 import platform
-import secrets
 import sys
 import threading
 from typing import Any, Final
@@ -29,6 +28,8 @@ IN_ORDER: Final = ("x86_64", "AMD64")
 
 def offer(nbytes: int) -> tuple[str, bytearray]:
     """Allocate memory that another rank of this process can `take`; return its name and the memory."""
+    import secrets  # slow to load: it loads OpenSSL
+
     name, memory = secrets.token_hex(16), bytearray(nbytes)
     with _lock:
         _offered[name] = memory

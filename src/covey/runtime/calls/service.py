@@ -6,7 +6,6 @@ one that caused them, or another one that performs effects already. None of them
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -325,7 +324,7 @@ class CallService:
         """Return the error of a call that ended because this node is not in the run any more."""
         if self._fault is None:
             return ClosedError(f"{what}: this node left its run before the answer came")
-        fault = dataclasses.replace(self._fault, text=f"{what}: {self._fault.text}")
+        fault = self._fault._replace(text=f"{what}: {self._fault.text}")
         return fault.error(rank=Rank(self.seat), host="", operation=what, sequence=0, group=self._name)
 
     def broke_protocol(self, peer: Seat, error: CoveyError) -> None:

@@ -192,7 +192,7 @@ class AttemptLanes:
         self.by_slot = [None] * len(self._ranks)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Pending:
     """A lane that is to be replaced."""
 

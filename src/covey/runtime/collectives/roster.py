@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from covey.base.numbers import Rank
 from covey.net.host.machine import usable_cores
@@ -43,8 +42,7 @@ class LaneKinds(dict[int, str]):
     """By rank: how many connections an open lane has; 0 if none is open, or if it shares memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
+class GroupFacts(NamedTuple):
     """What is fixed when a group is made, and what all its parts may know."""
 
     id: int

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
@@ -112,6 +111,8 @@ def is_newcomer(group: Group) -> bool:
 
 def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     """Make a store, and return this rank's client of it. Every rank of the group calls this."""
+    import secrets  # slow to load: it loads OpenSSL
+
     from covey.runtime.state.store import StoreClient, Stores  # most programs need no further store
     from covey.wire import store as wire
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.config import check_timeout
-from covey.runtime.events import FOUNDED, VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -142,6 +141,8 @@ class Introspection:
     def on_change(self, listener: Callable[[Event], None]) -> None:
         """Call `listener(event)` on a separate thread whenever members are lost or join."""
         if self._engine.roster.node is not None:
+            from covey.runtime.events import FOUNDED, VIEWS  # loaded with the node
+
             self._engine.roster.node.events.listen(listener, (*VIEWS, *FOUNDED))
 
     def events(self) -> list[Event]:

@@ -10,8 +10,8 @@ import numpy as np
 from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.base.numbers import ANY
 from covey.net.host.descriptors import explained
-from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group.issuer import whole_number
 from covey.wire import array_list

@@ -7,8 +7,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.runtime.events import CODEC, Event
-
 if TYPE_CHECKING:
     from covey.runtime.collectives.roster import GroupFacts, GroupRoster
     from covey.runtime.compressed.automatic import Tuner
@@ -84,4 +82,6 @@ class Savings:
         )
         facts, node = self._facts, self._roster.node
         if reason and info["codec"] != last.codec and node is not None:
+            from covey.runtime.events import CODEC, Event  # loaded with the node
+
             node.events.add(Event(CODEC, time.time(), facts.generation, 0, text=f"{facts.name}: {reason}"))

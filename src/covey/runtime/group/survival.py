@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.errors import RemoteProtocolError
-from covey.runtime.events import Event
 from covey.runtime.group.issuer import Issuer
 from covey.runtime.group.moves import Moves
 from covey.runtime.group.reductions import Reductions
@@ -88,6 +87,8 @@ class Survival:
         """Add a restore to the events of the run."""
         engine = self._engine
         if report.receivers and engine.node is not None and engine.generation is not None:
+            from covey.runtime.events import Event  # loaded with the node
+
             generation, phases = engine.generation, {"restore": round(1e3 * report.seconds, 3)}
             place = generation.number, generation.view.number
             engine.node.events.add(Event("restored", time.time(), *place, report.receivers, phases=phases))

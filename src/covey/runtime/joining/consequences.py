@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,7 @@ class Consequences:
         self._groups.end(generation, fault, only_surviving=only_surviving)
         needs_views = self._config.on_loss == "continue"
         if generation.is_current and (needs_views or not only_surviving):
-            of_store = dataclasses.replace(fault, text=f"the store of the run cannot be asked: {fault.text}")
+            of_store = fault._replace(text=f"the store of the run cannot be asked: {fault.text}")
             self._stores.end(
                 functools.partial(
                     of_store.error, rank=generation.rank, host="", operation="store", sequence=0, group=self._run

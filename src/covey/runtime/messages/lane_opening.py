@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Protocol
 
 from covey.base.errors import PeerLostError
-from covey.proto.message import ANY
+from covey.base.numbers import ANY
 
 if TYPE_CHECKING:
     import socket

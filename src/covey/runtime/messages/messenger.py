@@ -16,7 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CancelledError, ClosedError
-from covey.proto.matching import ANY, Matcher
+from covey.base.numbers import ANY
+from covey.proto.matching import Matcher
 from covey.proto.message import MessageSend, Operation, Receive, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
 from covey.runtime.messages.lane_opening import LaneOpening

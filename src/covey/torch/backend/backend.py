@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from covey.base.errors import ConfigError
-from covey.proto.matching import ANY
+from covey.base.numbers import ANY
 from covey.runtime.buffers import writable
 from covey.runtime.group.compression import Piece
 from covey.runtime.group.internals import policy_of
