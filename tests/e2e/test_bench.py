@@ -41,7 +41,7 @@ class Bench:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         name, _, value = self.mark.partition("=")
-        popen = forked.TorchPopen if any("gloo" in word for word in options) else forked.Popen
+        popen = forked.ShownTorchPopen if any("gloo" in word for word in options) else forked.Popen
         self.process = popen(
             [sys.executable, "-m", "covey", "bench", *options],
             env={**os.environ, name: value, "TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},

@@ -16,7 +16,7 @@ import pytest
 from tests.support import pipes
 from tests.support.members import STEADY, Member, by_rank
 from tests.support.nodes import SOURCE, Cluster, Node
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.keys import clusters
 from covey.testing.netns import Lan
@@ -122,9 +122,14 @@ def test_a_relay_that_both_hosts_reach_is_enough_for_collectives_messages_and_ca
             assert report["lanes"] == {str(1 - rank): "secure"}
         assert sorted(report["relays"][0] for report in reports) == sorted(f"{ip}:47690" for ip in hosts[2].ip4s)
         env = {**PYTHONPATH, "COVEY_SECRET": cluster.secret, "COVEY_RELAYS": hosts[2].ip4s[0]}
-        shown = hosts[0].run([sys.executable, "-m", "covey", "status"], env=env).stdout
-        assert f"relayed by {hosts[2].ip4s[0]}:47690: 1 link" in shown
-        assert f"relayed by {hosts[2].ip4s[1]}:47690: 1 link" in shown
+        wanted = [f"relayed by {ip}:47690: 1 link" for ip in hosts[2].ip4s]
+
+        def is_shown() -> bool:
+            """Tell whether both nodes have answered; a look is over after a while, whoever has answered."""
+            shown = hosts[0].run([sys.executable, "-m", "covey", "status"], env=env).stdout
+            return all(line in shown for line in wanted)
+
+        wait_until(is_shown)
         go_on(nodes)
         assert [ended(node)["steps"] for node in nodes] == [30, 30]
         audit = hosts[0].run([sys.executable, "-m", "covey", "audit", "--event", "met", "--json"], env=env).stdout

@@ -105,8 +105,8 @@ def _fork_or_execute(
         "targets": [0, 1, 2, *pass_fds],
     }
     try:
-        preloaded = self.preloaded if isinstance(self, Popen) else ()
-        self.pid = _fork(preloaded, request, [*streams, *pass_fds])
+        kind = (self.preloaded, self.has_own_server) if isinstance(self, Popen) else ((), False)
+        self.pid = _fork(kind, request, [*streams, *pass_fds])
         self._child_created = True  # type: ignore[attr-defined]
     finally:
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -119,6 +119,8 @@ class Popen(subprocess.Popen[Any]):
     """What its server imports, beside numpy and covey."""
     finalizes = False
     """Whether the interpreter takes its modules apart when the program ends; only a test of that needs it."""
+    has_own_server = False
+    """Whether its server is an interpreter that runs nothing else, even where this process could be forked itself."""
     _execute_child = _fork_or_execute
 
 
@@ -131,7 +133,13 @@ class TorchPopen(Popen):
 class FinalizedTorchPopen(TorchPopen):
     """As `TorchPopen`; the interpreter takes its modules apart at the end, as that of an executed program does."""
 
-    finalizes = True
+    finalizes = has_own_server = True
+
+
+class ShownTorchPopen(TorchPopen):
+    """As `TorchPopen`; /proc shows all its arguments and environment, for which the process of tests has no space."""
+
+    has_own_server = True
 
 
 def run(
@@ -299,14 +307,13 @@ def has_torch_server() -> bool:
 
 _lock = threading.Lock()
 _servers: dict[tuple[tuple[str, ...], bool], list[_Server]] = {}
-"""By what they have imported, and whether their programs are finalized: those are forked from an interpreter that runs
-nothing else."""
+"""By what they have imported, and whether they are interpreters that run nothing else."""
 _companion: _Server | None = None
 _started = 0
 _owner = os.getpid()
 
 
-def _fork(preloaded: tuple[str, ...], request: dict[str, Any], descriptors: list[int]) -> int:
+def _fork(kind: tuple[tuple[str, ...], bool], request: dict[str, Any], descriptors: list[int]) -> int:
     global _started, _owner, _companion
     with _lock:
         if _owner != os.getpid():  # a fork of the test has children of its own
@@ -314,9 +321,8 @@ def _fork(preloaded: tuple[str, ...], request: dict[str, Any], descriptors: list
             _servers.clear()
         if _companion is not None:
             return _companion.fork(pickle.dumps(request), descriptors)
-        kind = preloaded, request["finalizes"]
         if kind not in _servers:
-            _servers[kind] = [_new_server(preloaded) for _ in range(1 if preloaded else SERVERS)]
+            _servers[kind] = [_new_server(kind[0]) for _ in range(1 if kind[0] else SERVERS)]
         _started += 1
         servers = _servers[kind]
         return servers[_started % len(servers)].fork(pickle.dumps(request), descriptors)

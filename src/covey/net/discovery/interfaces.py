@@ -133,7 +133,7 @@ def usable_interfaces(pattern: str = "") -> list[Interface]:
     Raises:
         ConfigError: `pattern` is malformed, or matches nothing; lists the interfaces.
     """
-    return _usable(parse_pattern(pattern), all_interfaces())
+    return _usable(parse_pattern(pattern), _listed())
 
 
 def recent_interfaces(pattern: str = "") -> list[Interface]:
@@ -155,13 +155,22 @@ def _recently() -> list[Interface]:
     """Return the interfaces as last listed, at most RECENT_SECONDS ago unless the system fails to list them now."""
     global _known
     seen_at, there = _known
-    if time.monotonic() > seen_at + RECENT_SECONDS:
-        try:
-            there = all_interfaces()
-        except OSError as error:  # most likely no free descriptor
-            if not there:
-                raise ConnectError(f"the interfaces of this machine cannot be listed: {explain(error)}") from error
-        _known = time.monotonic(), there
+    if time.monotonic() <= seen_at + RECENT_SECONDS:
+        return there
+    try:
+        return _listed()
+    except OSError as error:  # most likely no free descriptor
+        if not there:
+            raise ConnectError(f"the interfaces of this machine cannot be listed: {explain(error)}") from error
+    _known = time.monotonic(), there
+    return there
+
+
+def _listed() -> list[Interface]:
+    """List the interfaces now, and keep the list for `_recently`."""
+    global _known
+    there = all_interfaces()
+    _known = time.monotonic(), there
     return there
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import resource
@@ -35,7 +34,7 @@ from covey.net.discovery.interfaces import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 from covey.wire.messages import Address
 
 
@@ -307,26 +306,33 @@ def test_where_the_system_cannot_be_asked_the_interfaces_are_those_of_before(mon
         recent_interfaces()
 
 
-@contextlib.contextmanager
-def free_descriptors(number: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.dup(0) for _ in range(8)]  # also fills gaps between numbers in use
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1 + number, limits[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for each in held:
-            os.close(each)
+def with_free_descriptors(number: int, check: Callable[[], bool]) -> bool:
+    """Tell whether `check` returns True in a process that can open so many files.
+
+    It is a fork of this process, with one thread: others might take what is free.
+    """
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            last = max(os.dup(0) for _ in range(64))  # fills gaps between numbers in use
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + number, last + 1 + number))
+            passed = check()
+        finally:
+            os._exit(0 if passed else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("free", [1, 2])
 def test_with_one_descriptor_left_all_interfaces_are_listed(free: int) -> None:
     before = all_interfaces()
-    with free_descriptors(free):
-        assert all_interfaces() == before != []
+    assert with_free_descriptors(free, lambda: all_interfaces() == before != [])
 
 
 def test_without_a_descriptor_left_interfaces_are_not_listed_as_gone() -> None:
-    with free_descriptors(0), pytest.raises(OSError, match="Too many open files"):
-        all_interfaces()
+    def refuses() -> bool:
+        with pytest.raises(OSError, match="Too many open files"):
+            all_interfaces()
+        return True
+
+    assert with_free_descriptors(0, refuses)
