@@ -518,6 +518,10 @@ def private_names(tree: ast.Module) -> Iterator[str]:
                         yield each.id
 
 
+OF_NAMED_TUPLES = {"_asdict", "_replace"}
+"""Public, though they begin with an underscore, so that they collide with no field."""
+
+
 def test_no_room_touches_private_parts_of_another() -> None:
     own: dict[str, set[str]] = {room: set() for room in JOINTED}
     for room, path in rooms_of_joints():
@@ -527,6 +531,6 @@ def test_no_room_touches_private_parts_of_another() -> None:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                if not is_own and node.attr not in own[room]:
+                if not is_own and node.attr not in own[room] and node.attr not in OF_NAMED_TUPLES:
                     wrong.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
     assert wrong == []

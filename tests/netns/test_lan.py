@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import unittest
@@ -70,7 +69,7 @@ def is_running(pid: str) -> bool:
 
 
 def left_behind() -> list[str]:
-    folders = ("/run/netns", "/etc/netns", tempfile.gettempdir())
+    folders = ("/run/netns", "/etc/netns", "/tmp")
     found = []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):

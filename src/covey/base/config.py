@@ -6,7 +6,8 @@ callers pass the mapping, with the settings of covey.toml below it (`covey.net.h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
@@ -102,7 +103,8 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
             raise ConfigError(f"{key} is set, but covey has no such setting{suggestion(key, KNOWN_VARIABLES)}")
 
 
-class EffectiveSetting(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EffectiveSetting:
     """One setting of this process: its value, and its source."""
 
     name: str

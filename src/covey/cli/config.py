@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -37,7 +38,7 @@ def config(
     shown = [each for each in found if not changed or each.source != "default"]
     shown = [each for each in shown if not wanted or each.name in wanted]
     if as_json:
-        typer.echo(json.dumps([{**each._asdict(), "meaning": SETTINGS[each.name].meaning} for each in shown]))
+        typer.echo(json.dumps([{**asdict(each), "meaning": SETTINGS[each.name].meaning} for each in shown]))
     elif wanted:
         typer.echo("\n\n".join(_explained(each, room()) for each in shown))
     else:

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import unittest
 from pathlib import Path
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 LAN_PREFIX: Final = "covey-lan"
 _NAMESPACES: Final = Path("/run/netns")
 _ETC: Final = Path("/etc/netns")
+_FOLDERS: Final = Path("/tmp")
+"""Where hosts have their folders: the paths of sockets in them must be short, wherever TMPDIR is."""
 _COMMAND_SECONDS: Final = 300.0
 """A guard against hangs: what a command takes depends on what else the machine does."""
 _TRIES: Final = 100
@@ -179,7 +180,7 @@ class Lan:
     def __enter__(self) -> Lan:
         _remove_leftovers(self._prefix)
         unique = f"{self._prefix}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._folder = Path(tempfile.gettempdir()) / unique
+        self._folder = _FOLDERS / unique
         self._bridges = [f"{unique}-bridge{network}" for network in range(self._networks)]
         try:
             self._folder.mkdir(mode=0o700)
@@ -309,14 +310,14 @@ def _remove_leftovers(prefix: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name, unique in _leftovers(prefix):
             _kill_inhabitants(name)
-            _remove(Path(tempfile.gettempdir()) / unique, [name] if name != unique else [])
+            _remove(_FOLDERS / unique, [name] if name != unique else [])
     finally:
         os.close(lock)
 
 
 def _leftovers(prefix: str) -> list[tuple[str, str]]:
     """Return what is left of networks whose processes are gone, each with the name of its network."""
-    names = {path.name for folder in (_NAMESPACES, _ETC, Path(tempfile.gettempdir())) for path in _list(folder)}
+    names = {path.name for folder in (_NAMESPACES, _ETC, _FOLDERS) for path in _list(folder)}
     pattern = re.compile(rf"({re.escape(prefix)}-(\d+)-[0-9a-f]{{4}})(-\w+)?")
     found = [match for name in sorted(names) if (match := pattern.fullmatch(name))]
     return [(match[0], match[1]) for match in found if not Path(f"/proc/{match[2]}").exists()]

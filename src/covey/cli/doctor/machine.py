@@ -12,6 +12,7 @@ import ssl
 import stat
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -171,11 +172,11 @@ def _settings(
     given = {variable: value for variable, value in arguments.items() if value is not None}
     for each in effective_settings({"argument": given, "environment": env} | settings_of_files()):
         if each.source == "default" and each.name == "home":
-            yield each._replace(value=str(home))
+            yield replace(each, value=str(home))
         elif each.source == "default" and each.name == "cluster" and default:
-            yield each._replace(value=default, source="file")
+            yield replace(each, value=default, source="file")
         elif each.source == "default" and each.name == "secret" and default and "COVEY_SECRET_FILE" not in env:
-            yield each._replace(value="(hidden)", source="file")
+            yield replace(each, value="(hidden)", source="file")
         else:
             yield each
     told = {each.variable for each in SETTINGS.values()}
