@@ -11,6 +11,7 @@ from tests.support.compiled import EXECUTORS, needs_native, takes_native, use_ex
 from tests.support.sets import in_part
 from tests.support.values import LANES, same, values
 
+from covey.runtime.lanes import kinds
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -30,6 +31,25 @@ def test_a_group_uses_the_executors_that_were_chosen(chosen: str, lanes: str, mo
     uses, sums = zip(*run_threads(3, body, lanes=lanes), strict=True)
     assert uses == tuple("compiled" if takes_native(chosen, rank) else "Python" for rank in range(3))
     assert all(each == [3.0, 6.0, 9.0, 12.0, 15.0] for each in sums)
+
+
+@needs_native
+@pytest.mark.parametrize("chosen", EXECUTORS)
+def test_a_pair_has_as_many_connections_as_both_executors_can_have(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever end dials. The executor in Python has one for each lane."""
+    use_executors(monkeypatch, chosen)
+    monkeypatch.setattr(kinds, "streams_for", lambda *_: 3)
+
+    def body(group: Group) -> dict[int, int]:
+        same(group.all_reduce(np.ones(300_000), algorithm="direct"), np.full(300_000, 4.0))
+        return dict(group.lanes().streams)
+
+    for rank, streams in enumerate(run_threads(4, body, lanes="secure")):
+        for peer, count in streams.items():
+            both = takes_native(chosen, rank) and takes_native(chosen, peer)
+            assert count == (3 if both else 1), (rank, peer)
 
 
 @in_part("lanes", LANES, 3)

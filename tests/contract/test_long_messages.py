@@ -17,8 +17,8 @@ from tests.support.waiting import DEADLINE
 
 import covey
 from covey.base.arithmetic import dtype_code
+from covey.net.lanes.message_sockets import RingSocket
 from covey.net.lanes.ring import memory_bytes
-from covey.net.lanes.ring_socket import RingSocket
 from covey.proto import message_stream
 from covey.proto.matching import Matcher
 from covey.proto.message_link import LentStreams, MessageSizes

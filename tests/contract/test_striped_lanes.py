@@ -1,4 +1,7 @@
-"""What lanes over several networks promise beyond sealed ones: a stream that dies costs no byte of a transfer."""
+"""What lanes over several networks promise beyond sealed ones: a stream that dies costs no byte of a transfer.
+
+Only the compiled executor has them.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.test_lanes import End, carry_alone
 from tests.contract.test_native_lanes import moved
 from tests.contract.test_sealed_lanes import LANE, SECRET, narrow_pairs, unix_pairs
+from tests.support.compiled import needs_native
 from tests.support.in_turn import in_turn
 from tests.support.native_ends import NativeEnd, in_parallel, transfers
 from tests.support.seeds import seeds
 from tests.support.waiting import DEADLINE
 
-from covey.base.native import native
 from covey.net.host.machine import native_crypto
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.lanes.striped import STRIPE_BYTES, STRIPE_NUMBER, WINDOW, StripedLane
-from covey.wire.seal import DIALLER, RECORD_LENGTH, RECORD_OVERHEAD_BYTES, Opener, Sealer, lane_keys, record_length
+from covey.wire.seal import (
+    DIALLER,
+    RECORD_LENGTH,
+    RECORD_OVERHEAD_BYTES,
+    STRIPE_BYTES,
+    STRIPE_NUMBER,
+    STRIPE_WINDOW,
+    Opener,
+    Sealer,
+    lane_keys,
+    record_length,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,10 +45,8 @@ STANDSTILL_SECONDS = 0.3
 STUCK_SECONDS = 2.0
 """A lane on which nothing moves for so long, though both ends are attended to, is stuck: it looks at its streams ten
 times a second."""
-EXECUTORS = [(False, False)]
-if native().module is not None and not native_crypto():
-    EXECUTORS += [(True, False), (False, True), (True, True)]
-every_pair = pytest.mark.parametrize("is_native", EXECUTORS, ids=str)
+
+pytestmark = [needs_native, pytest.mark.skipif(bool(native_crypto()), reason=native_crypto())]
 
 
 @pytest.fixture
@@ -45,11 +55,10 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def striped(stack: contextlib.ExitStack, socks: list[socket.socket], *, is_native: bool, dialler: bool) -> Any:
-    maker: Any = StripedLane
-    if is_native:
-        from covey.net.lanes.native import NativeStripedLane as maker  # noqa: N813
-    lane = maker(socks, SECRET, LANE, dialler=dialler)
+def striped(stack: contextlib.ExitStack, socks: list[socket.socket], *, dialler: bool) -> Any:
+    from covey.net.lanes.native import NativeStripedLane
+
+    lane = NativeStripedLane(socks, SECRET, LANE, dialler=dialler)
     stack.callback(lane.close)
     return lane
 
@@ -78,17 +87,12 @@ def tended(stack: contextlib.ExitStack, *lanes: Any) -> None:
     stack.callback(is_over.set)
 
 
-@every_pair
 @pytest.mark.parametrize("seed", range(3))
-def test_streams_that_die_at_any_moment_cost_no_byte(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool], seed: int
-) -> None:
+def test_streams_that_die_at_any_moment_cost_no_byte(ends: contextlib.ExitStack, seed: int) -> None:
     """All streams but one die, some after the machine stood still, while both ends send and reduce."""
     rng = random.Random(seed)
     near, far = narrow_pairs(ends, 3) if seed % 2 else unix_pairs(ends, 3)
-    lanes = [
-        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
-    ]
+    lanes = [striped(ends, socks, dialler=index == 0) for index, socks in enumerate((near, far))]
     tended(ends, *lanes)
     dtype = rng.choice([None, np.dtype(np.uint32)])
     sizes = [rng.choice([0, 4, 2048, 2052, STRIPE_BYTES - 4, STRIPE_BYTES, rng.randrange(MIB) & ~3]) for _ in range(12)]
@@ -105,17 +109,7 @@ def test_streams_that_die_at_any_moment_cost_no_byte(
                 time.sleep(STANDSTILL_SECONDS)
             kill(socks[index])
 
-    over = threading.Event(), threading.Event()
-
-    def moved_here(index: int) -> None:
-        try:
-            moved(ends, lanes[index], *((there, back) if index == 0 else (back, there)))()
-        finally:
-            over[index].set()
-        while not is_native[index] and not over[1 - index].wait(0.01):
-            lanes[index].peek()  # as its next operation does: the other end may have to send again what came before
-
-    in_parallel(lambda: moved_here(0), lambda: moved_here(1), destroy)
+    in_parallel(moved(ends, lanes[0], there, back), moved(ends, lanes[1], back, there), destroy)
 
 
 class TwoPrograms:
@@ -131,9 +125,7 @@ class TwoPrograms:
         self._socks = unix_pairs(stack, rng.choice([2, 3]))
         for sock in [*self._socks[0], *self._socks[1]]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, rng.choice([1 << 13, 1 << 16]))
-        self.lanes = [
-            striped(stack, socks, is_native=True, dialler=index == 0) for index, socks in enumerate(self._socks)
-        ]
+        self.lanes = [striped(stack, socks, dialler=index == 0) for index, socks in enumerate(self._socks)]
         self._alive = list(range(len(self._socks[0])))
 
     def run(self) -> bool:
@@ -176,7 +168,6 @@ class TwoPrograms:
         return True
 
 
-@pytest.mark.skipif(len(EXECUTORS) == 1, reason="there is no compiled executor")
 @in_turn(seed=seeds(12))
 def test_no_sender_waits_for_an_end_that_has_done_its_part_and_is_in_its_program(seed: int) -> None:
     with contextlib.ExitStack() as stack:
@@ -184,7 +175,6 @@ def test_no_sender_waits_for_an_end_that_has_done_its_part_and_is_in_its_program
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(len(EXECUTORS) == 1, reason="there is no compiled executor")
 def test_without_the_control_loop_some_sender_waits_for_the_next_operation() -> None:
     """The test above can fail."""
     for seed in range(12):
@@ -194,14 +184,9 @@ def test_without_the_control_loop_some_sender_waits_for_the_next_operation() -> 
     pytest.fail("nothing was held up")
 
 
-@every_pair
-def test_what_a_stream_had_is_sent_again_though_its_sender_is_in_no_operation(
-    ends: contextlib.ExitStack, is_native: tuple[bool, bool]
-) -> None:
+def test_what_a_stream_had_is_sent_again_though_its_sender_is_in_no_operation(ends: contextlib.ExitStack) -> None:
     near, far = unix_pairs(ends, 2)
-    lanes = [
-        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
-    ]
+    lanes = [striped(ends, socks, dialler=index == 0) for index, socks in enumerate((near, far))]
     first, second = transfers([4, 1000, 2000, 2000, 2000]), transfers([STRIPE_BYTES])
     moved(ends, lanes[0], first, [])()  # the kernel has it; the other end, which reads nothing, has not acknowledged it
     kill(near[0])
@@ -217,13 +202,12 @@ def test_what_a_stream_had_is_sent_again_though_its_sender_is_in_no_operation(
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("is_native", sorted({pair[0] for pair in EXECUTORS}), ids=str)
-def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_native: bool) -> None:
+def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack) -> None:
     """Record 0 stays on a stream that is not read, and the other stream is read to its end."""
     near, far = unix_pairs(ends, 2)
-    lane, seen = striped(ends, near, is_native=is_native, dialler=True), bytearray()
+    lane, seen = striped(ends, near, dialler=True), bytearray()
     numbers = [Opener(lane_keys(SECRET, LANE, stream)[DIALLER], LANE, stream, DIALLER) for stream in range(2)]
-    (sent,) = transfers([(WINDOW + 20) * STRIPE_BYTES])
+    (sent,) = transfers([(STRIPE_WINDOW + 20) * STRIPE_BYTES])
     is_over = threading.Event()
 
     def read() -> None:
@@ -235,14 +219,9 @@ def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        if is_native:
-            end = NativeEnd(lane, [sent], [])
-            ends.callback(end.close)
-            assert not end.advance(0.5)
-        else:
-            sender, until = End(lane, [sent], []), time.monotonic() + 1.0
-            while time.monotonic() < until:
-                sender.send()
+        end = NativeEnd(lane, [sent], [])
+        ends.callback(end.close)
+        assert not end.advance(0.5)
         time.sleep(0.05)
     finally:
         is_over.set()
@@ -259,15 +238,12 @@ def test_a_sender_stops_at_the_end_of_its_window(ends: contextlib.ExitStack, is_
         at += length + RECORD_OVERHEAD_BYTES
     assert found
     assert min(found) > 0
-    assert max(found) < WINDOW
+    assert max(found) < STRIPE_WINDOW
 
 
-@every_pair
-def test_a_lane_whose_streams_have_all_died_ends(ends: contextlib.ExitStack, is_native: tuple[bool, bool]) -> None:
+def test_a_lane_whose_streams_have_all_died_ends(ends: contextlib.ExitStack) -> None:
     near, far = narrow_pairs(ends, 2)
-    lanes = [
-        striped(ends, socks, is_native=is_native[index], dialler=index == 0) for index, socks in enumerate((near, far))
-    ]
+    lanes = [striped(ends, socks, dialler=index == 0) for index, socks in enumerate((near, far))]
     for sock in near:
         kill(sock)
     sent = transfers([2 * MIB])
@@ -286,27 +262,22 @@ def record(sealer: Sealer, number: int, payload: bytes) -> bytes:
     return bytes(into)
 
 
-def receiving(stack: contextlib.ExitStack, *, is_native: bool) -> tuple[list[socket.socket], Any]:
+def receiving(stack: contextlib.ExitStack) -> tuple[list[socket.socket], Any]:
     near, far = unix_pairs(stack, 2)
-    return near, striped(stack, far, is_native=is_native, dialler=False)
+    return near, striped(stack, far, dialler=False)
 
 
-@pytest.mark.parametrize(
-    "is_native", sorted({pair[0] for pair in EXECUTORS}), ids=["python", "compiled"][: len(EXECUTORS)]
-)
 @pytest.mark.parametrize("seed", range(4))
-def test_records_are_delivered_once_and_in_order_however_they_come(
-    ends: contextlib.ExitStack, is_native: bool, seed: int
-) -> None:
-    """Each record may come twice, on either stream, and up to WINDOW - 1 too early."""
+def test_records_are_delivered_once_and_in_order_however_they_come(ends: contextlib.ExitStack, seed: int) -> None:
+    """Each record may come twice, on either stream, and up to STRIPE_WINDOW - 1 too early."""
     rng = random.Random(seed)
-    (near, lane), seals = receiving(ends, is_native=is_native), sealers()
-    expected = transfers([rng.randrange(2000) for _ in range(2 * WINDOW)])
+    (near, lane), seals = receiving(ends), sealers()
+    expected = transfers([rng.randrange(2000) for _ in range(2 * STRIPE_WINDOW)])
     payloads = [each.header + each.payload.tobytes() for each in expected]
     wire = [bytearray(), bytearray()]
-    early: list[int] = list(range(WINDOW))
+    early: list[int] = list(range(STRIPE_WINDOW))
     rng.shuffle(early)
-    order = [*early, *range(WINDOW, 2 * WINDOW)]
+    order = [*early, *range(STRIPE_WINDOW, 2 * STRIPE_WINDOW)]
     for number in order:
         for stream in rng.sample((0, 1), rng.choice((1, 2))):
             wire[stream] += record(seals[stream], number, payloads[number])
@@ -321,18 +292,13 @@ def test_records_are_delivered_once_and_in_order_however_they_come(
     in_parallel(moved(ends, lane, [], expected), send(0), send(1))
 
 
-@pytest.mark.parametrize(
-    "is_native", sorted({pair[0] for pair in EXECUTORS}), ids=["python", "compiled"][: len(EXECUTORS)]
-)
 @pytest.mark.parametrize("what", ["missing", "long", "short", "altered", "no number"])
-def test_a_peer_that_breaks_the_rules_ends_the_lane_and_costs_no_memory(
-    ends: contextlib.ExitStack, is_native: bool, what: str
-) -> None:
-    (near, lane), (seal, other) = receiving(ends, is_native=is_native), sealers()
+def test_a_peer_that_breaks_the_rules_ends_the_lane_and_costs_no_memory(ends: contextlib.ExitStack, what: str) -> None:
+    (near, lane), (seal, other) = receiving(ends), sealers()
     (expected,) = transfers([100])
     payload = expected.header + expected.payload.tobytes()
     if what == "missing":  # both streams go on beyond the window, without record 0
-        near[0].sendall(record(seal, WINDOW, payload))
+        near[0].sendall(record(seal, STRIPE_WINDOW, payload))
         near[1].sendall(record(other, 1 << 63, payload))
     elif what == "long":
         near[0].sendall(record(seal, 0, payload + bytes(1)))
@@ -348,16 +314,3 @@ def test_a_peer_that_breaks_the_rules_ends_the_lane_and_costs_no_memory(
         near[0].sendall(into)
     with pytest.raises(LaneClosedError):
         moved(ends, lane, [], [expected])()
-
-
-def test_a_slow_executor_does_not_lose_what_comes_while_it_looks_away(ends: contextlib.ExitStack) -> None:
-    near, far = narrow_pairs(ends, 2)
-    one, other = (striped(ends, socks, is_native=False, dialler=index == 0) for index, socks in enumerate((near, far)))
-    sent = transfers([STRIPE_BYTES * 3])
-    sender, receiver = End(one, sent, []), End(other, [], sent)
-
-    def receive() -> None:
-        time.sleep(STANDSTILL_SECONDS)
-        carry_alone(receiver)
-
-    in_parallel(lambda: carry_alone(sender), receive)

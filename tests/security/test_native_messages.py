@@ -23,8 +23,8 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import RemoteProtocolError
+from covey.net.lanes.message_sockets import RingSocket
 from covey.net.lanes.ring import memory_bytes
-from covey.net.lanes.ring_socket import RingSocket
 from covey.proto.matching import Matcher
 from covey.proto.message_link import LentStreams, MessageSizes
 from covey.runtime.messages.lending import short_sizes, unfinished_message

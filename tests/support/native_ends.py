@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SEQUENCE = 0xFEED
 PEER = 1
+PREFIX = TransferHeader(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: HEADER_PREFIX.size]
 
 
 def transfers(sizes: Sequence[int], dtype: np.dtype[Any] | None = None, *, seed: int = 0) -> list[Transfer]:
@@ -58,9 +59,14 @@ class StoppedError(Exception):
 class NativeEnd:
     """One end of a lane with all it has to send and to receive, moved by the compiled executor."""
 
-    def __init__(self, lane: Any, sends: list[Transfer], recvs: list[Transfer], *, itemsize: int = 1) -> None:
-        """`itemsize` is that of elements that are stored; elements that are reduced have a dtype."""
-        self.lane = lane
+    def __init__(
+        self, lane: Any, sends: list[Transfer], recvs: list[Transfer], *, itemsize: int = 1, prefix: bytes = PREFIX
+    ) -> None:
+        """`itemsize` is that of elements that are stored; elements that are reduced have a dtype.
+
+        `prefix` is the beginning of all headers that this end sends.
+        """
+        self.lane, self._prefix = lane, prefix
         dtype = next((each.dtype for each in (*sends, *recvs) if each.dtype is not None), None)
         self._itemsize = itemsize if dtype is None else dtype.itemsize
         self._reduction = None
@@ -108,8 +114,7 @@ class NativeEnd:
         if self._is_started:
             reason = runner.resume(stall_ns)
         else:
-            prefix = TransferHeader(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: HEADER_PREFIX.size]
-            how = (self._reduction, 1, prefix, SEQUENCE, None, False, 0, 0, stall_ns)
+            how = (self._reduction, 1, self._prefix, SEQUENCE, None, False, 0, 0, stall_ns)
             elements = [buffer.view(f"V{self._itemsize}") for buffer in self._buffers]
             reason = runner.start(self._plan, elements, *how)
             self._is_started = True

@@ -189,12 +189,13 @@ class GroupConfig:
     streams: str = _own(
         _NETWORK, Number(1, STREAMS_LIMIT, "auto"), "auto",
         "Connections per secure lane; `auto` uses more for longer round trips, and two if each rank has two cores. "
-        "Between distant machines it tries more, and keeps them if they are clearly faster (Linux only).",
+        "Between distant machines it tries more, and keeps them if they are clearly faster (Linux only). "
+        "With the executor in Python, it is one.",
     )
     stripe: str = _own(
         _NETWORK, OneOf(STRIPE), "auto",
         "Whether a secure lane uses several networks at once, such as two cables, or Wi-Fi and a cable: `auto` does if "
-        "that is measured to be faster. Linux only.",
+        "that is measured to be faster. It needs Linux and the compiled executor.",
         option=Option(),
     )
     topology: str = _own(

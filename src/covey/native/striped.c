@@ -1,9 +1,22 @@
-/* Striped lanes: one sealed stream on each of several networks, as covey/net/lanes/striped.py describes them, with the
- * invariants.
+/* Striped lanes: tensors between hosts that two or more networks connect, over one sealed stream on each.
  *
- * Records are numbered, and whichever stream has room takes the next one. What was sent is kept until the kernel of the
- * peer has acknowledged it. If a stream dies, or times out again and again, what it had is sent once more on the others. The
- * receiver delivers in the order of the numbers, keeps what comes too early, and drops what it has already.
+ * A transfer is cut into records as on a sealed lane, but into shorter ones (STRIPE_BYTES), and each begins with its number.
+ * Whichever stream has room takes the next record, so that each network carries as much as it can, and no share has to be
+ * agreed on. A slow stream never makes a transfer slower: it gets a record only if that arrives there before the fastest
+ * stream alone could have carried the transfer.
+ *
+ * Invariants, which hold for each direction by itself:
+ *
+ * 1. Record m is made only while m is less than WINDOW above the oldest record that is not acknowledged. A record is
+ *    acknowledged when the kernel of the other machine has all of it: from then on the peer can read it, whatever happens to
+ *    the path. What is not acknowledged is kept.
+ * 2. A record whose stream has broken, or times out again and again, is sent again on another stream. A stream that only
+ *    seemed dead may deliver it as well.
+ * 3. The receiver delivers records in the order of their numbers, each once. It keeps a record that is less than WINDOW
+ *    ahead, and drops one that it has. It stops to read a stream whose next record is further ahead.
+ *
+ * By 1, all records in front of record n on its stream are less than WINDOW ahead of n: n was not acknowledged when it was
+ * put there. So the receiver, which waits for n, can always read until n comes.
  *
  * Streams may outlive their connections (lasting.h): if all networks die, a lane that is resumable waits until one of its
  * streams goes on over another connection. What such a stream has sent is kept twice: as records, for the other streams, and

@@ -21,6 +21,8 @@ HEADER_SUFFIX: Final = struct.Struct("<QQQ8x")
 """Sequence, move and payload bytes."""
 HEADER_BYTES: Final = HEADER_PREFIX.size + HEADER_SUFFIX.size
 assert HEADER_BYTES == 64
+SMALL_BYTES: Final = 2048
+"""A payload up to this size travels in one sealed record with its header."""
 
 
 class TransferHeader(NamedTuple):

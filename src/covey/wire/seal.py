@@ -42,6 +42,12 @@ REKEY_RECORDS: Final = 1 << 24
 """Records under one key: 2^45 bytes at most, far below the limit of GCM."""
 REKEY_SECONDS: Final = 900.0
 """How long the owner of a sealer uses one key. A key that leaks from memory does not open older records."""
+STRIPE_NUMBER: Final = struct.Struct("<Q")
+"""In front of the plaintext of a record on a lane over several networks: its place in its direction of the lane."""
+STRIPE_BYTES: Final = 1 << 18
+"""The most payload in such a record: at 100 Mbit/s it takes 20 ms, and the last one of a slow stream is waited for."""
+STRIPE_WINDOW: Final = 64
+"""Such records that may be on their way: 16 MiB."""
 NEXT_KEY: Final = 1 << 31
 """A bit in the length of a record: it is the first under the next key."""
 

@@ -35,7 +35,6 @@ from covey.lab.chaos import faults
 from covey.net.discovery import responder
 from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
-from covey.net.lanes import striped
 from covey.net.quic import line
 from covey.plan import choose, cost, fit, measurement, network, order, trees
 from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
@@ -207,9 +206,9 @@ HELD = {
         f"asks the kernel {times(1 / packet_losses.LOSS_SAMPLE_EVERY)} a second how many packets",
         f"those that lose {percent(packet_losses.LOSSY)} or more",
         f"tried with up to {size(path_monitor.TRIAL_BYTES)}, and",
-        f"{striped.STRIPE_NUMBER.size} bytes tell the receiver its place",
+        f"{seal.STRIPE_NUMBER.size} bytes tell the receiver its place",
         f"or has timed out {times(tcp.SUSPECT_TIMEOUTS)}; the receiver",
-        f"carried the whole transfer, or {size(striped.AHEAD_BYTES)} of it",
+        f"carried the whole transfer, or {size(in_source('native/striped.c', 'AHEAD_BYTES'))} of it",
         f"{size(stripes.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_SHARE)} of what the lane does. After "
         f"{size(stripes.JUDGED_BYTES)} the striped lane must do {spelled(trials.CLEAR_GAIN - 1)} more",
         f"{spelled(stream_choice.LOOKS).capitalize()} speeds against all before",

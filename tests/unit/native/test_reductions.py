@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tests.support.in_turn import in_turn
 
 from covey.base.arithmetic import BFLOAT16, DTYPES, OPS, reduction
 from covey.plan.moves import FINAL, LEFT, REDUCE
-from covey.runtime.collectives.executor import ExecutionHost, _Reducing
+from covey.runtime.collectives.executor import apply
 from covey.runtime.collectives.native_executor import native_reduction
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 SIZES = [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 1003]
 HALVES = [np.dtype(np.float16), BFLOAT16]
 MEANS = [2, 3, 7]
-HOST = cast("ExecutionHost", SimpleNamespace(wrong_header=None))
 # Zeros, the smallest and largest subnormal, one and its neighbours, a third, the largest number, infinity, and nans
 # that signal or do not, with and without payload: in float16, then in bfloat16. Each also with the other sign.
 HALF_BITS = [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3C01, 0x3555, 0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7E01, 0x7FFF,
@@ -54,7 +52,7 @@ def _is_allowed(op: str, dtype: np.dtype[Any]) -> bool:
 def in_python(op: str, mine: Array, piece: Array, *, is_left: bool, divides: bool, contributors: int) -> None:
     """Combine as the Python executor does when `piece` has arrived; `is_left` tells that it is the left operand."""
     action = REDUCE | (LEFT if is_left else 0) | (FINAL if divides else 0)
-    _Reducing(b"", HOST, 0, mine, reduction(op, mine.dtype), action, contributors, True).absorb(0, piece)
+    apply(action, mine, piece, reduction(op, mine.dtype), contributors)
 
 
 def compiled(op: str, mine: Array, piece: Array, *, is_left: bool, divides: bool, contributors: int) -> None:

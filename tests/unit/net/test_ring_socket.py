@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from covey.net.lanes.message_sockets import RingSocket
 from covey.net.lanes.ring import memory_bytes
-from covey.net.lanes.ring_socket import RingSocket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

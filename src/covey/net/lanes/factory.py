@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.base.native import native
+from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import tcp
 from covey.net.host.machine import native_crypto
 from covey.net.lanes import shm
+from covey.net.lanes.message_sockets import RingSocket
 from covey.net.lanes.native import (
     NativeRingLane,
     NativeSealedLane,
@@ -15,7 +17,6 @@ from covey.net.lanes.native import (
     NativeStripedLane,
 )
 from covey.net.lanes.ring import RingLane
-from covey.net.lanes.ring_socket import RingSocket
 from covey.net.lanes.stream import StreamLane
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class LaneFactory:
         self.bytes_per_second = 0
         """How fast lanes made from now on send over TCP; 0: as fast as they can. Only Linux knows how."""
 
+    @property
+    def most_streams(self) -> int:
+        """How many connections a lane may have: in Python one, over one network."""
+        return STREAMS_LIMIT if self.is_native else 1
+
     def ring(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str) -> RingLane:
         """Make one end of a lane through shared memory."""
         if self.is_native:
@@ -58,11 +64,7 @@ class LaneFactory:
         self._slow_down([sock])
         if self.is_native:
             return NativeStreamLane(sock, kind, directs=directs)
-        if directs is None:
-            return StreamLane(sock, kind)
-        from covey.net.lanes.resumable import ResumableStreamLane  # of no use to ranks of one host
-
-        return ResumableStreamLane(sock, kind, directs=directs)
+        return StreamLane(sock, kind, is_direct=None if directs is None else directs[0])
 
     def sealed(
         self,
@@ -74,17 +76,14 @@ class LaneFactory:
         directs: Sequence[bool] | None = None,
         kind: str = "secure",
     ) -> SocketLane:
-        """Make one end of a sealed lane."""
+        """Make one end of a sealed lane; in Python, it has one stream."""
         self._slow_down(socks)
         if self.is_native:
             return NativeSealedLane(socks, secret, lane, dialler=dialler, directs=directs, kind=kind)
-        if directs is None:
-            from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
+        from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
-            return SealedLane(socks, secret, lane, dialler=dialler, kind=kind)
-        from covey.net.lanes.resumable import ResumableSealedLane
-
-        return ResumableSealedLane(socks, secret, lane, dialler=dialler, directs=directs, kind=kind)
+        (sock,), is_direct = socks, None if directs is None else directs[0]
+        return SealedLane(sock, secret, lane, dialler=dialler, is_direct=is_direct, kind=kind)
 
     def striped(
         self,
@@ -95,18 +94,9 @@ class LaneFactory:
         dialler: bool,
         directs: Sequence[bool] | None = None,
     ) -> SocketLane:
-        """Make one end of a lane over several networks."""
-        from covey.net.lanes.striped import StripedLane, prepare
-
+        """Make one end of a lane over several networks, for the compiled executor."""
         self._slow_down(socks)
-        if self.is_native:
-            prepare(socks)
-            return NativeStripedLane(socks, secret, lane, dialler=dialler, directs=directs)
-        if directs is None:
-            return StripedLane(socks, secret, lane, dialler=dialler)
-        from covey.net.lanes.resumable import ResumableStripedLane
-
-        return ResumableStripedLane(socks, secret, lane, dialler=dialler, directs=directs)
+        return NativeStripedLane(socks, secret, lane, dialler=dialler, directs=directs)
 
     def _slow_down(self, socks: Sequence[socket.socket]) -> None:
         """Let the kernel space out what these sockets send together."""

@@ -7,21 +7,15 @@ polls their descriptors, and calls `unpark`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
-SMALL_BYTES = 2048
-"""A payload up to this size is sent together with its header, as one bytes object: copying costs less than a call."""
-PIECE_BYTES = 1 << 20
-"""The largest piece that is moved at once, so that it is still in the cache when it is reduced or copied."""
+PIECE_BYTES: Final = 1 << 20
+"""The most bytes that are moved at once."""
 
 
 class LanePath(NamedTuple):
@@ -47,44 +41,32 @@ class Outgoing:
 
     __slots__ = ("data", "header", "nbytes", "sent")
 
-    def __init__(self, header: bytes, data: Array) -> None:
+    def __init__(self, header: bytes, data: memoryview) -> None:
         self.header = header
         self.data = data
-        """The payload as contiguous uint8."""
-        self.nbytes = data.nbytes
+        """The payload, as contiguous bytes."""
+        self.nbytes = len(data)
         self.sent = -HEADER_BYTES
         """Payload bytes sent; negative until the header is sent."""
 
 
 class Incoming:
-    """A transfer that is being received: into `dest` or, if that is None, piece by piece by `absorb`."""
+    """A transfer that is being received."""
 
-    __slots__ = ("dest", "dtype", "expected", "got", "nbytes", "peer", "wrong_header")
+    __slots__ = ("dest", "expected", "got", "nbytes", "peer", "wrong_header")
 
     def __init__(
-        self,
-        expected: bytes,
-        nbytes: int,
-        wrong_header: Callable[[int, bytes, bytes], None],
-        peer: int,
-        dest: memoryview | None,
-        dtype: np.dtype[Any],
+        self, expected: bytes, dest: memoryview, wrong_header: Callable[[int, bytes, bytes], None], peer: int
     ) -> None:
-        """`wrong_header(peer, expected, header)` is called if a header other than `expected` arrives, and raises."""
+        """`wrong_header(peer, expected, header)` is called if a header other than `expected` arrives, and may raise."""
         self.expected = expected
-        self.nbytes = nbytes
-        self.wrong_header = wrong_header
-        self.peer = peer
         self.dest = dest
         """Contiguous bytes."""
-        self.dtype = dtype
-        """The dtype of the pieces that `absorb` gets."""
+        self.nbytes = len(dest)
+        self.wrong_header = wrong_header
+        self.peer = peer
         self.got = -HEADER_BYTES
         """Payload bytes received; negative until the header is received."""
-
-    def absorb(self, offset: int, piece: Array) -> None:
-        """Take whole elements that start `offset` bytes into the payload; `piece` is valid during the call only."""
-        raise NotImplementedError
 
 
 class Lane(Protocol):
@@ -101,13 +83,6 @@ class Lane(Protocol):
 
         Raises:
             LaneClosedError: the lane has ended, and all that arrived was received.
-        """
-
-    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        """Poll without sleeping for some microseconds; return whether one of the transfers may move now, or did.
-
-        Raises:
-            LaneClosedError: as for `receive`.
         """
 
     def fileno(self) -> int:

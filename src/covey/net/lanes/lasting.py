@@ -30,13 +30,15 @@ import socket
 import struct
 import termios
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import LaneClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    Bytes = bytes | memoryview
 
 SPILL_LIMIT: Final = 1 << 26
 """Bytes that a connection may still hold for this end when it is left."""
@@ -79,11 +81,10 @@ class LastingSocket:
     def __init__(self, sock: socket.socket, *, is_direct: bool) -> None:
         """`is_direct` tells that what the kernel counts as acknowledged is what the other machine has."""
         self.connection = track(sock)
-        self.family = sock.family
         self.is_direct, self.is_broken, self._is_frozen, self._is_drained = is_direct, False, False, False
         self.over = ""
         """Why no other connection comes; empty while one may."""
-        self.received = self.sent = self.acked = 0
+        self.received = self._sent = self._acked = 0
         """Positions."""
         self._sent_most = 0
         """The highest that `sent` ever was: the other end cannot have more."""
@@ -91,20 +92,13 @@ class LastingSocket:
         """What was sent, from `kept_from` to `kept_to`."""
         self._kept_from = self._kept_to = 0
         self._spill = b""
+        """What a connection had that was left, and is not read yet."""
 
     # As a socket
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
         return self.connection.fileno()
-
-    def setblocking(self, flag: bool) -> None:
-        """Set the mode of the connection."""
-        self.connection.setblocking(flag)
-
-    def setsockopt(self, *args: Any) -> None:
-        """Set an option of the connection."""
-        self.connection.setsockopt(*args)
 
     def shutdown(self, how: int) -> None:
         """End the connection."""
@@ -115,62 +109,49 @@ class LastingSocket:
         """Close the connection."""
         self.connection.close()
 
-    def send(self, data: Any) -> int:
-        """Send some of `data`, and keep it; BlockingIOError while that is not possible.
-
-        Raises:
-            LaneClosedError: no other connection comes.
-        """
+    def send(self, data: Bytes) -> int:
+        """Send some of `data`, and keep it; errors as those of `sendmsg`."""
         return self.sendmsg((data,))
 
-    def sendmsg(self, parts: Sequence[Any]) -> int:
-        """Send some of several pieces, as `send`."""
+    def sendmsg(self, parts: Sequence[Bytes]) -> int:
+        """Send some of several pieces, and keep it.
+
+        Raises:
+            BlockingIOError: nothing can be sent now.
+            LaneClosedError: no other connection comes.
+        """
         self.flush()
-        if self.is_broken or self.sent < self._kept_to or self.is_full:
+        taken = 0 if self.is_broken or self.has_unsent or self.is_full else self._give(parts)
+        if not taken:
             raise BlockingIOError
-        taken = left = self._give(parts)
-        for part in parts:
-            piece = bytes(memoryview(part).cast("B")[:left])
-            left -= len(piece)
-            if piece:
-                self._kept.append(piece)
-        self.sent += taken
+        self._kept.append(b"".join(parts)[:taken] if len(parts) > 1 else bytes(memoryview(parts[0])[:taken]))
         self._kept_to += taken
-        self._sent_most = max(self._sent_most, self.sent)
         if self._kept_to - self._kept_from > TRIM_BYTES:
             self.look()
         return taken
 
-    def _give(self, parts: Sequence[Any]) -> int:
+    def _give(self, parts: Sequence[Bytes]) -> int:
+        """Let the kernel take what it can; return how much."""
         try:
-            return self.connection.sendmsg(parts)
+            taken = self.connection.sendmsg(parts)
         except BlockingIOError:
-            raise
-        except OSError as error:
+            return 0
+        except OSError:
             self.is_broken = True
-            raise BlockingIOError from error
+            return 0
+        self._sent += taken
+        self._sent_most = max(self._sent_most, self._sent)
+        return taken
 
-    def flush(self) -> bool:
-        """Send again what another connection has lost, as far as that is possible; return whether any was sent."""
+    def flush(self) -> None:
+        """Send again what another connection has lost, as far as that is possible; LaneClosedError as `sendmsg`."""
         if self.over:
             raise LaneClosedError(self.over)
-        moved, at = False, self._kept_from
-        if self.is_broken or self.sent == self._kept_to:
-            return False
+        at = self._kept_from
         for piece in list(self._kept):
-            start, at = self.sent - at, at + len(piece)
-            if start >= len(piece):
-                continue
-            try:
-                taken = self._give((memoryview(piece)[start:],))
-            except BlockingIOError:
-                break
-            self.sent += taken
-            self._sent_most = max(self._sent_most, self.sent)
-            moved = moved or taken > 0
-            if taken < len(piece) - start:
-                break
-        return moved
+            start, at = self._sent - at, at + len(piece)
+            if start < len(piece) and (self.is_broken or self._give((memoryview(piece)[start:],)) < len(piece) - start):
+                return
 
     @property
     def is_full(self) -> bool:
@@ -182,60 +163,47 @@ class LastingSocket:
     @property
     def has_unsent(self) -> bool:
         """Whether something is to be sent again."""
-        return self.sent < self._kept_to
+        return self._sent < self._kept_to
 
     @property
     def has_spill(self) -> bool:
         """Whether something is to be read that no descriptor tells of."""
         return bool(self._spill)
 
-    def recv_into(self, into: Any) -> int:
+    def recv_into(self, into: memoryview | bytearray) -> int:
         """Read some of the stream; 0 at its end.
 
         Raises:
             BlockingIOError: nothing has arrived, or there is no connection.
             LaneClosedError: no other connection comes.
         """
-        return self.recvmsg_into((into,))[0]
-
-    def recvmsg_into(self, parts: Sequence[Any]) -> tuple[int]:
-        """Read some of the stream into several pieces, as `recv_into`."""
         if self._spill:
-            taken = 0
-            for part in parts:
-                step = min(len(part), len(self._spill) - taken)
-                part[:step] = self._spill[taken : taken + step]
-                taken += step
-            self._spill = self._spill[taken:]
-            return (taken,)
-        if self.is_broken:
-            if self.over:
-                raise LaneClosedError(self.over)
-            raise BlockingIOError
-        try:
-            taken = self.connection.recvmsg_into(parts)[0]
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            self._leave(str(error))
-        if not taken and not self.is_direct:
-            self._leave("end of stream")
-        self.received += taken
-        return (taken,)
-
-    def _leave(self, why: str) -> None:
-        self.is_broken = self._is_drained = True
+            taken = min(len(into), len(self._spill))
+            into[:taken], self._spill = self._spill[:taken], self._spill[taken:]
+            return taken
+        if not self.is_broken:
+            try:
+                taken = self.connection.recv_into(into)
+            except BlockingIOError:
+                raise
+            except OSError:
+                taken = 0
+                self.is_broken = self._is_drained = True
+            else:
+                self.is_broken = self._is_drained = not taken and not self.is_direct
+            if not self.is_broken:
+                self.received += taken
+                return taken
         if self.over:
-            raise LaneClosedError(why)
+            raise LaneClosedError(self.over)
         raise BlockingIOError
 
-    def recv(self, count: int, flags: int) -> bytes:
-        """Return up to `count` of the next bytes without taking them; `flags` must say so."""
-        assert flags & socket.MSG_PEEK
+    def peek(self, count: int) -> bytes:
+        """Return up to `count` of the next bytes without taking them."""
         found = self._spill[:count]
         if len(found) < count and not self.is_broken:
-            with contextlib.suppress(BlockingIOError):
-                found += self.connection.recv(count - len(found), flags)
+            with contextlib.suppress(OSError):
+                found += self.connection.recv(count - len(found), socket.MSG_PEEK)
         return found
 
     # What the control loop does with it
@@ -250,8 +218,8 @@ class LastingSocket:
                 if poll.poll(0):  # it tells nothing to rely on
                     self.is_broken = True
                 elif self.is_direct and not self._is_frozen:
-                    self.acked = max(self.acked, self.sent - unacked)
-        while self._kept and self._kept_from + len(self._kept[0]) <= self.acked:
+                    self._acked = max(self._acked, self._sent - unacked)
+        while self._kept and self._kept_from + len(self._kept[0]) <= self._acked:
             self._kept_from += len(self._kept.popleft())
 
     def freeze(self) -> None:
@@ -282,7 +250,7 @@ class LastingSocket:
         if not self._kept_from <= position <= self._sent_most:
             return False
         self.connection = track(sock)
-        self.sent = self.acked = position
+        self._sent = self._acked = position
         self.is_direct, self.is_broken, self._is_frozen, self._is_drained = is_direct, False, False, False
         return True
 
@@ -290,7 +258,7 @@ class LastingSocket:
         """Note that the other end has all before this position; return False if it cannot have."""
         if not 0 <= position <= self._sent_most:
             return False
-        self.acked = max(self.acked, position)
+        self._acked = max(self._acked, position)
         self.look()
         return True
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.base.native import native
 from covey.base.settings import KERNEL_COPY
+from covey.net.host import tcp
 from covey.net.host.descriptors import track
+from covey.net.lanes.lane import LanePath
 from covey.net.lanes.lasting import LeftConnections
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import SocketLane, close_without_reset, prepare
@@ -25,11 +27,13 @@ from covey.net.lanes.stream import SocketLane, close_without_reset, prepare
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from covey.net.lanes.lane import LanePath
-
 
 MEMORY_TOKEN_BYTES: Final = 32
 """That the other end reads out of the memory of this process, before it asks for copies by the kernel."""
+UNSENT_BYTES: Final = 1 << 18
+"""How much the kernel takes of a stream ahead of what it can send, on a lane over several networks.
+
+What it has taken is not given to another stream."""
 PROBE_BYTES: Final = 1 << 18
 SLOW: Final = 1.5
 
@@ -138,7 +142,7 @@ def _with_keys(
 class _NativeSocketLane(SocketLane):
     """Sockets that the extension uses. If it is told which are direct, their connections may be replaced.
 
-    What the control loop does with streams is described in `resumable`.
+    The methods for the control loop are those of `stream.PythonLane`.
     """
 
     def __init__(
@@ -256,7 +260,7 @@ class NativeSealedLane(_NativeSocketLane):
 
 
 class NativeStripedLane(_NativeSocketLane):
-    """A lane over connected stream sockets on different networks; see `striped.StripedLane`."""
+    """A lane over connected stream sockets on different networks, one sealed stream on each; see `native/striped.c`."""
 
     is_striped = True
 
@@ -270,6 +274,9 @@ class NativeStripedLane(_NativeSocketLane):
         directs: Sequence[bool] | None = None,
     ) -> None:
         """See NativeSealedLane."""
+        for sock in socks:
+            if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         keys = _with_keys(socks, secret, lane, dialler=dialler)
         super().__init__(socks, "secure", directs, native().module.Striped, keys)
 
@@ -292,12 +299,18 @@ class NativeStripedLane(_NativeSocketLane):
 
     def paths(self) -> tuple[LanePath, ...]:
         """Return the networks that the lane goes over."""
-        from covey.net.lanes.striped import lane_paths
-
-        return lane_paths(self._socks, self.native.streams()[1])
+        told = self.native.streams()[1]
+        made, total = [], sum(written for written, _, _ in told)
+        for sock, (written, speed, is_used) in zip(self._socks, told, strict=True):
+            local = remote = ""
+            with contextlib.suppress(OSError):  # it has broken
+                local, remote = (str(name[0]) for name in (sock.getsockname(), sock.getpeername()))
+            made.append(LanePath(local, remote, written / total if total else 0.0, speed, is_used))
+        return tuple(made)
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
-        from covey.net.lanes.striped import is_stuck
-
+        """Tell whether no stream gets anything through."""
         self.tend()
-        return is_stuck(self._socks, self.native.streams()[1], has_moved=has_moved)
+        stuck = [tcp.is_stuck(sock, has_moved=has_moved) for sock in self._socks]
+        used = [is_used for _, _, is_used in self.native.streams()[1]]
+        return any(stuck) and all(is_dead or not is_used for is_dead, is_used in zip(stuck, used, strict=True))

@@ -1,108 +1,201 @@
-"""Sealed lanes: tensors between hosts, in AES-GCM records over one or several TCP streams.
+"""AES-GCM records on one stream socket, the lane of the executor in Python that is made of them, and the socket of
+messages between hosts, with either executor.
 
-The records of a direction alternate between the streams: record k travels on stream k modulo their number. A transfer
-is a record with its header and, if it is small, its payload; a large payload follows in records of `record_limit` and
-the rest. Both ends know these lengths and accept no others.
+A transfer is a record with its header and, if it is small, its payload; a large payload follows in records of
+RECORD_LIMIT and the rest. Both ends know these lengths and accept no others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
-import selectors
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from covey.base.errors import ConfigError
-from covey.net.lanes.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, Outgoing
-from covey.net.lanes.sealed_pipe import FIRST_BYTES, SealedPipe
-from covey.net.lanes.stream import SocketLane
-from covey.wire.header import HEADER_BYTES
-from covey.wire.seal import ForgedError, record_limit
+from covey.net.host.descriptors import track
+from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
+from covey.net.lanes.message_sockets import MessageSocket
+from covey.net.lanes.stream import PythonLane, close_without_reset, prepare
+from covey.wire.header import HEADER_BYTES, SMALL_BYTES
+from covey.wire.seal import (
+    ACCEPTOR,
+    DIALLER,
+    RECORD_LENGTH,
+    RECORD_LIMIT,
+    RECORD_OVERHEAD_BYTES,
+    REKEY_SECONDS,
+    ForgedError,
+    Opener,
+    Sealer,
+    lane_keys,
+    record_length,
+)
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-_NOTHING: Final = memoryview(b"")
+    from covey.net.lanes.lasting import LastingSocket
+    from covey.wire.seal import Bytes
+
+FIRST_BYTES: Final = HEADER_BYTES + SMALL_BYTES
+"""The most plaintext in the first record of a transfer."""
+JOINED_BYTES: Final = 1 << 14
+"""Messages shorter than this are copied together into one record: that costs less than a record of their own."""
+_AHEAD_BYTES: Final = 4096
+"""How much is read past the end of a full record: enough for small ones that follow, little enough to copy."""
+_OUT_BYTES: Final = FIRST_BYTES + 64 * RECORD_OVERHEAD_BYTES
+_IN_BYTES: Final = RECORD_OVERHEAD_BYTES + _AHEAD_BYTES
+"""What a pipe has room for beside a record: to send, and to receive."""
 
 
-class SealedLane(SocketLane):
-    """A lane over connected stream sockets, any of which an attacker may control. Takes ownership of the sockets."""
+class SealedPipe:
+    """One socket, with the records that are being sent and received on it. No method blocks."""
+
+    __slots__ = (
+        *("_cipher_in", "_cipher_out", "_head", "_opener", "_renew_at", "_sealer", "_start", "_tail"),
+        *("sock", "unsent"),
+    )
+
+    def __init__(self, sock: socket.socket | LastingSocket, secret: bytes, lane: bytes, *, dialler: bool) -> None:
+        """`sock` is prepared for the stream of a lane (`stream.prepare`)."""
+        self.sock = sock
+        keys = lane_keys(secret, lane, 0)
+        mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
+        self._sealer = Sealer(keys[mine], lane, 0, mine)
+        self._renew_at = monotonic() + REKEY_SECONDS
+        self._opener = Opener(keys[theirs], lane, 0, theirs)
+        self._cipher_out = memoryview(bytearray(RECORD_LIMIT + _OUT_BYTES))
+        self._start = self.unsent = 0
+        """`cipher_out[start:unsent]` is sealed and not sent yet; both are 0 if there is nothing to send."""
+        self._cipher_in = memoryview(bytearray(RECORD_LIMIT + _IN_BYTES))
+        self._head = self._tail = 0
+        """`cipher_in[head:tail]` has arrived and is not opened yet."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a record of the full length may be sealed now."""
+        return self.unsent <= FIRST_BYTES + RECORD_OVERHEAD_BYTES
+
+    def seal(self, data: Bytes) -> None:
+        """Seal a record to be sent; there must be room for it. Renew the key first if it is REKEY_SECONDS old."""
+        now = monotonic()
+        if now >= self._renew_at:
+            self._renew_at = now + REKEY_SECONDS
+            self._sealer.renew()
+        self.unsent += self._sealer.seal(data, self._cipher_out[self.unsent :])
+
+    def flush(self) -> bool:
+        """Give the kernel the sealed bytes; return whether it took any."""
+        try:
+            self._start += self.sock.send(self._cipher_out[self._start : self.unsent])
+        except BlockingIOError:
+            return False
+        if self._start == self.unsent:
+            self._start = self.unsent = 0
+        return True
+
+    def fill(self) -> bool:
+        """Read what has arrived, as far as there is room; return False at the end of the stream.
+
+        Only called while no whole record is buffered.
+
+        Raises:
+            BlockingIOError: nothing has arrived.
+            ConnectionResetError: the stream ended in the middle of a record.
+        """
+        head, tail = self._head, self._tail
+        if head:
+            if head < tail:
+                self._cipher_in[: tail - head] = self._cipher_in[head:tail]
+            self._head, self._tail = 0, tail - head
+        taken = self.sock.recv_into(self._cipher_in[self._tail :])
+        self._tail += taken
+        if not taken and self._tail:
+            raise ConnectionResetError("the stream ended in the middle of a record")
+        return bool(taken)
+
+    def receive_one(self, into: memoryview) -> int | None:
+        """Read what has arrived, and open it into the start of `into`, if it is one whole record that fits.
+
+        Return its length, 0 at the end of the stream; None if it is anything else, or something was buffered before.
+        The errors are those of `fill` and `open`.
+        """
+        if self._head != self._tail:
+            return None
+        self._head, self._tail = 0, self.sock.recv_into(self._cipher_in)
+        if self._tail < RECORD_OVERHEAD_BYTES:
+            return None if self._tail else 0
+        length = record_length(self._cipher_in)
+        if length > len(into) or length + RECORD_OVERHEAD_BYTES != self._tail:
+            return None
+        self._opener.open(self._cipher_in[: self._tail], into[:length])
+        self._head = self._tail
+        return length
+
+    def ready(self) -> int:
+        """Return the plaintext length of the next record if all of it is here, else 0; ForgedError if it is invalid."""
+        available = self._tail - self._head
+        if available < RECORD_LENGTH.size:
+            return 0
+        length = record_length(self._cipher_in, self._head)
+        return length if length + RECORD_OVERHEAD_BYTES <= available else 0
+
+    def open(self, into: Bytes) -> None:
+        """Decrypt the record that is ready to `into`, which has its length; ForgedError if it was altered."""
+        end = self._head + len(into) + RECORD_OVERHEAD_BYTES
+        self._opener.open(self._cipher_in[self._head : end], into)
+        self._head = end
+
+    def close(self) -> None:
+        """End the stream and close the socket."""
+        close_without_reset(self.sock, self._cipher_in)
+
+
+class SealedLane(PythonLane):
+    """A lane over a connected stream socket that an attacker may control. Takes ownership of the socket."""
 
     def __init__(
-        self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool, kind: str = "secure"
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        lane: bytes,
+        *,
+        dialler: bool,
+        is_direct: bool | None = None,
+        kind: str = "secure",
     ) -> None:
         """Both ends pass the same `secret`, random and used for this lane only, and the same `lane` id.
 
-        `kind` says what carries the streams: TCP (`secure`) or `quic`.
-
-        Raises:
-            ConfigError: there are no sockets, or more than one where this system cannot poll several as one.
+        `kind` says what carries the stream: TCP (`secure`) or `quic`. The lane is resumable if `is_direct` tells
+        whether the connection is direct.
         """
-        if not socks:
-            raise ConfigError("a lane needs at least one stream")
-        self.kind = kind
-        self._readiness = Readiness() if len(socks) > 1 else None
-        limit = self._limit = record_limit(len(socks))
-        """The payload bytes in each record of a large transfer but the last."""
-        self._pipes = [
-            SealedPipe(sock, secret, lane, stream, dialler=dialler, limit=limit) for stream, sock in enumerate(socks)
-        ]
+        super().__init__(sock, kind, is_direct=is_direct)
+        self._pipe = SealedPipe(self._sock, secret, lane, dialler=dialler)
         self._out: Outgoing | None = None
-        self._payload = _NOTHING
         self._sealed = 0
         """How many payload bytes of `out` are sealed."""
-        self._out_turn = self._in_turn = 0
-        """The streams of the next record to send and to receive."""
-        self._scratch = np.empty(HEADER_BYTES + limit, np.uint8)
-        self._plain = memoryview(self._scratch)
-        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
-        """The scratch payload, viewed as elements of the dtype that was reduced last."""
+        self._first = memoryview(bytearray(FIRST_BYTES))
 
-    def sockets(self) -> Sequence[socket.socket]:
-        return [pipe.connection for pipe in self._pipes]
-
-    def transmit(self, out: Outgoing) -> bool:
-        pipes = self._pipes
-        turn = self._out_turn
-        if out is not self._out:
-            self._begin(out)
-        moved, unsent = False, 0
-        try:
-            for _ in pipes:
-                pipe = pipes[turn]
-                if self._sealed < out.nbytes and turn == self._out_turn and pipe.has_room:
-                    pipe.seal(self._payload[self._sealed : self._sealed + self._limit])
-                    self._sealed = min(self._sealed + self._limit, out.nbytes)
-                    self._out_turn = (turn + 1) % len(pipes)
-                if pipe.unsent:
-                    moved = pipe.flush() or moved
-                    unsent += pipe.unsent
-                turn = (turn + 1) % len(pipes)
-        except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
-            raise LaneClosedError(str(error)) from error
-        if not unsent:
+    def _transmit(self, out: Outgoing) -> bool:
+        pipe = self._pipe
+        if out is not self._out:  # there is room: the kernel has taken the previous transfer
+            is_small = out.nbytes <= SMALL_BYTES
+            pipe.seal(out.header + out.data.tobytes() if is_small else out.header)
+            self._out, self._sealed = out, out.nbytes if is_small else 0
+        if self._sealed < out.nbytes and pipe.has_room:
+            stop = min(self._sealed + RECORD_LIMIT, out.nbytes)
+            pipe.seal(out.data[self._sealed : stop])
+            self._sealed = stop
+        moved = pipe.flush()
+        if not pipe.unsent:
             out.sent = self._sealed
             if out.sent == out.nbytes:
-                self._out, self._payload = None, _NOTHING  # the caller may reuse the memory
+                self._out = None  # the caller may reuse the memory
         return moved
 
-    def _begin(self, out: Outgoing) -> None:
-        """Seal the first record of a transfer. There is room: the kernel has taken the previous transfer."""
-        is_small = out.nbytes <= SMALL_BYTES
-        self._pipes[self._out_turn].seal(out.header + out.data.tobytes() if is_small else out.header)
-        if is_small:
-            self._sealed = out.nbytes
-        else:
-            self._payload, self._sealed = memoryview(out.data), 0
-        self._out = out
-        self._out_turn = (self._out_turn + 1) % len(self._pipes)
-
-    def receive(self, incoming: Incoming) -> bool:
+    def _receive(self, incoming: Incoming) -> bool:
+        pipe = self._pipe
         try:
-            pipe = self._pipes[self._in_turn]
             length = pipe.ready()
             if not length:
                 if not pipe.fill():
@@ -110,95 +203,43 @@ class SealedLane(SocketLane):
                 length = pipe.ready()
             while length:
                 if incoming.got < 0:
-                    self._open_first(incoming, pipe, length)
+                    self._open_first(incoming, length)
                 else:
-                    self._open_next(incoming, pipe, length)
-                self._in_turn = (self._in_turn + 1) % len(self._pipes)
-                if incoming.got == incoming.nbytes:
-                    break
-                pipe = self._pipes[self._in_turn]
-                length = pipe.ready()
-        except BlockingIOError:
-            return False
-        except (OSError, ForgedError) as error:
+                    stop = min(incoming.got + RECORD_LIMIT, incoming.nbytes)
+                    _expect(length, stop - incoming.got)
+                    pipe.open(incoming.dest[incoming.got : stop])
+                    incoming.got = stop
+                length = pipe.ready() if incoming.got < incoming.nbytes else 0
+        except ForgedError as error:
             raise LaneClosedError(str(error)) from error
         return True
 
-    def _open_first(self, incoming: Incoming, pipe: SealedPipe, length: int) -> None:
+    def _open_first(self, incoming: Incoming, length: int) -> None:
         if not HEADER_BYTES <= length <= FIRST_BYTES:
             raise ForgedError(f"the bytes were altered on the way: no transfer starts with a record of {length} bytes")
-        pipe.open(self._plain[:length])
-        header = self._plain[:HEADER_BYTES].tobytes()
-        if header != incoming.expected:
-            incoming.wrong_header(incoming.peer, incoming.expected, header)
-        nbytes = incoming.nbytes
-        incoming.got = 0
-        _expect(length - HEADER_BYTES, nbytes if nbytes <= SMALL_BYTES else 0)
-        if 0 < nbytes <= SMALL_BYTES:
-            if incoming.dest is not None:
-                incoming.dest[:] = self._plain[HEADER_BYTES:length]
-                incoming.got = nbytes
-            else:
-                self._absorb(incoming, nbytes)
+        self._pipe.open(self._first[:length])
+        if self._first[:HEADER_BYTES] != incoming.expected:
+            incoming.wrong_header(incoming.peer, incoming.expected, self._first[:HEADER_BYTES].tobytes())
+        payload = incoming.nbytes if incoming.nbytes <= SMALL_BYTES else 0
+        _expect(length - HEADER_BYTES, payload)
+        incoming.dest[:payload] = self._first[HEADER_BYTES:length]
+        incoming.got = payload
 
-    def _open_next(self, incoming: Incoming, pipe: SealedPipe, length: int) -> None:
-        got = incoming.got
-        _expect(length, min(self._limit, incoming.nbytes - got))
-        if incoming.dest is not None:
-            pipe.open(incoming.dest[got : got + length])
-            incoming.got = got + length
-        else:  # a reduction cannot be undone, so the record is verified first
-            pipe.open(self._plain[HEADER_BYTES : HEADER_BYTES + length])
-            self._absorb(incoming, length)
-
-    def _absorb(self, incoming: Incoming, length: int) -> None:
-        if self._typed.dtype is not incoming.dtype:
-            self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
-        size = self._typed.itemsize
-        for start in range(0, length, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, length)
-            incoming.absorb(incoming.got, self._typed[start // size : stop // size])
-            incoming.got += stop - start
-
-    def fileno(self) -> int:
-        return self._pipes[0].sock.fileno() if self._readiness is None else self._readiness.fileno()
-
-    def park(self, *, sending: bool, receiving: bool) -> int:
+    def _has_arrived(self) -> bool:
         with contextlib.suppress(ForgedError):  # `receive` raises it
-            if receiving and self._pipes[self._in_turn].ready():
-                return 0
-        if self._readiness is None:
-            return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
-        readers = [self._pipes[self._in_turn].connection] if receiving else []
-        writers = [pipe.connection for pipe in self._pipes if pipe.wants_to_send] if sending else []
-        if sending and not writers:
-            return 0
-        self._readiness.ask(readers, writers)
-        return select.POLLIN
+            return self._lasting.has_spill or self._pipe.ready() > 0
+        return True
 
     def peek(self) -> bytes:
-        pipe = self._pipes[self._in_turn]
-        try:
+        with self._lock, contextlib.suppress(OSError, ForgedError, LaneClosedError):
             with contextlib.suppress(BlockingIOError):
-                while not pipe.ready() and pipe.fill():
+                while not self._pipe.ready() and self._pipe.fill():
                     pass
-            length = pipe.ready()
-            if not HEADER_BYTES <= length <= FIRST_BYTES:
-                return b""
-            pipe.open(self._plain[:length])
-        except (OSError, ForgedError):
-            return b""
-        return self._plain[:HEADER_BYTES].tobytes()
-
-    def shutdown(self, how: int) -> None:
-        for pipe in self._pipes:
-            pipe.sock.shutdown(how)
-
-    def close(self) -> None:
-        if self._readiness is not None:
-            self._readiness.close()
-        for pipe in self._pipes:
-            pipe.close()
+            length = self._pipe.ready()
+            if HEADER_BYTES <= length <= FIRST_BYTES:
+                self._pipe.open(self._first[:length])
+                return self._first[:HEADER_BYTES].tobytes()
+        return b""
 
 
 def _expect(length: int, expected: int) -> None:
@@ -206,34 +247,140 @@ def _expect(length: int, expected: int) -> None:
         raise ForgedError(f"the bytes were altered on the way: {length} bytes of payload instead of {expected}")
 
 
-class Readiness:
-    """A descriptor that is readable when one of several sockets is ready for what was last asked."""
+class SealedSocket(MessageSocket):
+    """A connected stream socket that encrypts its bytes.
 
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._asked: dict[socket.socket, int] = {}
-        self._is_closed = False
-        if not hasattr(self._selector, "fileno"):
-            self._selector.close()
-            raise ConfigError("several streams per lane need epoll or kqueue, which this system lacks; use streams=1")
+    Takes ownership of the socket. Altered bytes are reported as a broken connection, like a reset: an
+    attacker on the network can cause both.
+    """
 
-    def ask(self, readers: list[socket.socket], writers: list[socket.socket]) -> None:
-        wanted = dict.fromkeys(readers, selectors.EVENT_READ)
-        for sock in writers:
-            wanted[sock] = wanted.get(sock, 0) | selectors.EVENT_WRITE
-        # Other sockets are unregistered: a broken one would be reported whatever its mask is.
-        for sock in self._asked.keys() - wanted.keys():
-            self._selector.unregister(sock)
-        for sock, events in wanted.items():
-            if sock not in self._asked:
-                self._selector.register(sock, events)
-            elif self._asked[sock] != events:
-                self._selector.modify(sock, events)
-        self._asked = wanted
+    def __init__(self, sock: socket.socket, secret: bytes, lane: bytes, *, dialler: bool) -> None:
+        """See SealedLane. The secret is not used for any other lane or socket."""
+        prepare(sock)
+        self._sock = track(sock)
+        self._pipe = SealedPipe(sock, secret, lane, dialler=dialler)
+        self.family = sock.family
+        self.is_silent = getattr(sock, "is_silent", None)
+        """Tells whether the other end of a connection by QUIC is silent (`tcp.is_stuck`)."""
+        self._claimed = 0
+        """How many of the caller's bytes are sealed while the kernel has not taken all of them."""
+        self._plain = memoryview(bytearray(RECORD_LIMIT))
+        self._start = self._stop = 0
+        """`plain[start:stop]` is decrypted and not received by the caller yet."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are bytes to receive, or an error, that polling the descriptor does not report."""
+        try:
+            return self._start < self._stop or self._pipe.ready() > 0
+        except ForgedError:
+            return True
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Return an option of the socket."""
+        return self._sock.getsockopt(level, name, size)
+
+    def sendmsg(self, buffers: Sequence[Bytes]) -> int:
+        """Send the first bytes of `buffers` and return how many.
+
+        Raises:
+            BlockingIOError: the kernel has no room. Part of the bytes may have been sent: pass the same bytes again
+                when the descriptor is writable. More bytes may follow them.
+        """
+        if not self._claimed and len(buffers) > 1:
+            self._claimed = self._seal(buffers)
+        return self.send(buffers[0])  # which seals nothing while there is something sealed
+
+    def send(self, data: Bytes) -> int:
+        """As `sendmsg([data])`."""
+        if not self._claimed:
+            piece = memoryview(data)[:RECORD_LIMIT]
+            if not piece:
+                return 0
+            self._pipe.seal(piece)
+            self._claimed = len(piece)
+        if self._pipe.unsent:
+            self._pipe.flush()
+            if self._pipe.unsent:
+                raise BlockingIOError("the kernel has no room")
+        claimed, self._claimed = self._claimed, 0
+        return claimed
+
+    def _seal(self, buffers: Sequence[Bytes]) -> int:
+        """Seal the first bytes of `buffers`, as many as there is room for; return how many."""
+        sealed, small = 0, b""
+        for buffer in buffers:
+            piece = memoryview(buffer)[: RECORD_LIMIT - sealed - len(small)]
+            if len(piece) < JOINED_BYTES:
+                small += piece
+                continue
+            for data in (small, piece) if small else (piece,):
+                self._pipe.seal(data)
+                sealed += len(data)
+            small = b""
+        if small:
+            self._pipe.seal(small)
+        return sealed + len(small)
+
+    def recvmsg_into(self, buffers: Sequence[bytearray | memoryview]) -> tuple[int, list[Any], int, None]:
+        """Write what is buffered to `buffers`, or else what the kernel has; return first how many bytes, 0 at the end.
+
+        Raises:
+            BlockingIOError: nothing has arrived.
+            ConnectionError: the connection broke, or the bytes were altered.
+        """
+        while not self.pending:
+            if not self._pipe.fill():
+                return 0, [], 0, None
+        count = 0
+        try:
+            for buffer in buffers:
+                taken = self._take(memoryview(buffer))
+                count += taken
+                if taken < len(buffer):
+                    break
+        except ForgedError as error:
+            if not count:
+                raise ConnectionAbortedError(str(error)) from error
+        return count, [], 0, None
+
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
+        """Receive as `recvmsg_into` does; return the number of bytes."""
+        if self._start == self._stop:
+            try:
+                count = self._pipe.receive_one(memoryview(buffer))
+            except ForgedError as error:
+                raise ConnectionAbortedError(str(error)) from error
+            if count is not None:
+                return count
+        return self.recvmsg_into([buffer])[0]
+
+    def _take(self, buffer: memoryview) -> int:
+        """Fill `buffer` from the records that have arrived whole; return how many bytes were written."""
+        at, size = 0, len(buffer)
+        while at < size:
+            if self._start < self._stop:
+                step = min(self._stop - self._start, size - at)
+                buffer[at : at + step] = self._plain[self._start : self._start + step]
+                self._start += step
+            elif 0 < (step := self._pipe.ready()) <= size - at:
+                self._pipe.open(buffer[at : at + step])
+            elif step:
+                self._pipe.open(self._plain[:step])
+                self._start, self._stop, step = 0, step, 0
+            else:
+                break
+            at += step
+        return at
+
+    def shutdown(self, how: int) -> None:
+        """End one or both directions."""
+        self._pipe.sock.shutdown(how)
 
     def fileno(self) -> int:
-        return -1 if self._is_closed else int(self._selector.fileno())
+        """Return the descriptor to poll, -1 once closed."""
+        return self._pipe.sock.fileno()
 
     def close(self) -> None:
-        self._selector.close()
-        self._is_closed = True
+        """Close at once. Closing twice is fine."""
+        self._pipe.sock.close()

@@ -1,32 +1,29 @@
-"""Lanes over stream sockets: unix and TCP."""
+"""Lanes over sockets: what all of them have in common, and those that the executor in Python moves, unix and TCP.
+
+The executor in Python has one stream per lane, and no lane over several networks: both exist for speed only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import select
 import socket
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.host import tcp
-from covey.net.host.descriptors import track
-from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
-from covey.net.lanes.lasting import LastingSocket
+from covey.net.lanes.lane import Incoming, LaneClosedError, LanePath, Outgoing
+from covey.net.lanes.lasting import LastingSocket, LeftConnections
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SEND_BYTES = 1 << 20
+SEND_BYTES: Final = 1 << 20
 """Bytes given to the kernel at once. Much more would leave the cache before the peer reads it."""
-RECEIVE_BYTES = 1 << 19
-"""Bytes read from the kernel at once for a reduction, so that they are still in the cache."""
-
-SPINS = range(16)
-"""How often a socket is read before the thread sleeps: for about 25 microseconds."""
-SPIN_BYTES = 1 << 17
-"""For transfers larger than this, sleeping costs little in comparison."""
+SLEEP_SECONDS: Final = 0.005
+"""Between looks whether a stream goes on, which no descriptor tells."""
 
 
 def is_resumable(lane: Any) -> bool:
@@ -58,26 +55,12 @@ def prepare(sock: socket.socket) -> None:
 
 
 class SocketLane:
-    """The common part of lanes over sockets: spinning, and noticing a dead path."""
+    """The common part of lanes over sockets: noticing a dead path."""
 
     is_resumable = False
     """Whether its streams can go on over other connections."""
     is_striped = False
     """Whether it goes over several networks."""
-
-    def receive(self, incoming: Incoming) -> bool:
-        raise NotImplementedError
-
-    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
-            return False
-        for _ in SPINS:  # noqa: SIM110  (any() takes longer)
-            if self.receive(incoming):
-                return True
-        return False
-
-    def unpark(self) -> None:
-        pass
 
     def is_stuck(self, *, has_moved: bool = False) -> bool:
         return any(tcp.is_stuck(sock, has_moved=has_moved) for sock in self.sockets())
@@ -89,123 +72,173 @@ class SocketLane:
         raise NotImplementedError
 
 
-class StreamLane(SocketLane):
-    """A connected stream socket. Takes ownership of the socket."""
+class PythonLane(SocketLane):
+    """A lane over one stream, which the executor in Python moves. Takes ownership of the socket.
 
-    def __init__(self, sock: socket.socket | LastingSocket, kind: str) -> None:
-        sock.setblocking(False)
-        if kind == "tcp":
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    If it is told whether the connection is direct, the stream may go on over others (`lasting.LastingSocket`). The
+    thread of the operation and the control loop, which replaces connections, take turns under a lock. The methods for
+    the control loop take the number of a stream, as those of lanes for the compiled executor do (`native`).
+    """
+
+    def __init__(self, sock: socket.socket, kind: str, *, is_direct: bool | None) -> None:
+        prepare(sock)
         self.kind = kind
-        self._sock = sock if isinstance(sock, LastingSocket) else track(sock)
-        self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
-        self._scratch_view = memoryview(self._scratch)
-        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
-        """The scratch payload, viewed as elements of the dtype that was reduced last."""
-        self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
+        self.is_resumable = is_direct is not None
+        self._lasting = LastingSocket(sock, is_direct=bool(is_direct))
+        """Only of use to a resumable lane; the others use the connection itself."""
+        self._sock = self._lasting if self.is_resumable else self._lasting.connection
+        self._lock = threading.Lock()
+        self._left = LeftConnections()
+        self.is_closed = False
+        """Whether the lane was closed."""
 
     def sockets(self) -> Sequence[socket.socket]:
-        return (connection_of(self._sock),)
+        """Return the connection."""
+        return (self._lasting.connection,)
+
+    # For the executor
 
     def transmit(self, out: Outgoing) -> bool:
-        sent = out.sent
-        try:
-            if sent < 0:
-                header = out.header if sent == -HEADER_BYTES else out.header[sent:]
-                if out.nbytes <= SMALL_BYTES:
-                    taken = self._sock.send(header + out.data.tobytes())
-                else:
-                    taken = self._sock.sendmsg([header, out.data[:SEND_BYTES]])
-            else:
-                taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
-        except BlockingIOError:
-            return False
-        except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
-            raise LaneClosedError(str(error)) from error
-        out.sent = sent + taken
-        return True
+        with self._lock:
+            try:
+                return self._transmit(out)
+            except BlockingIOError:
+                return False
+            except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
+                raise LaneClosedError(str(error)) from error
+
+    def _transmit(self, out: Outgoing) -> bool:
+        raise NotImplementedError
 
     def receive(self, incoming: Incoming) -> bool:
-        try:
-            if incoming.got < 0:
-                return self._receive_header(incoming)
-            if incoming.dest is not None:
-                got = incoming.got
-                taken = self._sock.recv_into(incoming.dest[got : got + SEND_BYTES])
-                incoming.got = got + taken
-            else:
-                end = incoming.nbytes - incoming.got
-                end = HEADER_BYTES + (end if end < RECEIVE_BYTES else RECEIVE_BYTES)
-                taken = self._sock.recv_into(self._scratch_view[HEADER_BYTES + self._carry : end])
-                self._absorb(incoming, self._carry + taken)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
-            raise LaneClosedError(str(error)) from error
-        if taken == 0:
-            raise LaneClosedError("end of stream")
-        return True
+        with self._lock:
+            try:
+                return self._receive(incoming)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise LaneClosedError(str(error)) from error
 
-    def _receive_header(self, incoming: Incoming) -> bool:
-        """Read the header and, in the same call, the start of the payload."""
-        at = HEADER_BYTES + incoming.got
-        if incoming.dest is not None and incoming.nbytes:
-            head = self._scratch_view[at:HEADER_BYTES]
-            taken = self._sock.recvmsg_into([head, incoming.dest[:SEND_BYTES]])[0]
-        else:
-            room = HEADER_BYTES + min(RECEIVE_BYTES, incoming.nbytes)
-            taken = self._sock.recv_into(self._scratch_view[at:room])
-        if taken == 0:
-            raise LaneClosedError("end of stream")
-        incoming.got += taken
-        if incoming.got < 0:
-            return True
-        header = self._scratch_view[:HEADER_BYTES].tobytes()
-        if header != incoming.expected:
-            incoming.wrong_header(incoming.peer, incoming.expected, header)
-        if incoming.dest is None and incoming.nbytes:
-            arrived, incoming.got = incoming.got, 0
-            self._absorb(incoming, arrived)
-        return True
-
-    def _absorb(self, incoming: Incoming, available: int) -> None:
-        """Pass on the whole elements among `available` scratch bytes, and keep the bytes of an incomplete one."""
-        if self._typed.dtype is not incoming.dtype:
-            self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
-        size = self._typed.itemsize
-        carry = available % size
-        whole = available - carry
-        if whole:
-            incoming.absorb(incoming.got, self._typed[: whole // size])
-            incoming.got += whole
-        if carry and whole:
-            self._scratch[HEADER_BYTES : HEADER_BYTES + carry] = self._scratch[
-                HEADER_BYTES + whole : HEADER_BYTES + available
-            ]
-        self._carry = carry
+    def _receive(self, incoming: Incoming) -> bool:
+        raise NotImplementedError
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def park(self, *, sending: bool, receiving: bool) -> int:
+        with self._lock:
+            if receiving and self._has_arrived():
+                return 0
+            waits = self.is_resumable and (self._lasting.is_broken or (sending and self._lasting.is_full))
+        if waits:
+            time.sleep(SLEEP_SECONDS)
+            return 0
         return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
 
-    def peek(self) -> bytes:
-        try:
-            return self._sock.recv(HEADER_BYTES, socket.MSG_PEEK)
-        except OSError:
-            return b""
+    def _has_arrived(self) -> bool:
+        """Tell whether there is something to receive that no descriptor tells of."""
+        return self._lasting.has_spill
+
+    def unpark(self) -> None:
+        pass
 
     def shutdown(self, how: int) -> None:
         self._sock.shutdown(how)
 
     def close(self) -> None:
-        close_without_reset(self._sock, self._scratch_view)
+        with self._lock:
+            self.is_closed = True
+            self._left.close()
+            close_without_reset(self._sock, memoryview(bytearray(1 << 16)))
+
+    # For the control loop, if the lane is resumable
+
+    def broken(self) -> list[int]:
+        """Return the streams that wait for a connection."""
+        return [0] if self._lasting.is_broken else []
+
+    def freeze(self, stream: int) -> None:
+        """Use the connection of a stream no more, and count none of its acknowledgements."""
+        with self._lock:
+            self._lasting.freeze()
+
+    def leave(self, stream: int) -> int:
+        """Take what the connection of a frozen stream still has; return how many bytes the stream has brought.
+
+        Raises:
+            MemoryError: that is too much.
+        """
+        with self._lock:
+            return self._lasting.received if self.is_closed else self._lasting.drain()
+
+    def attach(self, stream: int, sock: socket.socket, position: int, *, is_direct: bool) -> bool:
+        """Go on with a frozen stream from this position, on a connection that the lane owns from now on.
+
+        Returns False, and takes nothing, if the lane was closed, or if what the other end expects is not kept.
+        """
+        prepare(sock)
+        with self._lock:
+            before = self._lasting.connection
+            if self.is_closed or not self._lasting.attach(sock, position, is_direct=is_direct):
+                return False
+            self._left.add(before)
+        return True
+
+    def push(self) -> bool:
+        """Send again what is needed and can be sent; return whether there is more of it."""
+        with self._lock, contextlib.suppress(LaneClosedError):
+            if not self.is_closed:
+                self._lasting.flush()
+                return self._lasting.has_unsent and not self._lasting.is_broken
+        return False
+
+    def acknowledge(self, stream: int, position: int) -> bool:
+        """Note that the other end has all bytes of a stream before this position; return False if it cannot have."""
+        with self._lock:
+            return self._lasting.acknowledge(position)
+
+    def received(self, stream: int) -> int:
+        """Return how many bytes a stream has brought, on all connections."""
+        return self._lasting.received
+
+    def end(self, why: str) -> None:
+        """Let the lane end, instead of waiting for another connection."""
+        with self._lock:
+            self._lasting.end(why)
 
 
-def connection_of(sock: socket.socket | LastingSocket) -> socket.socket:
-    """Return what to poll for a socket that may be a lasting one."""
-    return sock.connection if isinstance(sock, LastingSocket) else sock
+class StreamLane(PythonLane):
+    """A connected stream socket: headers and payloads follow each other in clear."""
+
+    def __init__(self, sock: socket.socket, kind: str, *, is_direct: bool | None = None) -> None:
+        """The lane is resumable if `is_direct` tells whether the connection is direct."""
+        super().__init__(sock, kind, is_direct=is_direct)
+        self._header = memoryview(bytearray(HEADER_BYTES))
+
+    def _transmit(self, out: Outgoing) -> bool:
+        if out.sent < 0:
+            out.sent += self._sock.sendmsg((out.header[out.sent :], out.data[:SEND_BYTES]))
+        else:
+            out.sent += self._sock.send(out.data[out.sent : out.sent + SEND_BYTES])
+        return True
+
+    def _receive(self, incoming: Incoming) -> bool:
+        is_header, got = incoming.got < 0, incoming.got
+        taken = self._sock.recv_into(self._header[got:] if is_header else incoming.dest[got : got + SEND_BYTES])
+        if not taken:
+            raise LaneClosedError("end of stream")
+        incoming.got += taken
+        if is_header and not incoming.got and self._header != incoming.expected:
+            incoming.wrong_header(incoming.peer, incoming.expected, self._header.tobytes())
+        return True
+
+    def peek(self) -> bytes:
+        with self._lock:
+            if self.is_resumable:
+                return self._lasting.peek(HEADER_BYTES)
+            with contextlib.suppress(OSError):
+                return self._lasting.connection.recv(HEADER_BYTES, socket.MSG_PEEK)
+        return b""
 
 
 def close_without_reset(sock: socket.socket | LastingSocket, scratch: memoryview | bytearray) -> None:

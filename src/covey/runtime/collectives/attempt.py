@@ -23,7 +23,6 @@ from covey.runtime.collectives.executor import COMMIT_PHASE, execute
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, HEADER_PREFIX, MAGIC
 
 if TYPE_CHECKING:
-    import select
     from collections.abc import Callable, Hashable, Sequence
 
     from covey.base.arithmetic import Reduction
@@ -139,9 +138,8 @@ class Attempt:
         self.undo: Any = undo
         """An `UndoBuffer`, or that of the compiled executor; None in a group that ends with its first loss."""
         self.recorder: Any = counters.recorder
-        self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
-        self.has_idle_core, self.sizes = facts.has_idle_core, facts.sizes
+        self.has_idle_core, self.may_spin, self.sizes = facts.has_idle_core, facts.may_spin, facts.sizes
         self.deadline = 0.0
         """When the current operation must have ended."""
         self.knows_change = self.is_stopped = False
@@ -188,13 +186,20 @@ class Attempt:
         phase = self._phase
         self._phase = phase + 1
         undo = self.undo if keeps else None
-        if undo is not None:
-            undo.make_room(buffers)
         operation = self.operation
         prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self.prefix(operation.call, phase)
         self.deadline = operation.deadline
-        may_spin = self.facts.may_spin
-        self._execute(plan, buffers, reduction, self.size, prefix, operation.sequence, self, may_spin, undo, coder)
+        self._execute(plan, buffers, reduction, self.size, prefix, operation.sequence, self, undo, coder)
+
+    def keep(self, target: Array, whole: Array | None = None) -> None:
+        """Save what the current operation is about to overwrite, so that another attempt starts with it.
+
+        `whole` is all that it may overwrite, if that is more.
+        """
+        if self.undo is not None:
+            if self._native is not None:
+                self.undo.make_room((target if whole is None else whole,))
+            self.undo.save(target)
 
     def all_reduce(self, x: np.ndarray[Any, Any], op: str, algorithm: str | None = None) -> Plan:
         """Combine `x` of all ranks in place, as a step of the current operation; return the plan that did it."""
@@ -217,8 +222,7 @@ class Attempt:
             assert self._native is not None
             self._native.resume(self)
             return
-        may_spin = self.facts.may_spin
-        self._execute(self._barrier, (NOTHING,), None, self.size, prefix, operation.sequence, self, may_spin)
+        self._execute(self._barrier, (NOTHING,), None, self.size, prefix, operation.sequence, self)
 
     def prefix(self, call: Call, phase: int) -> bytes:
         """Return the first bytes of the headers of an operation, and cache them."""
@@ -237,9 +241,7 @@ class Attempt:
         if atomic is not None:
             assert self.undo is not None
             atomic = (*atomic, self._native.prepared_plan(self._barrier), self.undo.native)
-        return self._native.make_shortcut(
-            self.operation, self._call_log, self.number, atomic, may_spin=self.facts.may_spin
-        )
+        return self._native.make_shortcut(self.operation, self._call_log, self.number, atomic, may_spin=self.may_spin)
 
     def open_shortcut(self) -> None:
         """Let calls take the shortcut, if there is one and no lane is to be replaced."""
@@ -330,7 +332,6 @@ class Attempt:
         """Use another lane to a slot from now on. The node ends the one that was used so far."""
         self.lanes.open_bell(self)
         self.lanes.use(slot, lane)
-        self.polls.clear()  # which are by descriptor
         if self._native is not None:
             self._native.set_lane(slot, lane, self)
         self._group_lanes.switched(self.ranks[slot], self.number)
@@ -367,6 +368,5 @@ class Attempt:
     def close(self) -> None:
         """Forget the lanes. Their owner closes them."""
         self.lanes.close()
-        self.polls.clear()
         if self._native is not None:
             self._native.forget_lanes()

@@ -53,6 +53,8 @@ class NativeHost(ExecutionHost, Protocol):
     deadline: float
     """When the current operation must have ended."""
     has_idle_core: bool
+    may_spin: bool
+    """Whether this rank has a core of its own."""
     undo: Any
     """A `NativeUndoBuffer`; None in a group that ends with its first loss."""
 
@@ -85,7 +87,6 @@ class NativeExecutor:
         prefix: bytes,
         sequence: int,
         attempt: NativeHost,
-        spin: bool,
         undo: NativeUndoBuffer | None = None,
         coder: Coder | None = None,
     ) -> None:
@@ -96,6 +97,8 @@ class NativeExecutor:
         if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
         runner = self.runner
+        if undo is not None:
+            undo.make_room(buffers)
         try:
             reason = runner.start(
                 prepared,
@@ -106,7 +109,7 @@ class NativeExecutor:
                 sequence,
                 None if undo is None else undo.native,
                 attempt.knows_change,
-                SPIN_NS if spin else 0,
+                SPIN_NS if attempt.may_spin else 0,
                 YIELD_NS,
                 _first_stall_ns(attempt),
             )
@@ -318,6 +321,7 @@ class NativeUndoBuffer:
         """What may be restored, which must not be freed before."""
 
     def make_room(self, buffers: Sequence[Array]) -> None:
+        """Allocate memory for all of `buffers` before a transfer starts; the next operation uses it again."""
         self._targets.append(buffers)
         self.native.make_room(sum(buffer.nbytes for buffer in buffers))
 

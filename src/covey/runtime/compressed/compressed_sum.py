@@ -40,9 +40,8 @@ def plain_info(operand: Operand, size: int, reason: str = "") -> dict[str, Any]:
 
 def keep(attempt: Attempt, operand: Operand) -> None:
     """Save what an operand holds, so that another attempt starts with it."""
-    if attempt.undo is not None and operand.is_own:
-        attempt.undo.make_room((operand.flat,))
-        attempt.undo.save(operand.flat)
+    if operand.is_own:
+        attempt.keep(operand.flat)
 
 
 class PlainSum:

@@ -245,9 +245,8 @@ def broadcast(
         flat = operand.load()
         if work is not flat:
             work[...] = flat
-        elif attempt.undo is not None and operand.is_own:
-            attempt.undo.make_room((flat,))
-            attempt.undo.save(flat)
+        elif operand.is_own:
+            attempt.keep(flat)
         dense.broadcast(attempt, work, attempt.slot_of(root), codec, algorithm)
         return x
 

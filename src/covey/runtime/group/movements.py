@@ -14,10 +14,10 @@ import numpy as np
 
 from covey.base.arithmetic import DTYPES
 from covey.base.errors import RemoteProtocolError
-from covey.net.lanes.lane import SMALL_BYTES
 from covey.plan import choose, direct
 from covey.plan.moves import Plan
 from covey.runtime.buffers import BYTES
+from covey.wire.header import SMALL_BYTES
 from covey.wire.message_header import array_bytes
 
 if TYPE_CHECKING:

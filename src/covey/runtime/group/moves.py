@@ -242,9 +242,8 @@ class Moves:
     def _copy_own_row(self, attempt: Attempt, row: Array, rows: Operand, count: int) -> None:
         """Copy a row to this rank's row of an output of rows, which is saved before."""
         mine = rows.flat[self.rank * count : (self.rank + 1) * count]
-        if attempt.undo is not None and rows.is_own:
-            attempt.undo.make_room((rows.flat,))
-            attempt.undo.save(mine)
+        if rows.is_own:
+            attempt.keep(mine, rows.flat)
         mine[...] = row
 
     @overload

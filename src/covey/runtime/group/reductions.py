@@ -455,9 +455,8 @@ class Reductions:
 
         def body(attempt: Attempt) -> Any:
             source = operand.load().copy() if overlaps else operand.load()  # what is sent must not change before
-            if attempt.undo is not None and result.is_own and not is_new:
-                attempt.undo.make_room((result.flat,))
-                attempt.undo.save(result.flat)
+            if result.is_own and not is_new:
+                attempt.keep(result.flat)
             result.flat[...] = source[first : first + length]
             plan = choose.reduce_scatter(
                 attempt.slot, tuple(attempt.chosen(starts)), tuple(attempt.chosen(lengths)), itemsize, attempt.sizes

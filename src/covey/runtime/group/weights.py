@@ -44,9 +44,7 @@ def weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
     share = share_of(attempt, weight)
     if share is None:
         return False
-    if attempt.undo is not None:
-        attempt.undo.make_room((flat,))
-        attempt.undo.save(flat)
+    attempt.keep(flat)
     scale(flat, share)
     return True
 

@@ -20,7 +20,7 @@ from covey.net.host import descriptors
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, ONE_STREAM, OTHER_END_DIALS, SECRET_BYTES
 from covey.runtime.lanes.kinds import SEALED_KINDS
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
@@ -100,6 +100,8 @@ class LaneAcceptor:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        if offer.streams > self._rules.most_streams:
+            return ONE_STREAM
         if offer.purpose == REPLACEMENT and offer.streams > 1 and offer.streams > descriptors.left():
             return f"this process cannot open {offer.streams} streams; raise the limit with ulimit -n"
         if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):

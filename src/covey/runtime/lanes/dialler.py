@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConnectError, CoveyError
 from covey.base.pace import Growing
+from covey.base.settings import STREAMS_LIMIT
 from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
@@ -57,6 +58,9 @@ OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
 NO_RINGS: Final = "this end has no rings in shared memory"
 """The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
+
+ONE_STREAM: Final = "lanes of this end have one connection"
+"""The refusal of an offer of several connections by an end whose executor has no such lanes. One is offered instead."""
 
 
 class LaneShape(NamedTuple):
@@ -140,6 +144,7 @@ class LaneDialler:
             if kind == "shm" and not self._has_rings(key):
                 kind = "unix"
             tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
+            most = STREAMS_LIMIT
             shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=FREE_DESCRIPTOR_SECONDS)
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
@@ -148,7 +153,7 @@ class LaneDialler:
                 attempt = self._table.attempt_of_next(key)
                 try:
                     with tries.telling():
-                        self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
+                        self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt, most))
                     return
                 except (ConnectError, TimeoutError) as error:
                     if peer.is_gone or self._tasks.is_closing or self._table.is_over(key) or key in self._shapes:
@@ -162,9 +167,12 @@ class LaneDialler:
                     tries.failed(str(error) or SILENCE)
                     await tries.rest()
                 except RefusedError as error:
-                    if kind != "shm" or str(error) != NO_RINGS or self._rules.demands_memory:
+                    if str(error) == ONE_STREAM and most > 1 and key not in self._shapes:
+                        most = 1
+                    elif str(error) == NO_RINGS and kind == "shm" and not self._rules.demands_memory:
+                        kind = "unix"
+                    else:
                         raise
-                    kind = "unix"
         except ScarceError as error:
             self._table.postponed(key, error)
         except CoveyError as error:
@@ -175,7 +183,8 @@ class LaneDialler:
             self._dialling.discard(key)
             self._shapes.pop(key, None)
 
-    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: str, attempt: int) -> Any:
+    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: str, attempt: int, most: int) -> Any:
+        """Open a lane with `most` connections at most, unless it is a replacement of another shape."""
         purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
@@ -195,7 +204,7 @@ class LaneDialler:
         if kind in SEALED_KINDS:
             await _measured(peer)
         shape = self._shapes.get(key, LaneShape())
-        streams = len(shape.ways) or shape.streams or self._rules.stream_count(peer.seat, kind, purpose)
+        streams = len(shape.ways) or shape.streams or min(most, self._rules.stream_count(peer.seat, kind, purpose))
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES),
             secrets.token_bytes(SECRET_BYTES),

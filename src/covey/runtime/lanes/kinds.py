@@ -52,6 +52,11 @@ class LaneRules:
         """Whether the settings demand shared memory, so that nothing may take its place."""
         return self._config.lanes == "shm"
 
+    @property
+    def most_streams(self) -> int:
+        """How many connections a lane of this process may have."""
+        return self._factory.most_streams
+
     def kind_to(self, peer: Seat) -> str:
         """Return the kind of lane that this process and a peer use, if both can; equal on all ranks.
 
@@ -112,13 +117,12 @@ class LaneRules:
 
     def stream_count(self, peer: Seat, kind: str, purpose: str) -> int:
         """Return how many connections a lane gets."""
-        if purpose == "messages" or kind not in SEALED_KINDS:
+        if purpose == "messages" or kind not in SEALED_KINDS or self.most_streams == 1:
             return 1
         wanted = self._config.streams
         if wanted != "auto":
             return int(wanted)
-        cores = usable_cores() if self._factory.is_native else 0
-        return streams_for(self._peers[peer].round_trip, cores, 1 + len(self._peers.here))
+        return streams_for(self._peers[peer].round_trip, usable_cores(), 1 + len(self._peers.here))
 
 
 def is_ring(kind: str) -> bool:
@@ -129,7 +133,7 @@ def is_ring(kind: str) -> bool:
 def streams_for(round_trip: float, cores: int, ranks_here: int) -> int:
     """Return the connections of a secure lane: more if one would wait for acknowledgements, or if cores are idle.
 
-    `cores` are those of this host that the compiled executor may use, and `ranks_here` the ranks on it.
+    `cores` are those of this host that the executor may use, and `ranks_here` the ranks on it.
     """
     near = HELPED_STREAMS if cores >= HELPED_CORES * ranks_here else 1
     return max(near, next((count for limit, count in STREAMS_BY_ROUND_TRIP if round_trip < limit), STREAMS_FAR))
@@ -175,6 +179,6 @@ class LaneMaker:
             return lane
         if offer.kind not in SEALED_KINDS:
             return socks[0]
-        from covey.net.lanes.sealed_socket import SealedSocket  # slow to import, and not needed by ranks of one host
+        from covey.net.lanes.sealed import SealedSocket  # slow to import, and not needed by ranks of one host
 
         return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)

@@ -78,7 +78,7 @@ class Lanes:
             config, peers, tasks, connections, leave_path=lambda seat: self.paths.stuck(seat), tell=tell
         )
         """Opens other connections for lanes whose path dies."""
-        striped, can_stripe = StripedLanes(tasks), may_stripe(config)
+        striped, can_stripe = StripedLanes(tasks), self.factory.is_native and may_stripe(config)
         maker = LaneMaker(self.factory, connections, self.resumption, striped)
         self.table = table = LaneTable(peers, tasks, groups, tell)
         self.dialler = LaneDialler(peers, tasks, groups, table, self._rules, connections, maker)
@@ -96,7 +96,8 @@ class Lanes:
             tell=tell,
         )
         stripes = Stripes(routes, peers, table, moves, is_allowed=can_stripe)
-        self.stream_trials = StreamTrials(groups, table, self._rules, moves, tell, is_allowed=may_try_streams(config))
+        can_try = self.factory.is_native and may_try_streams(config)
+        self.stream_trials = StreamTrials(groups, table, self._rules, moves, tell, is_allowed=can_try)
         self.paths = PathMonitor(
             routes, peers, tasks, groups, table, moves, stripes, self.stream_trials, tell, has_limit=bool(limit)
         )

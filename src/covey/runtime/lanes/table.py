@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ClosedError, ConnectError
-from covey.net.lanes.ring import RingLane
-from covey.net.lanes.ring_socket import RingSocket
+from covey.net.lanes.ring import RingEnd
 from covey.runtime.lanes.epochs import Epochs
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class LaneTable:
         """Return how many bytes the open rings occupy."""
         with self._lock:
             opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
-        return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane | RingSocket))
+        return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingEnd))
 
     # Lanes that replace others
 

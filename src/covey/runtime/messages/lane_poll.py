@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 from covey.base.pace import Growing
 from covey.net.host import tcp
-from covey.net.lanes.ring_socket import RingSocket
+from covey.net.lanes.message_sockets import RingSocket
 from covey.runtime.messages.lending import short_sizes
 from covey.runtime.messages.message_lane import MessageLane
 

@@ -21,7 +21,7 @@ from covey.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.net.lanes.ring_socket import RingSocket
+    from covey.net.lanes.message_sockets import RingSocket
     from covey.proto.matching import Matcher
     from covey.proto.message_link import MessageSizes
     from covey.runtime.messages.pending_works import PendingWorks

@@ -16,8 +16,8 @@ from covey.base.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.net.lanes.ring_socket import RingSocket
-    from covey.net.lanes.sealed_socket import SealedSocket
+    from covey.net.lanes.message_sockets import RingSocket
+    from covey.net.lanes.sealed import SealedSocket
     from covey.proto.matching import Matcher
 
 _CALLS_PER_TURN: Final = 4

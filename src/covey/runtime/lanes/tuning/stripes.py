@@ -2,7 +2,7 @@
 
 Where two machines have more than one network in common, the end of a pair that dials tries the others with a megabyte.
 If one of them carries a good share of what the lane does, the lane is replaced, at an operation's boundary as in any
-move, by one with a stream on each (`net.lanes.striped`). Once that one has sent enough, what it does is compared with
+move, by one with a stream on each (`native/striped.c`). Once that one has sent enough, what it does is compared with
 what the lane did before; if it is not clearly more, or if a network is gone, a lane over one network takes its place.
 
 Both ends tend such lanes: what a dead network had is sent again, also while the program is in no operation, and taken
