@@ -28,7 +28,7 @@ BELOW = {
     "net": {"wire", "base"},
     "runtime": {"net", "proto", "plan", "compress", "wire", "base"},
     "coordinator": {"runtime", "net", "wire", "base"},
-    "agent": {"runtime", "net", "wire", "base"},
+    "agent": {"covey", "runtime", "net", "wire", "base"},
     "watch": {"agent", "runtime", "net", "proto", "wire", "base"},
     "ui": {"watch", "runtime", "net", "wire", "base"},
     "cli": {
@@ -57,7 +57,7 @@ BELOW = {
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},
     "integrations": {"torch", "runtime", "proto", "base"},
-    "__init__": {"coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "__init__": {"agent", "coordinator", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
 """What each layer may import besides itself; "covey" is the package's public face."""

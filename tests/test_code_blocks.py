@@ -33,6 +33,7 @@ NOT_RUN = {
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",
     "init_device_mesh": "needs GPUs and NCCL",
+    "covey.run_on(": "tests/e2e/test_several_machines.py runs it on two machines",
 }
 """Pages, or blocks by a word in them, that this file does not run."""
 SHORTER = {"STEPS = 500": "STEPS = 5", "STEPS = 150": "STEPS = 5"}
@@ -337,6 +338,19 @@ def test_the_loop_of_the_guide_to_services_saves_on_both_ranks() -> None:
     assert paths[0][0] == "/backup/monday"
 
 
+def test_the_launch_of_the_guide_to_notebooks_has_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: `tests/e2e/test_launch.py` shows that functions travel."""
+    page = "docs/guides/notebooks.md"
+
+    def launch(fn: Any, nprocs: int, *args: Any) -> list[Any]:
+        return run_threads(nprocs, lambda group: fn(group, *args))
+
+    monkeypatch.setattr(covey, "launch", launch)
+    results = run(page, blocks(page)[0], {})["results"]
+    assert len(set(results)) == 1
+    assert abs(results[0] - 1.0) < 0.01
+
+
 def test_the_strategies_of_the_guide_to_services_agree() -> None:
     page = "docs/guides/services.md"
     strategies = blocks(page)[1]
@@ -375,6 +389,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         "docs/guides/collectives.md": 5,
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
+        "docs/guides/notebooks.md": 1,
         "docs/guides/pytorch.md": 6,
         "docs/guides/metrics.md": 3,
         "docs/guides/services.md": 4,

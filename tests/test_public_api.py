@@ -22,7 +22,7 @@ SRC = ROOT / "src"
 
 PUBLIC = {
     *("join", "join_async", "wait_all", "wait_any", "MessageInfo", "CancelledError"),
-    *("generations", "launch", "Group", "Work", "Event", "ANY"),
+    *("generations", "launch", "run_on", "Group", "Work", "Event", "ANY"),
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
     *("RemoteProtocolError", "SplitRunError", "load_state"),

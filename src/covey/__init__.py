@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from covey.agent.run_on import run_on
     from covey.base.accumulation import accumulate, clip_norm
     from covey.base.arithmetic import Op
     from covey.base.errors import (
@@ -139,6 +140,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "load_state",
     "on_shutdown",
     "register_codec",
+    "run_on",
     "serve_http",
     "shutdown",
     "wait_all",
@@ -195,6 +197,7 @@ _HOMES = {
     "load_state": "covey.runtime.group.saved",
     "on_shutdown": "covey.runtime.shutdown",
     "register_codec": "covey.compress.parsing",
+    "run_on": "covey.agent.run_on",
     "serve_http": "covey.runtime.metrics.pages",
     "shutdown": "covey.runtime.shutdown",
     "wait_all": "covey.runtime.waiting",

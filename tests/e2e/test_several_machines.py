@@ -339,3 +339,98 @@ def test_one_command_measures_the_links_between_all_machines(town: Town, where: 
     assert len(lines_with(ended.stdout, " rank 1 of 2 takes part; rank 0 ")) == 1
     assert len(lines_with(ended.stdout, " slowest link: ")) == 1
     assert len(lines_with(ended.stdout, " all_reduce 4 B, 2 ranks: ")) == 1
+
+
+FUNCTIONS = """
+from __future__ import annotations
+import sys
+import covey
+import numpy as np
+
+CELL
+assert [each.rank for each in fits] == [0, 1, 2, 3]
+assert all(type(each) is Fit and np.allclose(each.weights, range(8)) for each in fits)
+
+def part(group: covey.Group, fit: Fit) -> int:
+    print("part", fit.rank, flush=True)
+    if group.rank == 1:
+        raise ValueError("one is not enough")
+    group.barrier()
+    return 3
+
+try:
+    covey.run_on("all", part, fits[2])
+except covey.RemoteCallError as error:
+    print("refused:", error, error.type, "in part" in error.traceback)
+"""
+OTHERS = """
+import os, sys
+import covey
+
+machines = sys.argv[1].split(",")
+def untyped(group, text):
+    return {"rank": group.rank, "text": text}
+assert covey.run_on(machines[0], untyped, "hi") == [{"rank": 0, "text": "hi"}]
+def wrong(group) -> int:
+    return "no number"
+try:
+    covey.run_on(machines[:1], wrong)
+except covey.CallRefusedError as error:
+    print("typed:", error)
+try:
+    covey.run_on(machines[:1], lambda group: group.recv(timeout=600), timeout=2)
+except covey.DeadlineError as error:
+    print("late:", error)
+print(covey.run_on(machines, lambda group: os._exit(3) if group.rank else group.agree(True), on_loss="continue"))
+"""
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "notebooks.md"
+
+
+def test_a_function_goes_to_no_machine_that_is_not_trusted_and_runs_on_none_that_does_not_allow_it(town: Town) -> None:
+    guest = town.lab.machine("guest-2", "home", KEY)
+    name = town.names["north"]
+    runs = set((town.north.home / "agent" / "runs").glob("*"))
+    call = "import covey, sys\ncovey.run_on(sys.argv[1], lambda group: 1)"
+    code, _, err = end(guest.start("-c", call, name))
+    assert code == 1
+    assert f"ConfigError: this machine does not trust {name} ({id_text(town.north.identity())}) yet" in err
+    assert f"run `covey trust {name}` here" in err
+    east = town.lab.machine("east", "home", KEY)
+    agent = east.start("-m", "covey", "up")
+    there = ready(agent)
+    guest.trust("home", east)
+    code, _, err = end(guest.start("-c", call, there))
+    assert code == 1
+    assert f"AuthError: {there}: " in err
+    assert "may not use" in err
+    agent.terminate()
+    assert agent.wait(DEADLINE) == 0
+    assert not any((east.home / "agent" / "runs").glob("*"))
+    assert set((town.north.home / "agent" / "runs").glob("*")) == runs
+
+
+def test_a_function_runs_on_machines_that_allow_it_and_its_results_come_back_as_values(town: Town) -> None:
+    """It is that of the guide to notebooks. No folder is left there: the run has a new name each time."""
+    _, cell = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    before = {machine: set((machine.home / "agent" / "runs").glob("*")) for machine in (town.north, town.south)}
+    program = FUNCTIONS.replace("CELL", cell.replace("north,south", ",".join(town.names.values())))
+    code, out, err = end(town.desk.start("-c", program))
+    assert code == 0, err
+    assert len(lines_with(out, "] part 2")) == 2
+    refused = re.search(
+        r"refused: part in rank 1 of 2 on (\S+) raised ValueError: one is not enough ValueError True", out
+    )
+    assert refused is not None, out
+    assert refused[1] in town.names.values()
+    for machine, folders in before.items():
+        assert set((machine.home / "agent" / "runs").glob("*")) == folders
+
+
+@pytest.mark.thorough
+def test_functions_that_are_late_lost_or_break_their_promise_are_told_apart(town: Town) -> None:
+    code, out, err = end(town.desk.start("-c", OTHERS, ",".join(town.names.values())))
+    assert code == 0, err
+    north = town.names["north"]
+    assert f"typed: the result of rank 0 on {north} cannot be used: Expected `int`, got `str`" in out
+    assert "late: lambda was ended after the timeout of 2 s" in out.replace("<lambda>", "lambda")
+    assert "[True, None]" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import callers
 from covey.agent.agent import serving
+from covey.agent.delivery import run_folder, work_folder
 from covey.agent.launching import AgentShare, deliver
 from covey.agent.permission import Permission
 from covey.agent.requests import StartRequest
@@ -21,14 +23,17 @@ from covey.agent.shares import Printed, Said, ShareEnded
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
 from covey.net.host.folders import home
-from covey.net.keys import trust
-from covey.net.keys.identity import id_text, own_machine
+from covey.net.keys import clusters, trust
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import ensure_identity, id_text, own_machine
 from covey.runtime.peers.visit import visiting
+from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.agent.agent import ResidentAgent
+    from covey.agent.callers import AgentCaller
     from covey.agent.shares import Report
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -176,3 +181,53 @@ def test_an_error_of_an_agent_keeps_its_lines_and_no_other_control_characters(mo
     *_, first, second, third = str(caught.value).splitlines()
     assert first.endswith("(exit code 1); its last output:")
     assert (second, third) == ("ERROR: no\\x1b[31m such", "\\tpackage")
+
+
+def finished(agent: ResidentAgent, caller: AgentCaller, run: str, script: str, *, is_temporary: bool) -> int:
+    """Run a shell script in the folder of a run, to its end; return the number of the program."""
+    number = caller.call("open_delivery", run, *([True] if is_temporary else []))
+    assert list(caller.stream("missing_files", number)) == [[]]
+    caller.call("finish_delivery", number)
+    work = work_folder(run_folder(home() / "agent" / "runs", run))
+    job = agent.service.jobs.start(StartRequest(run, 1, (), ("x",)), ["sh", "-c", script], work, "here")
+    assert job.has_ended.wait(DEADLINE)
+    return job.number
+
+
+def test_what_a_program_has_written_into_a_folder_can_be_read_and_nothing_else() -> None:
+    script = (
+        "mkdir out; seq 20000 > out/large; ln -s /etc/passwd out/link; mkfifo out/pipe; ln -s /etc etc; true > out/no"
+    )
+    with an_agent() as (cluster, agent), a_caller(cluster) as (_, caller):
+        number = finished(agent, caller, "write", script, is_temporary=False)
+        files: dict[str, bytes] = {}
+        for chunk in caller.stream("read_files", number, "out"):
+            files[chunk.name] = files.get(chunk.name, b"") + chunk.data
+            assert chunk.size == 108894
+        assert files == {"large": "".join(f"{each}\n" for each in range(1, 20001)).encode()}
+        assert list(caller.stream("read_files", number, "etc")) == [], "a link is not followed"
+        assert list(caller.stream("read_files", number, "nothing")) == []
+        for path in ("..", "out/../..", "/etc", "."):
+            with pytest.raises(ConfigError, match="cannot be sent"):
+                list(caller.stream("read_files", number, path))
+
+
+def test_a_temporary_folder_goes_with_its_program_or_when_the_agent_is_started_again() -> None:
+    ensure_identity()
+    cluster = Cluster(ClusterSecret("lab", secrets.token_bytes(32)))
+    clusters.save(cluster)
+    runs = home() / "agent" / "runs"
+    with serving(cluster, CONFIG, Permission(own_machine())) as agent, a_caller(cluster) as (_, caller):
+        first = finished(agent, caller, "first", "echo 1 > saved", is_temporary=True)
+        kept = finished(agent, caller, "kept", "echo 1 > saved", is_temporary=False)
+        for number in (first, kept):
+            caller.call("forget_program", number)
+        assert [path.name.rpartition("-")[0] for path in runs.iterdir()] == ["kept"]
+        finished(agent, caller, "second", "echo 1 > saved", is_temporary=True)
+        request = StartRequest("busy", 1, (), ("x",))
+        busy = agent.service.jobs.start(request, ["sleep", "60"], work_folder(run_folder(runs, "busy")), "here")
+        with pytest.raises(ConfigError, match="run 'busy' runs"):
+            caller.call("forget_program", busy.number)
+    assert {path.name.rpartition("-")[0] for path in runs.iterdir()} == {"kept", "second", "busy"}
+    with serving(cluster, CONFIG, Permission(own_machine())):
+        assert {path.name.rpartition("-")[0] for path in runs.iterdir()} == {"kept", "busy"}

@@ -131,6 +131,8 @@ def everything_else(group: covey.Group) -> None:
     assert_type(group.split(1), covey.Group)
     assert_type(covey.launch(whole, 2), list[float])
     assert_type(covey.launch(whole, 2, on_loss="continue"), list[float | None])
+    assert_type(covey.run_on("north", whole, processes=2), list[float])
+    assert_type(covey.run_on(["north"], whole, on_loss="continue"), list[float | None])
 
 
 def whole(group: covey.Group) -> float:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, PathSet
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, FileChunk, PathSet, check_path
 from covey.agent.snapshot import FOLDER_BYTES, FOLDER_FLAGS, SNAPSHOT_FILES_LIMIT, folder_below
 from covey.base.errors import ConfigError
 from covey.net.host.folders import private_folder, read_private, write_private
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from covey.agent.requests import FileEntry
 
 
+FOLDER_FILES_LIMIT: Final = 4096
+"""Files of one folder that a terminal may read."""
+_TEMPORARY: Final = "temporary"
+
+
 def run_folder(folder: Path, run: str) -> Path:
     """Return the folder of a run below `folder`; its name is safe whatever the run is called, and differs for each."""
     readable = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run)[:40].strip("-")
@@ -36,6 +42,40 @@ def run_folder(folder: Path, run: str) -> Path:
 def work_folder(folder: Path) -> Path:
     """Return the working folder of programs, in the folder of their run; made if missing."""
     return private_folder(private_folder(folder) / "work")
+
+
+def mark_temporary(folder: Path) -> None:
+    """Note that the folder of a run is of no use once its program is forgotten."""
+    (private_folder(folder) / _TEMPORARY).touch(mode=0o600)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove the folder of a run if it was marked."""
+    if (folder / _TEMPORARY).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_folder(folder: Path, path: str) -> Iterator[FileChunk]:
+    """Yield the files of a folder below the working folder of a program, chunk by chunk; nothing if there is none.
+
+    Raises:
+        ConfigError: the path cannot be used, or there are too many files.
+    """
+    with contextlib.ExitStack() as stack:
+        root = os.open(folder, FOLDER_FLAGS)
+        stack.callback(os.close, root)
+        try:
+            below = stack.enter_context(folder_below(root, check_path(path)))
+        except OSError:
+            return
+        names = sorted(os.listdir(below))
+        if len(names) > FOLDER_FILES_LIMIT:
+            raise ConfigError(f"{path} has {len(names)} files; {FOLDER_FILES_LIMIT} can be read")
+        for name in names:
+            with contextlib.suppress(OSError), open(_open_file(below, name), "rb") as file:
+                status = os.fstat(file.fileno())
+                while stat.S_ISREG(status.st_mode) and (data := file.read(OUTPUT_CHUNK_BYTES)):
+                    yield FileChunk(name, status.st_size, data)
 
 
 class Delivery:
@@ -152,20 +192,20 @@ def _make_folder(descriptor: int, name: str) -> None:
         os.mkdir(name, 0o700, dir_fd=descriptor)
 
 
+def _open_file(folder: int, name: str) -> int:
+    """Open a file of an open folder, no link; a pipe without a writer does not block."""
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+
+
 def _is_same(root: int, parts: tuple[str, ...], entry: FileEntry) -> bool:
     """Tell whether the file here is the one of an entry."""
     try:
-        with folder_below(root, parts[:-1]) as folder:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with open(os.open(parts[-1], flags, dir_fd=folder), "rb") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
-                    return False
-                is_executable = bool(status.st_mode & stat.S_IXUSR)
-                return (
-                    is_executable == entry.is_executable
-                    and hashlib.file_digest(file, "sha256").digest() == entry.digest
-                )
+        with folder_below(root, parts[:-1]) as folder, open(_open_file(folder, parts[-1]), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
+                return False
+            is_executable = bool(status.st_mode & stat.S_IXUSR)
+            return is_executable == entry.is_executable and hashlib.file_digest(file, "sha256").digest() == entry.digest
     except OSError:
         return False
 

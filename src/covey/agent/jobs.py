@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
+from covey.agent.delivery import remove_temporary
 from covey.agent.outputs import OutputLog
 from covey.agent.requests import JobReport
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
@@ -224,6 +225,15 @@ class JobTable:
                 raise ConfigError(f"there is no program {number} here; `covey ps --all` lists those that are known")
             return job
 
+    def forget(self, number: int) -> None:
+        """Remove a program that has ended, with its output; ConfigError if it runs."""
+        job = self.get(number)
+        if not job.has_ended.is_set():
+            raise ConfigError(f"run {job.request.run!r} runs; `covey stop {job.request.run}` ends it")
+        with self._lock:
+            if self._jobs.pop(number, None) is not None:
+                self._remove(job)
+
     def all(self) -> list[StartedJob]:
         """Return all programs, the oldest first."""
         with self._lock:
@@ -245,8 +255,12 @@ class JobTable:
         ended = [job for job in self._jobs.values() if job.has_ended.is_set()]
         for job in ended[: max(0, len(ended) - ENDED_LIMIT + 1)]:
             del self._jobs[job.number]
-            job.log.remove()
-            shutil.rmtree(self._folder / str(job.number), ignore_errors=True)
+            self._remove(job)
+
+    def _remove(self, job: StartedJob) -> None:
+        job.log.remove()
+        shutil.rmtree(self._folder / str(job.number), ignore_errors=True)
+        remove_temporary(job.folder.parent)
 
 
 def environment() -> dict[str, str]:

@@ -50,20 +50,22 @@ class Launch(NamedTuple):
     words: tuple[str, ...]
     interpreter: Interpreter
     lease: float
+    is_temporary: bool = False
+    """Whether its folder is removed when its program is forgotten."""
 
 
 class AgentShare:
     """The program of a run on the machine of one agent."""
 
     def __init__(self, agent: AgentCaller, number: int) -> None:
-        self.name, self._agent, self._number = agent.name, agent, number
+        self.name, self.agent, self.number = agent.name, agent, number
 
     def run(self, report: Callable[[Report], None]) -> None:
         """Report the output until the program has ended; connect again if the agent is lost for a while."""
         offset, tries = 0, self._tries()
         while True:
             try:
-                for batch in self._agent.stream("follow", self._number, offset, True, True):
+                for batch in self.agent.stream("follow", self.number, offset, True, True):
                     if tries.failures:
                         report(Said("connected again"))
                         tries.worked()
@@ -98,7 +100,7 @@ class AgentShare:
         tries, token = self._tries(), secrets.randbits(52)
         while not tries.is_over:
             try:
-                self._agent.call("send_signal", self._number, int(signum), token)
+                self.agent.call("send_signal", self.number, int(signum), token)
             except ConnectError as error:
                 tries.failed(error)
                 time.sleep(tries.pause)
@@ -124,7 +126,7 @@ def launch(
     """
 
     def prepare(agent: AgentCaller) -> None:
-        deliver(agent, wanted.run, snapshot, note)
+        deliver(agent, wanted.run, snapshot, note, is_temporary=wanted.is_temporary)
         if wanted.interpreter.requirements:
             _make_environment(agent, wanted.interpreter, note)
 
@@ -146,9 +148,11 @@ def launch(
     return [AgentShare(agent, numbers[agent.card.id]) for agent in agents]
 
 
-def deliver(agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[str], None]) -> int:
+def deliver(
+    agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[str], None], *, is_temporary: bool = False
+) -> int:
     """Bring the files of a run on an agent to those of a snapshot; return how many were sent."""
-    number = agent.call("open_delivery", run)
+    number = agent.call("open_delivery", run, *([True] if is_temporary else []))
     for start in range(0, len(snapshot.entries), PAGE_ENTRIES):
         agent.call("offer_files", number, snapshot.entries[start : start + PAGE_ENTRIES])
     wanted = [index for page in agent.stream("missing_files", number) for index in page]

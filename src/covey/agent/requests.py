@@ -116,6 +116,15 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True):
     """When each record was written, by the clock of its machine; agents of earlier releases do not tell."""
 
 
+class FileChunk(msgspec.Struct, frozen=True, array_like=True):
+    """Some bytes of a file that a program has written, in order."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES)]
+    size: Number
+    """Of the whole file."""
+    data: Chunk
+
+
 def check_run_name(run: str) -> str:
     """Return the name of a run; ConfigError if it cannot be one."""
     if not 0 < len(run) <= 100 or not run.isprintable():

@@ -105,6 +105,16 @@ class Screen:
         self._is_closed = {1: True, 2: True}
 
 
+class CellScreen(Screen):
+    """A screen that writes to Python's own standard streams, which a notebook shows in the cell that runs."""
+
+    def _put(self, stream: int, data: bytes) -> None:
+        if not self._is_closed[stream]:
+            target = sys.stdout if stream == 1 else sys.stderr
+            target.write(data.decode(errors="replace"))
+            target.flush()
+
+
 class OutputView(Protocol):
     """What shows the output of programs."""
 

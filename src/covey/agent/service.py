@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Iterator  # noqa: TC003 - calls read 
 from typing import TYPE_CHECKING, Final
 
 from covey.agent import jobs
-from covey.agent.delivery import Delivery, run_folder, work_folder
+from covey.agent.delivery import Delivery, mark_temporary, read_folder, remove_temporary, run_folder, work_folder
 from covey.agent.environments import Environments
 from covey.agent.requests import (
     Chunk,
+    FileChunk,
     Interpreter,
     JobReport,
     Number,
@@ -25,6 +26,7 @@ from covey.agent.requests import (
     Page,
     RunName,
     StartRequest,
+    Word,
     check_run_name,
 )
 from covey.base.errors import ConfigError
@@ -66,6 +68,8 @@ class AgentService:
             f"another `covey up` uses {self._folder}; end it first, or set COVEY_HOME to another folder for this one",
         )
         self.jobs = jobs.JobTable(self._folder / "jobs", self._ended)
+        for left in private_folder(self._folder / "runs").iterdir():
+            remove_temporary(left)
         self._environments = Environments(self._folder / "environments")
         self._lock = threading.Lock()
         self._deliveries: dict[int, tuple[Seat, str, Delivery, threading.Lock]] = {}
@@ -77,6 +81,7 @@ class AgentService:
         for function in (
             *(self.open_delivery, self.offer_files, self.missing_files, self.put_bytes, self.finish_delivery),
             *(self.make_environment, self.start_program, self.send_signal, self.programs, self.follow),
+            *(self.read_files, self.forget_program),
         ):
             functions.register(function.__name__, function)
 
@@ -94,8 +99,11 @@ class AgentService:
 
     # Files
 
-    def open_delivery(self, run: RunName) -> int:
-        """Begin to send files into the folder of a run; return the number of the transfer."""
+    def open_delivery(self, run: RunName, is_temporary: bool = False) -> int:
+        """Begin to send files into the folder of a run; return the number of the transfer.
+
+        A temporary folder is removed when its program is forgotten, and when the agent is started again.
+        """
         check_run_name(run)
         if self.jobs.is_running(run):
             raise ConfigError(f"run {run!r} runs here already; `covey stop {run}` ends it, or choose another name")
@@ -107,6 +115,8 @@ class AgentService:
             while len(self._deliveries) >= DELIVERIES_LIMIT:
                 del self._deliveries[next(iter(self._deliveries))]
             self._last += 1
+            if is_temporary:
+                mark_temporary(folder)
             self._deliveries[self._last] = (seat, run, Delivery(folder), threading.Lock())
             return self._last
 
@@ -186,6 +196,14 @@ class AgentService:
         reports = [job.report() for job in self.jobs.all()]
         for start in range(0, len(reports), 16):
             yield reports[start : start + 16]
+
+    def read_files(self, number: Number, folder: Word) -> Iterator[FileChunk]:
+        """Yield the files that a program has written into a folder below its own, chunk by chunk."""
+        yield from read_folder(self.jobs.get(number).folder, folder)
+
+    def forget_program(self, number: Number) -> None:
+        """Remove the output of a program that has ended, and its folder if that is temporary."""
+        self.jobs.forget(number)
 
     async def follow(
         self, number: Number, offset: Number, is_terminal: bool, to_end: bool

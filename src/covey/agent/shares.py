@@ -106,7 +106,7 @@ class SharedRun:
         self._stop_at: float | None = None
 
     def attend(self) -> int:
-        """Show the output until all programs have ended, and return the exit code. On the main thread.
+        """Show the output until all programs have ended, and return the exit code; on the main thread, pass signals on.
 
         The code is `failure_code`, or 128 and the number of a signal that came here.
         """
@@ -207,7 +207,7 @@ class SharedRun:
             self._reports.put(None)
 
         with contextlib.ExitStack() as stack:
-            for signum in FORWARDED_SIGNALS:
+            for signum in FORWARDED_SIGNALS if threading.current_thread() is threading.main_thread() else ():
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     stack.callback(signal.signal, signum, signal.signal(signum, note))
             yield

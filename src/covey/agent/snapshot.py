@@ -21,10 +21,11 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple, Self
 from covey.agent.ignore import HEAD_BYTES, IGNORE_FILE, PROFILE_MARKS, IgnoreRules, SensitiveRules, is_private_key
 from covey.agent.requests import FileEntry, PathSet
 from covey.base.errors import ConfigError
+from covey.base.text import printable
 from covey.net.host.folders import home_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 SNAPSHOT_FILES_LIMIT: Final = 20_000
@@ -34,6 +35,13 @@ CHANGED_FILE_READS: Final = 3
 SECRET: Final = "may hold secrets"
 LEADS_OUT: Final = "is a link that leads out of the folder"
 OWN_FILE: Final = "is covey's own"
+_SENTENCES: Final = {
+    SECRET: "may hold secrets and is not sent; --include sends it",
+    LEADS_OUT: "leads out of the folder and is not followed",
+    OWN_FILE: "is covey's own and is never sent",
+}
+NAMED: Final = 12
+"""Left out files that are named for one reason."""
 _ADVICE: Final = f"leave it out with a line in {IGNORE_FILE}"
 _COPY_BYTES: Final = 1 << 20
 _NODE_KEY: Final = re.compile(r"\d+\.key")
@@ -71,6 +79,15 @@ class Snapshot:
         assert len(data) == size
         return data
 
+    def lines_about_left_out(self) -> Iterator[str]:
+        """Yield what to tell a person about files that are not sent."""
+        for why, sentence in _SENTENCES.items():
+            paths = [printable(each.path, 200) for each in self.left_out if each.why == why]
+            for path in paths[:NAMED]:
+                yield f"left out: {path} {sentence}"
+            if len(paths) > NAMED:
+                yield f"left out: {len(paths) - NAMED} more, for the same reason"
+
     def close(self) -> None:
         """Give up the copy."""
         self.content.close()
@@ -101,6 +118,36 @@ def take_snapshot(folder: Path, apart: Path | None = None, includes: Sequence[st
     except BaseException:
         content.close()
         raise
+
+
+def with_files(files: Mapping[str, bytes], folder: Snapshot | None = None) -> Snapshot:
+    """Return a snapshot of files that exist only here, and of those of a folder, whose copy it takes over.
+
+    Raises:
+        ConfigError: a path collides with one of the folder, or there is no room for the files.
+    """
+    content: IO[bytes] = tempfile.TemporaryFile() if folder is None else folder.content  # noqa: SIM115 - its owner closes it
+    entries = [] if folder is None else list(zip(folder.entries, folder.offsets, strict=True))
+    paths, end = PathSet(), 0
+    for entry, offset in entries:
+        paths.add(entry.path)
+        end = max(end, offset + entry.size)
+    try:
+        for path, data in files.items():
+            paths.add(path)
+            content.seek(end)
+            content.write(data)
+            entries.append((FileEntry(path, len(data), hashlib.sha256(data).digest()), end))
+            end += len(data)
+        content.flush()
+    except BaseException as error:
+        content.close()
+        if isinstance(error, OSError):
+            raise _no_room(error) from error
+        raise
+    entries.sort(key=lambda each: each[0].path)
+    at, left_out = (Path(), ()) if folder is None else (folder.folder, folder.left_out)
+    return Snapshot(at, tuple(each for each, _ in entries), left_out, content, tuple(at for _, at in entries))
 
 
 def check_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from covey.agent.snapshot import LEADS_OUT, OWN_FILE, SECRET
 from covey.base.text import printable
 from covey.cli.terminal import confirm, plural, say
 from covey.net.audit import audit_log
@@ -24,22 +23,12 @@ if TYPE_CHECKING:
 
 LARGEST_SHOWN: Final = 5
 """The largest entries of a folder that are shown."""
-NAMED: Final = 12
-"""Left out files that are named in one line."""
 
 
 def tell_left_out(snapshot: Snapshot, machines: Sequence[AgentCaller]) -> None:
     """Print which files of a folder are not sent, and to which machines nothing goes."""
-    for why, sentence in (
-        (SECRET, "may hold secrets and is not sent; --include sends it"),
-        (LEADS_OUT, "leads out of the folder and is not followed"),
-        (OWN_FILE, "is covey's own and is never sent"),
-    ):
-        paths = [printable(each.path, 200) for each in snapshot.left_out if each.why == why]
-        for path in paths[:NAMED]:
-            say(f"covey: left out: {path} {sentence}", err=True)
-        if len(paths) > NAMED:
-            say(f"covey: left out: {len(paths) - NAMED} more, for the same reason", err=True)
+    for line in snapshot.lines_about_left_out():
+        say(f"covey: {line}", err=True)
     for agent in machines:
         say(
             f"covey: left out: {agent.name} is not a machine that this one trusts; name it with --on, and you are "

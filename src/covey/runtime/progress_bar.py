@@ -33,17 +33,17 @@ class CellBar:
     """A bar as a notebook shows it: HTML, or text where that is not shown."""
 
     def __init__(self, title: str, total: int, unit: str) -> None:
-        self._title, self._total, self._unit = title, total, unit
+        self._title, self.total, self._unit = title, total, unit
         self.done, self.seconds = 0, 0.0
 
     def __repr__(self) -> str:
         if self._unit != "bytes":
-            return f"{self._title}: {self.done} of {self._total} {self._unit}".rstrip()
+            return f"{self._title}: {self.done} of {self.total} {self._unit}".rstrip()
         rate = f", {_mega(self.done / self.seconds)}/s" if self.seconds else ""
-        return f"{self._title}: {_mega(self.done)} of {_mega(self._total)}{rate}"
+        return f"{self._title}: {_mega(self.done)} of {_mega(self.total)}{rate}"
 
     def _repr_html_(self) -> str:
-        bar = f'<progress value="{self.done}" max="{max(self._total, 1)}"></progress>'
+        bar = f'<progress value="{self.done}" max="{max(self.total, 1)}"></progress>'
         return f"<div>{bar} {html.escape(repr(self))}</div>"
 
 
@@ -60,6 +60,13 @@ class ProgressBar:
         self._done, self._drawn_at = 0, 0.0
         self._terminal: Any = None
         self._cell: tuple[Any, CellBar] | None = None
+
+    def expect(self, more: int) -> None:
+        """Count so much more that will come."""
+        with self._lock:
+            self._total += more
+            if self._terminal is not None:
+                self._terminal.update(self._terminal.task_ids[0], total=self._total)
 
     def show(self, more: int) -> None:
         """Count so much more."""
@@ -127,7 +134,7 @@ class ProgressBar:
             handle.update(bar)
 
     def _count(self, bar: CellBar) -> None:
-        bar.done, bar.seconds = self._done, time.monotonic() - self._began_at
+        bar.done, bar.total, bar.seconds = self._done, self._total, time.monotonic() - self._began_at
 
 
 def _mega(size: float) -> str:

@@ -197,21 +197,13 @@ class ExportedObjects:
         return [self._objects.pop(target) for target in free]
 
 
-class ValueConverter:
-    """Converts what msgspec does not know, for calls with one peer: tensors and handles."""
-
-    def __init__(self, node: HandleOwner, seat: Seat, peer: Seat, exported: ExportedObjects) -> None:
-        self._node, self._seat, self._peer, self._exported = node, seat, peer, exported
+class TensorConverter:
+    """Converts what msgspec does not know, where there are no handles: tensors."""
 
     def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:
-        """Return an array over a tensor's memory and True, or a reference; None if the value is neither."""
+        """Return an array over a tensor's memory and True; None if the value is no tensor."""
         if isinstance(value, Handle):
-            if value._owner == self._seat:
-                self._exported.hand_out(value._target, self._peer)
-                return Reference(True, value._target, value._type_name)
-            if value._owner == self._peer:
-                return Reference(False, value._target, value._type_name)
-            raise TypeError("a handle can be sent only by the node that exported the object, or back to that node")
+            raise TypeError("a handle can be sent only in calls between its owner and its holder")
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return as_array(value.detach()), True
@@ -227,13 +219,8 @@ class ValueConverter:
         return torch.from_numpy(array)
 
     def reference(self, reference: Reference) -> Any:
-        """Return a handle of the peer's object, or the object of this node."""
-        if reference.is_senders and self._peer != self._seat:
-            return Handle(self._node, self._peer, reference.number, reference.type_name)
-        value = self._exported.held(reference.number, self._peer)
-        if reference.is_senders:  # this node called itself, and has counted a handle that does not come to be
-            self._exported.drop(reference.number, self._seat)
-        return value
+        """Raise CallRefusedError."""
+        raise CallRefusedError("a handle is of no use here")
 
     def as_type(self, wanted: Any, value: Any) -> Any:
         """Return a value as a type that msgspec does not know."""
@@ -245,6 +232,33 @@ class ValueConverter:
         if isinstance(value, wanted if isinstance(wanted, type) else ()):
             return value
         raise NotImplementedError(f"expected {wanted}, got {type(value).__name__}")
+
+
+class ValueConverter(TensorConverter):
+    """Converts tensors and handles, for calls with one peer."""
+
+    def __init__(self, node: HandleOwner, seat: Seat, peer: Seat, exported: ExportedObjects) -> None:
+        self._node, self._seat, self._peer, self._exported = node, seat, peer, exported
+
+    def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:
+        """Return an array over a tensor's memory and True, or a reference; None if the value is neither."""
+        if not isinstance(value, Handle):
+            return super().to_wire(value)
+        if value._owner == self._seat:
+            self._exported.hand_out(value._target, self._peer)
+            return Reference(True, value._target, value._type_name)
+        if value._owner == self._peer:
+            return Reference(False, value._target, value._type_name)
+        raise TypeError("a handle can be sent only by the node that exported the object, or back to that node")
+
+    def reference(self, reference: Reference) -> Any:
+        """Return a handle of the peer's object, or the object of this node."""
+        if reference.is_senders and self._peer != self._seat:
+            return Handle(self._node, self._peer, reference.number, reference.type_name)
+        value = self._exported.held(reference.number, self._peer)
+        if reference.is_senders:  # this node called itself, and has counted a handle that does not come to be
+            self._exported.drop(reference.number, self._seat)
+        return value
 
 
 class Converters(dict[Seat, ValueConverter]):
