@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from covey.agent.folder import FOLDER_FLAGS, folder_below
 from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, FileChunk, PathSet, check_path
-from covey.agent.snapshot import FOLDER_BYTES, FOLDER_FLAGS, SNAPSHOT_FILES_LIMIT, folder_below
+from covey.agent.snapshot import FOLDER_BYTES, SNAPSHOT_FILES_LIMIT
 from covey.base.errors import ConfigError
 from covey.net.host.folders import private_folder, read_private, write_private
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.agent.callers import calling
+from covey.agent.folder import lines_about
 from covey.agent.function_rank import (
     ARGUMENTS_FILE,
     FUNCTION_FILE,
@@ -145,7 +146,7 @@ def run_on(
     ):
         book = trust.trusted(found_cluster)
         agents = _trusted(terminal.find(None if names == ("all",) else names, book))
-        for line in snapshot.lines_about_left_out():
+        for line in lines_about(snapshot.left_out):
             screen.note(line)
         total = processes * len(agents)
         options = [f"{SETTINGS['run_size'].flag}={total}"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from covey.agent.folder import lines_about
 from covey.base.text import printable
 from covey.cli.terminal import confirm, plural, say
 from covey.net.audit import audit_log
@@ -27,7 +28,7 @@ LARGEST_SHOWN: Final = 5
 
 def tell_left_out(snapshot: Snapshot, machines: Sequence[AgentCaller]) -> None:
     """Print which files of a folder are not sent, and to which machines nothing goes."""
-    for line in snapshot.lines_about_left_out():
+    for line in lines_about(snapshot.left_out):
         say(f"covey: {line}", err=True)
     for agent in machines:
         say(

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.seeds import examples
 
+from covey.agent import folder as folder_module
 from covey.agent import ignore, snapshot
-from covey.agent.snapshot import LEADS_OUT, OWN_FILE, SECRET, LeftOut, take_snapshot
+from covey.agent.folder import LEADS_OUT, OWN_FILE, SECRET, LeftOut
+from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -319,8 +321,8 @@ class Changing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> None:
         self.path, self.left = path, times
-        read = snapshot._read
-        monkeypatch.setattr(snapshot, "_read", lambda file, name: self.change(read(file, name), name))
+        read = folder_module.read_some
+        monkeypatch.setattr(snapshot, "read_some", lambda file, name: self.change(read(file, name), name))
 
     def change(self, data: bytes, name: str) -> bytes:
         if self.left and data and name == self.path.name:
@@ -361,7 +363,7 @@ def test_files_and_folders_that_vanish_while_the_folder_is_read_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "a", "b", "c/d", "e")
-    opened = snapshot._open_below
+    opened = folder_module.open_below
 
     def open_and_remove(root: int, path: str) -> int:
         for gone in ("b", "c/d"):
@@ -370,7 +372,7 @@ def test_files_and_folders_that_vanish_while_the_folder_is_read_are_not_there(
             (tmp_path / "c").rmdir()
         return opened(root, path)
 
-    monkeypatch.setattr(snapshot, "_open_below", open_and_remove)
+    monkeypatch.setattr(folder_module, "open_below", open_and_remove)
     assert paths(tmp_path) == ["a", "e"]
 
 
