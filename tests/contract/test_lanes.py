@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.lane_pairs import open_pair, usable_kinds
 from tests.support.seeds import examples
 from tests.support.waiting import DEADLINE
 
-from covey.net.lanes import shm
 from covey.net.lanes.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
 from covey.net.lanes.ring import RingLane, memory_bytes
-from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import SEND_BYTES, StreamLane
 from covey.wire.header import HEADER_BYTES, TransferHeader
 from covey.wire.seal import RECORD_LIMIT
@@ -45,27 +44,18 @@ def _rings(capacity: int) -> Pair:
     )
 
 
-def small_memory() -> Pair:
-    return _rings(128 * KIB)
-
-
 def large_memory() -> Pair:
     return _rings(2 * MIB)
 
 
-def shared_memory() -> Pair:
-    descriptor, segment = shm.create(memory_bytes(128 * KIB))
-    attached = shm.attach(descriptor, memory_bytes(128 * KIB))
-    one, other = socket.socketpair()
-    return (
-        RingLane(segment, 128 * KIB, one, first=True, kind="shm"),
-        RingLane(attached, 128 * KIB, other, first=False, kind="shm"),
-    )
+def opened(name: str) -> Callable[[], Pair]:
+    """Return what makes a lane of a kind as a run does."""
 
+    def make() -> Pair:
+        return open_pair(name)
 
-def unix() -> Pair:
-    one, other = socket.socketpair()
-    return StreamLane(one, "unix"), StreamLane(other, "unix")
+    make.__name__ = name
+    return make
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:
@@ -75,20 +65,7 @@ def _connected() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def tcp() -> Pair:
-    one, other = _connected()
-    return StreamLane(one, "tcp"), StreamLane(other, "tcp")
-
-
-def secure() -> Pair:
-    one, other = _connected()
-    secret = random.randbytes(32)
-    return SealedLane(one, secret, b"lane 7", dialler=True), SealedLane(other, secret, b"lane 7", dialler=False)
-
-
-MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp, secure]
-if not shm.obstacle_here(is_native=False):
-    MAKERS.append(shared_memory)
+MAKERS: list[Callable[[], Pair]] = [*(opened(kind.name) for kind in usable_kinds(is_native=False)), large_memory]
 every_lane = pytest.mark.parametrize("pair", MAKERS, ids=lambda make: make.__name__, indirect=True)
 
 

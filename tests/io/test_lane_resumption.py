@@ -14,12 +14,12 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, PeerLostError
+from covey.base.lane_kinds import KINDS
 from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
 from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
-from covey.runtime.lanes.table import TOLD_KINDS
 from covey.testing.threads import run_threads
 from covey.wire import messages, proofs
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 OPTIONS: dict[str, Any] = {"lanes": "secure", "on_loss": "raise", "timeout": DEADLINE}
-every_kind = pytest.mark.parametrize("kind", TOLD_KINDS)
+every_kind = pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.is_resumable])
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _as_if_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let lanes of one host be resumable."""
 
     def is_wanted(_self: LaneResumption, _peer: Seat, kind: str) -> bool:
-        return kind in TOLD_KINDS
+        return KINDS[kind].is_resumable
 
     monkeypatch.setattr(LaneResumption, "is_wanted", is_wanted)
 
@@ -65,7 +65,7 @@ def test_operations_are_right_while_connections_are_replaced_again_and_again(kin
         node = node_of(group)
         assert node is not None
         if kind == "quic":
-            ports[group.rank] = node.lanes.quic.port()
+            ports[group.rank] = node.lanes.openers["quic"].port()
         group.barrier()
         resumption, lane = resumption_of(group)
         is_over, replaced = threading.Event(), 0

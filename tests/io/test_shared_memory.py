@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.lane_pairs import opener_of
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
+from covey.base.lane_kinds import KINDS
 from covey.net.lanes import shm
+from covey.net.lanes.ring import memory_bytes
 from covey.runtime.joining.node import node_of
-from covey.runtime.lanes import acceptor as lane_acceptor
-from covey.runtime.lanes import dialler as lane_dialler
+from covey.runtime.lanes.rings import readable
 from covey.testing.threads import run_threads
+from covey.wire import messages
 
 if TYPE_CHECKING:
     import covey
@@ -34,16 +37,19 @@ def test_a_segment_is_named_by_a_descriptor_and_proved_by_what_is_in_it(is_hones
     nbytes = 1 << 16
 
     async def give(sock: socket.socket) -> None:
-        descriptor, segment = shm.create(nbytes)
+        opener = opener_of(KINDS["shm"])
+        memory = opener.prepare(nbytes)
+        offer = messages.Offer(bytes(16), bytes(32), 1, "collectives", "shm", nbytes, 1, 0)
         try:
-            await lane_dialler.hand_over(sock, descriptor, "", segment)
+            lane = await opener.dialled(memory, [sock], offer, None)
+            lane.close()
         finally:
-            os.close(descriptor)
+            memory.release()
 
     async def take(sock: socket.socket) -> int:
-        await lane_acceptor.readable(sock)
+        await readable(sock)
         _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-        segment = shm.attach(descriptors[0], nbytes)
+        segment = shm.attach(descriptors[0], memory_bytes(nbytes))
         word = bytes(memoryview(segment).cast("B")[-32:])
         assert any(word)
         await asyncio.get_running_loop().sock_sendall(sock, word if is_honest else bytes(32))

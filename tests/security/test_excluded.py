@@ -162,7 +162,8 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
         if node.peers[Seat(ATTACKER)].is_dialled:
             owner, name = node.lanes.dialler, "_make_offer" if stage == "offered" else "_open_stream"
         else:
-            owner, name = node.lanes.acceptor, "_prove_claim" if stage == "offered" else "_take_over"
+            acceptor = node.lanes.acceptor
+            owner, name = (acceptor, "_prove_claim") if stage == "offered" else (acceptor._maker, "accepted")
         proceed = getattr(owner, name)
 
         async def hold_up(*args: Any) -> Any:

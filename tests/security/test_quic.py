@@ -205,7 +205,7 @@ def test_a_connection_to_a_node_has_to_pass_the_door_and_claim_a_lane() -> None:
         if group.rank == 0:
             node = node_of(group)
             assert node is not None
-            key, port = node.credentials.door_key, node.lanes.quic.port()
+            key, port = node.credentials.door_key, node.lanes.openers["quic"].port()
             outsider = QuicPump(Admitting(), is_local=True)
             try:
                 for claims in (False, True):

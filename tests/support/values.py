@@ -7,9 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.support.lane_pairs import usable_kinds
 
-from covey.base.native import native
-from covey.net.lanes import shm
 from covey.plan import choose
 
 if TYPE_CHECKING:
@@ -17,13 +16,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-LANES = [
-    "memory",
-    "unix",
-    "tcp",
-    "secure",
-    *([] if shm.obstacle_here(is_native=native().module is not None) else ["shm"]),
-]
+LANES = [kind.name for kind in reversed(usable_kinds()) if not kind.extra]
+"""The kinds of lanes that every installation has."""
 
 UFUNCS: dict[str, Callable[..., Array]] = {
     "sum": np.add,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.base.lane_kinds import KINDS, LaneReach
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
 from covey.base.setting_kinds import check_timeout as check_timeout
 from covey.base.settings import PORTS as PORTS
@@ -89,8 +90,11 @@ def ports_from(text: str) -> range:
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
     """Return the settings from the environment, overridden by the arguments that are not None."""
     refuse_unknown(env)
-    if "memory" in (explicit.get("lanes"), env.get("COVEY_LANES")):
-        raise ConfigError("lanes='memory' is for covey.testing.run_threads, whose ranks are threads of one process")
+    for name in (explicit.get("lanes"), env.get("COVEY_LANES")):
+        if name in KINDS and KINDS[name].reach is LaneReach.THREADS:
+            raise ConfigError(
+                f"lanes={name!r} is for covey.testing.run_threads, whose ranks are threads of one process"
+            )
     of_group = [setting for setting in SETTINGS.values() if setting.of_group and setting.variable in env]
     found = {each.name: each.kind.read(each.variable, env[each.variable]) for each in of_group}
     return GroupConfig(**(found | {field: value for field, value in explicit.items() if value is not None}))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from covey.base.errors import ConfigError
+from covey.base.lane_kinds import KINDS, LaneName, LaneReach, named_kinds
 from covey.base.limits import MAX_MEMBERS
 from covey.base.setting_kinds import (
     AnyText,
@@ -32,9 +33,9 @@ from covey.base.setting_kinds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-Lanes: TypeAlias = Literal["auto", "shm", "unix", "tcp", "secure", "quic"]
+Lanes: TypeAlias = Literal["auto"] | LaneName
 OnLoss: TypeAlias = Literal["raise", "continue"]
 """What a group does when a rank is lost."""
 Quorum: TypeAlias = Literal["majority", "any"]
@@ -42,7 +43,10 @@ PlanChoice: TypeAlias = Literal["auto", "plain"]
 Striping: TypeAlias = Literal["auto", "off"]
 TopologyChoice: TypeAlias = Literal["auto", "full", "kregular", "hypercube"]
 
-LANES: Final[tuple[Lanes, ...]] = get_args(Lanes)
+LANES: Final = ("auto", *named_kinds())
+_IN_CLEAR: Final = tuple(name for name in LANES if name in KINDS and not KINDS[name].is_sealed)
+_OPTIONAL: Final = tuple(name for name in LANES if name in KINDS and KINDS[name].extra)
+_OF_THREADS: Final = tuple(kind.name for kind in KINDS.values() if kind.reach is LaneReach.THREADS)
 KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final[tuple[OnLoss, ...]] = get_args(OnLoss)
 QUORUMS: Final[tuple[Quorum, ...]] = get_args(Quorum)
@@ -66,6 +70,11 @@ UP: Final = "up"
 
 _LARGEST: Final = 1 << 30
 _Value = TypeVar("_Value")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = (f"`{name}`" for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 class Option(NamedTuple):
@@ -181,9 +190,10 @@ class GroupConfig:
         files=USER_FILE, option=Option(of_cluster=True, of_machine=True, commands=(RUN, UP)),
     )
     lanes: str = _own(
-        _NETWORK, OneOf(LANES, hidden=("memory",)), "auto",
-        "The kind of lane between all ranks; `auto` is the fastest safe one for each pair. `shm`, `unix` and `tcp` are "
-        "for one host. `quic` needs the extra of this name, and continues when the address of a machine changes.",
+        _NETWORK, OneOf(LANES, hidden=_OF_THREADS), "auto",
+        f"The kind of lane between all ranks; `auto` is the fastest safe one for each pair. {_listed(_IN_CLEAR)} are "
+        f"for one host. {_listed(_OPTIONAL)} needs the extra of this name, and continues when the address of a machine "
+        "changes.",
         is_shared=True, option=Option(),
     )
     streams: str = _own(

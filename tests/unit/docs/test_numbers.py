@@ -52,6 +52,7 @@ from covey.runtime.joining import generations
 from covey.runtime.joining import node as member_node
 from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
 from covey.runtime.lanes import kinds as lane_kinds
+from covey.runtime.lanes import rings
 from covey.runtime.lanes.tuning import (
     packet_losses,
     path_monitor,
@@ -158,7 +159,7 @@ HELD = {
         f"answers up to {http_server.CONNECTIONS} of them at a time",
         f"lets it wait while {outgoing.CALLS_LIMIT} calls to that node are open",
         f"Rings are {size(SET.ring_bytes)} per direction until a process has "
-        f"{size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of them, then {size(lane_kinds.SMALL_RING_BYTES)}",
+        f"{size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of them, then {size(rings.SMALL_RING_BYTES)}",
         f"must take turns every {size(SET.ring_bytes)}",
         f"A ring of {size(SET.ring_bytes)} stays in the second-level cache",
         f"reduce in segments of {size(SET.cached_segment_bytes)} through shared memory",
@@ -479,7 +480,7 @@ HELD = {
         f"`auto` is `kregular` for more than {overlay.FULL_UP_TO} nodes",
         f"After {spelled(SILENCES.suspect_least / SILENCES.heartbeat)} times that, a peer is suspected",
         f"After the first {size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of a process, lanes get at most "
-        f"{size(lane_kinds.SMALL_RING_BYTES)}",
+        f"{size(rings.SMALL_RING_BYTES)}",
     ),
 }
 """What each page says, made from the constants that it is about. Each stands on its page once."""

@@ -18,6 +18,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from covey.base.errors import ConfigError
+from covey.base.lane_kinds import KINDS
 from covey.cli.layout import Column
 from covey.cli.svg import DARK, STYLE
 from covey.cli.terminal import FittedTable
@@ -62,7 +63,8 @@ class CodecTrial:
     def __post_init__(self) -> None:
         if not 2 <= self.size <= MAX_RANKS:
             raise ConfigError(f"-n must be from 2 to {MAX_RANKS}, not {self.size}")
-        if self.lanes not in ("tcp", "secure"):
+        kind = KINDS.get(self.lanes)
+        if kind is None or not (kind.is_of_network and kind.is_automatic):
             raise ConfigError(f"--lanes is tcp or secure here, not {self.lanes!r}: others have no link to slow down")
         if self.links and sys.platform != "linux":
             raise ConfigError("links can only be slowed down on Linux; pass --links ''")

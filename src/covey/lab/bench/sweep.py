@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base import arithmetic, settings
 from covey.base.errors import ConfigError
+from covey.base.lane_kinds import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +18,11 @@ MEASURED_LANES: Final = settings.LANES[1:]
 """Without `auto`."""
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
-COMPARED_LANES: Final = {"gloo": MEASURED_LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure", "quic")}
+COMPARED_LANES: Final = {
+    "gloo": MEASURED_LANES,
+    "mpi": tuple(name for name in MEASURED_LANES if not KINDS[name].is_of_network),
+    "mpi-tcp": tuple(name for name in MEASURED_LANES if KINDS[name].is_of_network),
+}
 """The covey lanes that each opponent is compared with: those of the same kind; for gloo, which has only TCP, all."""
 
 MEASURED_DTYPES: Final = {

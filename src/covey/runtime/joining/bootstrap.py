@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Final, Unpack
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.base.limits import MAX_MEMBERS
-from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.net.host.descriptors import explained
 from covey.net.host.settings_files import effective_environment
-from covey.net.lanes import shm
 from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
@@ -26,6 +24,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinArguments, JoinRequest, JoinTarget, takes_join_arguments
 from covey.runtime.joining.torch_env import export_rank
 from covey.runtime.joining.user_signals import handle_user_signals
+from covey.runtime.lanes.opener import check_demanded
 from covey.runtime.off_loop import off_loop
 
 if TYPE_CHECKING:
@@ -175,8 +174,7 @@ def join_at(
 
 def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     config = target.config
-    if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
-        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+    check_demanded(config)
     if config.on_loss == "continue" and launched.size > MAX_MEMBERS:
         raise ConfigError(
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"

@@ -7,12 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from covey.base.config import ports_from
-from covey.base.errors import ConfigError
-from covey.base.native import native
 from covey.base.numbers import Seat
 from covey.base.version import __version__
 from covey.net.host.settings_files import effective_environment
-from covey.net.lanes import shm
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
@@ -20,6 +17,7 @@ from covey.runtime.joining.bootstrap import group_of, local_rank_of
 from covey.runtime.joining.joiner import Joiner
 from covey.runtime.joining.node import Node
 from covey.runtime.joining.torch_env import export_torch_env
+from covey.runtime.lanes.opener import check_demanded
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import messages
 from covey.wire.formation import Terms
@@ -44,8 +42,7 @@ def join_run(target: JoinTarget) -> Group:
     """
     wanted, config = target.run, target.config
     assert wanted is not None
-    if config.lanes == "shm" and (obstacle := shm.obstacle_here(is_native=native().module is not None)):
-        raise ConfigError(f"lanes='shm': {obstacle}; use unix or auto")
+    check_demanded(config)
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), None, local_rank=0))
     env = effective_environment()

@@ -7,31 +7,28 @@ must prove the key of the offer.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.base.lane_kinds import KINDS
 from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors
-from covey.net.lanes import shm
-from covey.net.lanes.ring import memory_bytes
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.dialler import LANE_BYTES, NO_RINGS, ONE_STREAM, OTHER_END_DIALS, SECRET_BYTES
-from covey.runtime.lanes.kinds import SEALED_KINDS
+from covey.runtime.lanes.dialler import LANE_BYTES, ONE_STREAM, OTHER_END_DIALS, SECRET_BYTES
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
+    import socket
+
     from covey.base.numbers import Seat
-    from covey.runtime.lanes.connections import LaneConnections
+    from covey.runtime.lanes.connections import LaneConnections, LaneMaker
     from covey.runtime.lanes.groups import GroupRegistry
-    from covey.runtime.lanes.kinds import LaneMaker, LaneRules
+    from covey.runtime.lanes.kinds import LaneRules
     from covey.runtime.lanes.resumption import LaneResumption
     from covey.runtime.lanes.table import LaneTable
     from covey.runtime.peers.peer_table import PeerTable
@@ -98,23 +95,22 @@ class LaneAcceptor:
             return f"there are no lanes for {offer.purpose!r}"
         if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
             return "the lane's id or key is not usable"
-        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind not in SEALED_KINDS):
+        kind = KINDS.get(offer.kind)
+        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and not (kind and kind.is_sealed)):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
         if offer.streams > self._rules.most_streams:
             return ONE_STREAM
         if offer.purpose == REPLACEMENT and offer.streams > 1 and offer.streams > descriptors.left():
             return f"this process cannot open {offer.streams} streams; raise the limit with ulimit -n"
-        if offer.is_striped and (offer.kind, offer.purpose) != ("secure", REPLACEMENT):
+        if offer.is_striped and not (kind and kind.can_spread and offer.purpose == REPLACEMENT):
             return f"a lane of kind {offer.kind!r} for {offer.purpose!r} is not over several networks"
         if offer.is_striped and not self._may_stripe:
             return "lanes over several networks are switched off here"
-        if offer.capacity not in self._rules.acceptable_capacities(offer.kind, offer.purpose):
+        if not self._rules.may_have_capacity(offer.kind, offer.purpose, offer.capacity):
             return f"a ring of {offer.capacity} bytes is not usable"
         name = self._peers.name_of(seat)
-        if self._rules.is_refused_ring(seat, offer.kind, offer.purpose):
-            return NO_RINGS
-        if offer.kind not in self._rules.acceptable_kinds(seat, offer.purpose):
-            return f"the lane to {name} is {self._rules.kind_to(seat)!r} here and {offer.kind!r} there"
+        if reason := self._rules.objection(seat, offer.kind, offer.purpose):
+            return reason
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
         if self._peers[seat].is_excluded:
             return f"the run goes on without {name}"
@@ -161,7 +157,7 @@ class LaneAcceptor:
                     return
                 self._taken(offer.lane)
                 socks = [expected.socks[stream] for stream in range(offer.streams)]
-                opened = await self._take_over(expected.peer, offer, socks)
+                opened = await self._maker.accepted(expected.peer, socks, offer)
         except BaseException as error:
             for each in socks:
                 each.close()
@@ -184,36 +180,3 @@ class LaneAcceptor:
         if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
             raise ConnectError("the lane was claimed by another connection in the meantime")
         return expected
-
-    async def _take_over(self, seat: Seat, offer: messages.Offer, socks: list[socket.socket]) -> Any:
-        """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
-        if not offer.capacity:
-            return self._maker.of_sockets(seat, socks, offer, dialler=False)
-        sock, nbytes = socks[0], memory_bytes(offer.capacity)
-        segment: Any
-        if offer.kind == "shm":
-            await readable(sock)
-            _, received, flags, _ = socket.recv_fds(sock, 1, 1)
-            if len(received) != 1 and flags & socket.MSG_CTRUNC:  # it was sent, and has no room in this process
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if len(received) != 1:
-                raise ConnectError(f"{self._peers.name_of(seat)} sent no shared memory")
-            segment = shm.attach(received[0], nbytes)
-        else:
-            segment = shm.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
-            if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"{self._peers.name_of(seat)} is not a thread of this process")
-        word = bytes(memoryview(segment).cast("B")[-32:])
-        await asyncio.get_running_loop().sock_sendall(sock, word)
-        return self._maker.of_memory(segment, sock, offer, dialler=False)
-
-
-async def readable(sock: socket.socket) -> None:
-    """Return once a socket has something to read."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)

@@ -1,4 +1,4 @@
-"""The connections of lanes: how this end makes them, and what looks after all of them while they are open.
+"""The connections of lanes: how this end makes them, how they become lanes, and what looks after them meanwhile.
 
 On the control loop.
 """
@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.runtime.lanes.resumption import is_direct
 from covey.runtime.lanes.tuning.packet_losses import PacketLosses
 from covey.runtime.lanes.tuning.receiving_limit import ReceivingLimit
 from covey.runtime.lanes.tuning.sending_limit import SendingLimit
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from covey.base.numbers import Seat
-    from covey.runtime.lanes.quic import QuicPaths
+    from covey.runtime.lanes.opener import LaneOpener, Prepared
+    from covey.runtime.lanes.resumption import LaneResumption
     from covey.runtime.lanes.tuning.urgency import Urgency
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
+    from covey.wire import messages
 
 
 STRIPE_TEND_EVERY: Final = 0.2
@@ -42,14 +45,17 @@ class LaneConnections:
     def __init__(
         self,
         routes: Routes,
-        quic: QuicPaths,
+        openers: dict[str, LaneOpener],
         limit: float,
         peers: PeerTable,
         tasks: Tasks,
         urgency: Callable[[int], Urgency],
     ) -> None:
-        """`limit` is the setting, and `urgency` tells how the lanes of a group share it with others."""
-        self._routes, self._quic, self._peers = routes, quic, peers
+        """`openers` are by kind, and `limit` is the setting.
+
+        `urgency` tells how the lanes of a group share the limit with others.
+        """
+        self._routes, self._openers, self._peers = routes, openers, peers
         self.limit = SendingLimit(limit, peers, tasks, urgency)
         """Spaces out what the lanes send, if there is a limit here or at the other end."""
         self._receiving_limit = ReceivingLimit(limit, peers, tasks)
@@ -69,7 +75,7 @@ class LaneConnections:
         Raises:
             ConfigError, OSError: it cannot accept any.
         """
-        return self._quic.port() if kind == "quic" else 0
+        return self._openers[kind].port()
 
     async def dial(
         self,
@@ -88,9 +94,7 @@ class LaneConnections:
             ConnectError: no address works, or `prove` has raised it.
             ConfigError: there is no address.
         """
-        ways = list(only) or self._routes.to(peer, kind)
-        if kind == "quic":
-            ways = self._quic.ways(ways, udp_port)
+        ways = self._openers[kind].ways(list(only) or self._routes.to(peer, kind), udp_port)
         if not ways:
             raise ConfigError(f"{self._peers.name_of(peer.seat)} has no address that can be dialled from here")
         *others, last = self._routes.credentials.good()
@@ -142,3 +146,48 @@ class StripedLanes:
                 await asyncio.sleep(TEND_AGAIN_SECONDS if has_more else STRIPE_TEND_EVERY)
         finally:
             self._is_tending = False
+
+
+class LaneMaker:
+    """Makes lanes of the connections of an offer, and has them looked after."""
+
+    def __init__(
+        self,
+        openers: dict[str, LaneOpener],
+        connections: LaneConnections,
+        resumption: LaneResumption,
+        striped: StripedLanes,
+    ) -> None:
+        """`openers` are by kind."""
+        self._openers, self._connections, self._resumption, self._striped = openers, connections, resumption, striped
+
+    async def dialled(
+        self, prepared: Prepared, peer: Seat, socks: list[socket.socket], offer: messages.Offer, udp_port: int
+    ) -> Any:
+        """Return the lane (for collectives) or the socket (for messages) of connections that this end has dialled.
+
+        `prepared` is what it made before, and `udp_port` where the peer accepts QUIC.
+        """
+        directs = self._begin(peer, socks, offer)
+        opened = await self._openers[offer.kind].dialled(prepared, socks, offer, directs)
+        return self._look_after(opened, peer, offer, udp_port, is_resumable=directs is not None)
+
+    async def accepted(self, peer: Seat, socks: list[socket.socket], offer: messages.Offer) -> Any:
+        """Return the lane (for collectives) or the socket (for messages) of connections that this end has accepted."""
+        directs = self._begin(peer, socks, offer)
+        opened = await self._openers[offer.kind].accepted(socks, offer, directs)
+        return self._look_after(opened, peer, offer, 0, is_resumable=directs is not None)
+
+    def _begin(self, peer: Seat, socks: list[socket.socket], offer: messages.Offer) -> list[bool] | None:
+        """Have connections looked after; for a resumable lane, tell of each whether it is direct."""
+        if not offer.capacity:
+            self._connections.watch(socks, offer.group, peer)
+        is_resumable = offer.purpose != "messages" and self._resumption.is_wanted(peer, offer.kind)
+        return [is_direct(sock) for sock in socks] if is_resumable else None
+
+    def _look_after(self, opened: Any, peer: Seat, offer: messages.Offer, udp_port: int, *, is_resumable: bool) -> Any:
+        if offer.is_striped:
+            self._striped.watch(opened)
+        if is_resumable:
+            self._resumption.watch(opened, peer, offer, udp_port)
+        return opened

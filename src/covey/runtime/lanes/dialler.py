@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
-import os
 import secrets
-import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConnectError, CoveyError
+from covey.base.lane_kinds import KINDS
 from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
-from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError, explain
-from covey.net.lanes import shm
-from covey.net.lanes.ring import memory_bytes
+from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.kinds import SEALED_KINDS, is_ring
+from covey.runtime.lanes.kinds import UNAVAILABLE
+from covey.runtime.lanes.opener import Prepared
 from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
 from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
+    from covey.base.lane_kinds import LaneKind
     from covey.base.numbers import Seat
-    from covey.runtime.lanes.connections import LaneConnections
+    from covey.runtime.lanes.connections import LaneConnections, LaneMaker
     from covey.runtime.lanes.groups import GroupRegistry
-    from covey.runtime.lanes.kinds import LaneMaker, LaneRules
+    from covey.runtime.lanes.kinds import LaneRules
+    from covey.runtime.lanes.opener import LaneOpener
     from covey.runtime.lanes.table import LaneTable
     from covey.runtime.links.handshake import Where
     from covey.runtime.peers.peer_table import PeerTable
@@ -56,8 +56,7 @@ PAUSES: Final = Growing(0.02, 0.5, 1.5)
 """Between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
-NO_RINGS: Final = "this end has no rings in shared memory"
-"""The refusal of an offer of shared memory by an end whose executor cannot use it. A unix socket is offered instead."""
+
 
 ONE_STREAM: Final = "lanes of this end have one connection"
 """The refusal of an offer of several connections by an end whose executor has no such lanes. One is offered instead."""
@@ -82,11 +81,13 @@ class LaneDialler:
         groups: GroupRegistry,
         table: LaneTable,
         rules: LaneRules,
+        openers: dict[str, LaneOpener],
         connections: LaneConnections,
         maker: LaneMaker,
     ) -> None:
+        """`openers` are by kind."""
         self._peers, self._tasks, self._groups, self._table = peers, tasks, groups, table
-        self._rules, self._connections, self._maker = rules, connections, maker
+        self._rules, self._openers, self._connections, self._maker = rules, openers, connections, maker
         self._dialling: set[LaneKey] = set()
         self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[int]]] = {}
         """Offers to peers: the id of the lane, and the answer: a UDP port, for QUIC."""
@@ -141,8 +142,8 @@ class LaneDialler:
         peer, name = self._peers[seat], self._peers.name_of(seat)
         try:
             kind = self._rules.offered_kind(seat, key.purpose)
-            if kind == "shm" and not self._has_rings(key):
-                kind = "unix"
+            if kind.instead and kind.has_rings and not self._has_rings(key):
+                kind = KINDS[kind.instead]
             tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
             most = STREAMS_LIMIT
             shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=FREE_DESCRIPTOR_SECONDS)
@@ -169,8 +170,8 @@ class LaneDialler:
                 except RefusedError as error:
                     if str(error) == ONE_STREAM and most > 1 and key not in self._shapes:
                         most = 1
-                    elif str(error) == NO_RINGS and kind == "shm" and not self._rules.demands_memory:
-                        kind = "unix"
+                    elif str(error) == UNAVAILABLE and kind.instead and not self._rules.is_demanded(kind.name):
+                        kind = KINDS[kind.instead]
                     else:
                         raise
         except ScarceError as error:
@@ -183,25 +184,26 @@ class LaneDialler:
             self._dialling.discard(key)
             self._shapes.pop(key, None)
 
-    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: str, attempt: int, most: int) -> Any:
+    def _prepare(self, peer: RemoteProcess, key: LaneKey, kind: LaneKind) -> tuple[LaneKind, Prepared]:
+        """Make what a lane of this kind needs before it is offered; return the kind that can be offered, too."""
+        if not kind.has_rings or not self._has_rings(key):
+            return kind, Prepared()
+        try:
+            return kind, self._openers[kind.name].prepare(self._rules.ring_capacity(kind, self._table.ring_bytes()))
+        except ScarceError:
+            raise
+        except OSError as error:
+            if not kind.instead:
+                raise
+            name = self._peers.name_of(peer.seat)
+            logger.warning("no %s lane to %s (%s); using %s", kind.name, name, error, kind.instead)
+            return KINDS[kind.instead], Prepared()
+
+    async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: LaneKind, attempt: int, most: int) -> Any:
         """Open a lane with `most` connections at most, unless it is a replacement of another shape."""
-        purpose, capacity = key.purpose, 0
-        segment: Any = None
-        descriptor, name = -1, ""
-        if is_ring(kind) and self._has_rings(key):
-            capacity = self._rules.ring_capacity(self._table.ring_bytes())
-            try:
-                if kind == "shm":
-                    descriptor, segment = shm.create(memory_bytes(capacity))
-                else:
-                    name, segment = shm.offer(memory_bytes(capacity))
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # a unix socket would need one, too
-                    raise ScarceError(explain(error)) from error
-                name = self._peers.name_of(peer.seat)
-                logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
-                kind, capacity = "unix", 0
-        if kind in SEALED_KINDS:
+        purpose = key.purpose
+        kind, prepared = self._prepare(peer, key, kind)
+        if kind.is_sealed:
             await _measured(peer)
         shape = self._shapes.get(key, LaneShape())
         streams = len(shape.ways) or shape.streams or min(most, self._rules.stream_count(peer.seat, kind, purpose))
@@ -210,8 +212,8 @@ class LaneDialler:
             secrets.token_bytes(SECRET_BYTES),
             key.group,
             purpose,
-            kind,
-            capacity,
+            kind.name,
+            prepared.capacity,
             streams,
             attempt,
             bool(shape.ways),
@@ -220,18 +222,13 @@ class LaneDialler:
         try:
             udp_port = await self._make_offer(peer, offer)
             socks = await self._open_streams(peer, offer, udp_port, shape.ways)
-            if segment is not None:
-                await hand_over(socks[0], descriptor, name, segment)
-                return self._maker.of_memory(segment, socks[0], offer, dialler=True)
-            return self._maker.of_sockets(peer.seat, socks, offer, dialler=True, udp_port=udp_port)
+            return await self._maker.dialled(prepared, peer.seat, socks, offer, udp_port)
         except BaseException:
             for sock in socks:
                 sock.close()
             raise
         finally:
-            shm.take(name)  # if the peer has not taken it
-            if descriptor >= 0:
-                os.close(descriptor)
+            prepared.release()
 
     def _has_rings(self, key: LaneKey) -> bool:
         return key.purpose != "messages" or self._groups.has_rings(key.group)
@@ -333,24 +330,3 @@ async def _measured(peer: RemoteProcess) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MEASURE_SECONDS):
             await peer.measured.wait()
-
-
-async def hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
-    """Give the peer a segment of memory, and check that it reads a random word there; `lane_acceptor` takes it.
-
-    Raises:
-        ConnectError: the peer hung up, or does not see the memory.
-    """
-    word = secrets.token_bytes(32)
-    memoryview(segment).cast("B")[-32:] = word
-    try:
-        if descriptor >= 0:
-            socket.send_fds(sock, [b"\0"], [descriptor])
-        else:
-            await asyncio.get_running_loop().sock_sendall(sock, name.encode())
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            answer = await receive_exactly(sock, 32)
-    except ConnectionError as error:
-        raise ConnectError(f"the peer hung up on the lane: {error}") from error
-    if answer != word:
-        raise ConnectError("the peer does not see the memory it was given")

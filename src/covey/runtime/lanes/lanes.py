@@ -11,14 +11,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
+from covey.base.lane_kinds import KINDS
 from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
 from covey.runtime.lanes.acceptor import LaneAcceptor
-from covey.runtime.lanes.connections import LaneConnections, StripedLanes
+from covey.runtime.lanes.connections import LaneConnections, LaneMaker, StripedLanes
 from covey.runtime.lanes.dialler import LaneDialler
-from covey.runtime.lanes.kinds import SEALED_KINDS, LaneMaker, LaneRules
-from covey.runtime.lanes.quic import QuicPaths
+from covey.runtime.lanes.kinds import LaneRules
+from covey.runtime.lanes.opener import OwnEnd, opener_class
 from covey.runtime.lanes.resumption import LaneResumption
 from covey.runtime.lanes.table import LaneKey, LaneTable, lane_key
 from covey.runtime.lanes.tuning.moves import LaneMoves
@@ -66,22 +67,24 @@ class Lanes:
         self._acceptor, self._peers, self._tasks, self._groups = acceptor, peers, tasks, groups
         credentials, limit = routes.credentials, config.limit
         is_clear = credentials.tls is None
-        may_seal = not is_clear or config.lanes in SEALED_KINDS
+        demanded = KINDS.get(config.lanes)
+        may_seal = not is_clear or (demanded is not None and demanded.is_sealed)
         self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
-        self._rules = LaneRules(config, peers, self.factory, is_clear=is_clear)
-        self.quic = QuicPaths(contact, credentials, acceptor, is_demanded=config.lanes == "quic", limit=limit)
-        """Carries the lanes that go by QUIC."""
-        connections = LaneConnections(routes, self.quic, limit, peers, tasks, groups.urgency)
+        end = OwnEnd(self.factory, contact, credentials, acceptor)
+        self.openers = openers = {kind.name: opener_class(kind)(kind, end) for kind in KINDS.values()}
+        """By kind of lane."""
+        self._rules = LaneRules(config, peers, openers, self.factory, is_clear=is_clear)
+        connections = LaneConnections(routes, openers, limit, peers, tasks, groups.urgency)
         self._limit = connections.limit
         self.resumption = LaneResumption(
             config, peers, tasks, connections, leave_path=lambda seat: self.paths.stuck(seat), tell=tell
         )
         """Opens other connections for lanes whose path dies."""
         striped, can_stripe = StripedLanes(tasks), self.factory.is_native and may_stripe(config)
-        maker = LaneMaker(self.factory, connections, self.resumption, striped)
+        maker = LaneMaker(openers, connections, self.resumption, striped)
         self.table = table = LaneTable(peers, tasks, groups, tell)
-        self.dialler = LaneDialler(peers, tasks, groups, table, self._rules, connections, maker)
+        self.dialler = LaneDialler(peers, tasks, groups, table, self._rules, openers, connections, maker)
         self.acceptor = LaneAcceptor(
             peers, tasks, groups, table, self._rules, connections, maker, self.resumption, may_stripe=can_stripe
         )
@@ -126,11 +129,11 @@ class Lanes:
 
     def kind(self, peer: Seat) -> str:
         """Return the kind of lane that this end offers; ConfigError if the settings demand one that it cannot have."""
-        return self._rules.offered_kind(peer, "collectives")
+        return self._rules.offered_kind(peer, "collectives").name
 
     def shares_memory(self, peer: Seat) -> bool:
         """Tell whether ranks like these share memory, whatever their executors can do: equal on all ranks."""
-        return self._rules.kind_to(peer) in ("shm", "memory")
+        return self._rules.kind_to(peer).has_rings
 
     def open(self, group: int, peer: Seat, purpose: str, timeout: float, attempt: int = 0) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
@@ -190,7 +193,8 @@ class Lanes:
     def close(self) -> None:
         """Close all lanes, and what carries them."""
         self.table.close()
-        self.quic.close()
+        for opener in self.openers.values():
+            opener.close()
 
     # For links and views, on the control loop
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from covey.base.errors import ConfigError
 from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
+from covey.runtime.lanes.opener import SealedOpener
 from covey.runtime.links.link import plain_ip
 from covey.runtime.links.sockets import QuicWay, RelayedWay
 from covey.runtime.links.source_limits import SourceLimits
@@ -20,46 +21,39 @@ from covey.runtime.links.source_limits import SourceLimits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.base.config import GroupConfig
+    from covey.base.lane_kinds import LaneKind
     from covey.net.quic.line import QuicSocket
     from covey.net.quic.pump import QuicPump
-    from covey.runtime.links.acceptor import Acceptor
-    from covey.runtime.links.handshake import LinkCredentials, Where
-    from covey.wire.messages import Contact
+    from covey.runtime.lanes.opener import OwnEnd
+    from covey.runtime.links.handshake import Where
 
 
-class QuicPaths:
-    """What a node has of QUIC. Without lanes of that kind, nothing."""
+class QuicOpener(SealedOpener):
+    """Opens lanes that go by QUIC, and has the connections of one process that carry them."""
 
-    def __init__(
-        self, contact: Contact, credentials: LinkCredentials, acceptor: Acceptor, *, is_demanded: bool, limit: float
-    ) -> None:
-        """`contact` is where this process listens, and `limit` the setting.
-
-        Raises:
-            ConfigError: the settings demand QUIC, and the extra is missing, or a limit that it does not keep.
-        """
-        self._contact, self._credentials, self._acceptor = contact, credentials, acceptor
+    def __init__(self, kind: LaneKind, end: OwnEnd) -> None:
+        super().__init__(kind, end)
         self._pump: QuicPump | None = None
         self._lock, self._is_closed = threading.Lock(), False
         self._arrivals = SourceLimits()
-        if is_demanded:
-            check_extra()
-            if limit:
-                raise ConfigError(
-                    "limit= is kept by the kernel's TCP, and not with lanes='quic'; leave one of them out"
-                )
+
+    @classmethod
+    def check(cls, config: GroupConfig) -> None:
+        check_extra()
+        if config.limit:
+            raise ConfigError("limit= is kept by the kernel's TCP, and not with lanes='quic'; leave one of them out")
 
     def port(self) -> int:
-        """Return the UDP port at which connections are accepted; ConfigError or OSError if that is not possible."""
         return self._started().port
 
-    def ways(self, ways: list[Where], udp_port: int) -> list[Where]:
-        """Return the ways to a peer by QUIC, from those by TCP: relays carry none. ConfigError or OSError as `port`."""
+    def ways(self, ways: list[Where], port: int) -> list[Where]:
+        """Return the ways to a peer by QUIC, from those by TCP: relays carry none."""
         direct = [way for way in ways if not isinstance(way, str | RelayedWay)]
-        pump = self._started() if udp_port else None
+        pump = self._started() if port else None
         if pump is None:
             return []
-        found = [QuicWay(way[0], udp_port, 0, way[3] if len(way) > 3 else 0, pump) for way in direct]
+        found = [QuicWay(way[0], port, 0, way[3] if len(way) > 3 else 0, pump) for way in direct]
         return list(dict.fromkeys(found))
 
     def _started(self) -> QuicPump:
@@ -70,7 +64,7 @@ class QuicPaths:
                 check_extra()
                 from covey.net.quic.pump import QuicPump  # loads qh3
 
-                addresses = self._contact.addresses
+                addresses = self._end.contact.addresses
                 is_local = bool(addresses) and all(each.ip == "127.0.0.1" for each in addresses)
                 try:
                     self._pump = QuicPump(self, is_local=is_local)
@@ -89,18 +83,18 @@ class QuicPaths:
 
     def door_keys(self) -> tuple[bytes, ...]:
         """Return the door keys that are valid now, the preferred first."""
-        return self._credentials.door_keys()
+        return self._end.credentials.door_keys()
 
     def comes(self, ip: str, local_ip: str) -> Callable[[], None] | None:
         """Count a connection; return what to call when it has proved the key, or None if it is refused."""
-        if local_ip and not self._acceptor.allows(local_ip):
+        if local_ip and not self._end.acceptor.allows(local_ip):
             return None
-        arrival = self._arrivals.come(plain_ip(ip), time.monotonic(), is_member=ip in self._acceptor.member_ips)
+        arrival = self._arrivals.come(plain_ip(ip), time.monotonic(), is_member=ip in self._end.acceptor.member_ips)
         return None if arrival is None else arrival.proved_key
 
     def take(self, sock: QuicSocket, proved: Callable[[], None]) -> None:
         """Bring an accepted connection to the door."""
-        control.soon(self._acceptor.take, sock, proved)
+        control.soon(self._end.acceptor.take, sock, proved)
 
 
 def check_extra() -> None:

@@ -35,9 +35,9 @@ from socket import AF_UNIX, SO_LINGER, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.base.lane_kinds import KINDS
 from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
-from covey.runtime.lanes.table import TOLD_KINDS
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
 from covey.runtime.views.losses import UNLINKED_SECONDS
 from covey.wire import messages, proofs
@@ -125,7 +125,7 @@ class LaneResumption:
     def is_wanted(self, peer: Seat, kind: str) -> bool:
         """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
         is_far = self._peers[peer].contact is not None and not self._peers.is_here(peer)
-        return is_far and kind in TOLD_KINDS and self._config.on_loss == "raise"
+        return is_far and KINDS[kind].is_resumable and self._config.on_loss == "raise"
 
     def watch(self, lane: Any, peer: Seat, offer: messages.Offer, udp_port: int) -> None:
         """Look after a lane until it is closed; the peer accepts QUIC at `udp_port`, if this end has dialled it."""

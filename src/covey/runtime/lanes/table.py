@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ClosedError, ConnectError
-from covey.net.lanes.ring import RingEnd
+from covey.base.lane_kinds import KINDS
 from covey.runtime.lanes.epochs import Epochs
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 REPLACEMENT: Final = "replacement"
 """The purpose of a lane that is to replace one for collectives (`lanes.tuning.moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
-TOLD_KINDS: Final = ("tcp", "secure", "quic")
-"""Lanes over a network: an event tells of their opening, and between machines they may go on over other connections."""
 
 
 class LaneKey(NamedTuple):
@@ -117,7 +115,7 @@ class LaneTable:
                 if future is None or replaced is not None:
                     future = self._lanes[key] = Future()
                 future.set_result(lane)
-        if is_wanted and key.purpose == "collectives" and lane.kind in TOLD_KINDS:
+        if is_wanted and key.purpose == "collectives" and KINDS[lane.kind].is_of_network:
             self._tell("lane", self._peers[key.peer], lane.kind)
         if not is_wanted:
             lane.close()
@@ -194,7 +192,7 @@ class LaneTable:
         """Return how many bytes the open rings occupy."""
         with self._lock:
             opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
-        return sum(2 * lane.capacity for lane in opened if isinstance(lane, RingEnd))
+        return sum(2 * getattr(lane, "capacity", 0) for lane in opened)
 
     # Lanes that replace others
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
+from covey.base.lane_kinds import KINDS
 from covey.base.numbers import Seat
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import (
@@ -42,7 +43,7 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     listeners = [rendezvous.sock]
     addresses: tuple[Address, ...] = ()
     try:
-        if config.lanes in ("tcp", "secure", "quic"):
+        if config.lanes in KINDS and KINDS[config.lanes].is_of_network:
             tcp = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             tcp.setblocking(False)
             listeners.append(tcp)

@@ -18,12 +18,13 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.lane_kinds import KINDS
 from covey.base.pace import Growing
 from covey.net.lanes.stream import is_striped
 from covey.runtime import loop as control
 from covey.runtime.lanes.dialler import LaneShape
 from covey.runtime.lanes.resumption import spell_connection
-from covey.runtime.lanes.table import REPLACEMENT, TOLD_KINDS, LaneKey
+from covey.runtime.lanes.table import REPLACEMENT, LaneKey
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class LaneMoves:
         for key, future in self._table.of_peer(peer):
             replacement = key._replace(purpose=REPLACEMENT)
             is_open = key.purpose == "collectives" and future.done() and future.exception() is None
-            if not is_open or future.result().kind != "secure" or is_striped(future.result()):
+            if not is_open or not KINDS[future.result().kind].can_spread or is_striped(future.result()):
                 continue
             if self._table.get(replacement) is None:
                 self._want(replacement)
@@ -125,7 +126,7 @@ class LaneMoves:
                 self._dialler.replace(key)
             elif self._is_resuming(future.result()):
                 continue  # its streams find another path by themselves
-            elif key.purpose == "collectives" and future.result().kind in TOLD_KINDS:
+            elif key.purpose == "collectives" and KINDS[future.result().kind].is_of_network:
                 if self._table.get(replacement) is not None:
                     self._again.add(replacement)
                 else:

@@ -15,9 +15,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.base.lane_kinds import KINDS
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_resumable
-from covey.runtime.lanes.table import TOLD_KINDS
 from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality
 from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_limit
@@ -165,7 +165,7 @@ class PathMonitor:
         A send returns when the kernel has the message, and the program may then wait for the rank that waits for it.
         """
         for key, lane in self._table.open_lanes("collectives"):
-            if lane.kind in TOLD_KINDS and not is_resumable(lane) and lane.is_stuck():
+            if KINDS[lane.kind].is_of_network and not is_resumable(lane) and lane.is_stuck():
                 self.stuck(key.peer)
                 if (group := self._groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)

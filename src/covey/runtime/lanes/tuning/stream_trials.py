@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from covey.base.lane_kinds import KINDS
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors, tcp
 from covey.net.lanes.stream import is_striped
@@ -49,7 +50,8 @@ class _PeerStreams(NamedTuple):
 
 def may_try_streams(config: GroupConfig) -> bool:
     """Tell whether more streams may be tried: not with a set number, nor with a limit, which they would share."""
-    is_free = config.streams == "auto" and not config.limit and config.lanes in ("auto", "secure")
+    kind = KINDS.get(config.lanes)
+    is_free = config.streams == "auto" and not config.limit and (kind is None or kind.can_spread)
     return is_free and sys.platform == "linux"
 
 
@@ -89,7 +91,7 @@ class StreamTrials:
             return
         lanes: dict[Seat, list[tuple[LaneKey, Any]]] = {peer.seat: [] for peer in peers}
         for key, lane in self._table.open_lanes("collectives"):
-            if key.peer in lanes and lane.kind == "secure" and not is_striped(lane) and _is_far(lane):
+            if key.peer in lanes and KINDS[lane.kind].can_spread and not is_striped(lane) and _is_far(lane):
                 lanes[key.peer].append((key, lane))
         for peer in peers:
             if lanes[peer.seat]:
@@ -98,7 +100,7 @@ class StreamTrials:
     def _look(self, peer: RemoteProcess, lanes: list[tuple[LaneKey, Any]], now: float) -> None:
         known = self._peers.get(peer.seat)
         if known is None or known.way != peer.way:
-            first = self._rules.stream_count(peer.seat, "secure", "collectives")
+            first = self._rules.stream_count(peer.seat, self._rules.kind_to(peer.seat), "collectives")
             known = self._peers[peer.seat] = _PeerStreams(peer.way, StreamChoice(first))
         choice, speeds = known.choice, {}
         for key, lane in lanes:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.lane_kinds import KINDS
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_striped
 from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
@@ -134,7 +135,7 @@ class Stripes:
             for key, future in self._table.of_peer(peer.seat)
             if key.purpose == "collectives" and future.done() and future.exception() is None
         ]
-        lanes = [lane for lane in lanes if lane.kind == "secure"]
+        lanes = [lane for lane in lanes if KINDS[lane.kind].can_spread]
         if state.ways:
             self._review(peer, state, [lane for lane in lanes if is_striped(lane)], seen)
         busy = [
