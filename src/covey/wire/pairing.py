@@ -1,0 +1,248 @@
+"""What two machines say to each other to let one of them into a cluster, with a code of six digits that both know.
+
+    inviter   -> applicant   PairingHello: who it is, fresh bytes, what it speaks
+    applicant -> inviter     PairingRequest: who it is, fresh bytes, what it speaks, its share (`wire.pake`)
+    inviter   -> applicant   PairingShare: its own share
+    applicant -> inviter     PairingProof: that it has the key, and a signature of its machine's key, sealed
+    inviter   -> applicant   PairingGrant: that it has the key; sealed, such a signature and the join code
+    applicant -> inviter     PairingKept: that it has stored the secret, sealed
+
+Instead of an answer, the inviter may send a PairingRefusal. Each message is a frame of at most PAIRING_LIMIT bytes.
+
+The key depends on the code, on both machines' keys, on the fresh bytes, and on every byte of hello and request. The
+applicant proves first: so the inviter knows of every code that was tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from covey.base.errors import AuthError
+from covey.base.text import printable
+from covey.wire import pake
+from covey.wire.decoding import read_from_peer
+from covey.wire.owner import SIGNATURE_BYTES, is_signed
+from covey.wire.versions import Speaker, Versions, objection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAIRING_SPEAKS: Final = Versions(1, 1)
+"""The versions of this protocol that this release speaks."""
+PAIRING_LIMIT: Final = 4096
+"""Bytes of a frame."""
+PAIRING_NONCE_BYTES: Final = 16
+CODE_DIGITS: Final = 6
+JOIN_CODE_LIMIT: Final = 1000
+_LABEL: Final = b"covey/1/pairing"
+
+PairingSide = Literal["applicant", "inviter"]
+RefusalKind = Literal["later", "wrong-code", "no-code", "refused", "versions"]
+
+MachineId = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+PairingNonce = Annotated[bytes, msgspec.Meta(min_length=PAIRING_NONCE_BYTES, max_length=PAIRING_NONCE_BYTES)]
+Share = Annotated[bytes, msgspec.Meta(min_length=pake.SHARE_BYTES, max_length=pake.SHARE_BYTES)]
+Confirmation = Annotated[bytes, msgspec.Meta(min_length=pake.CONFIRMATION_BYTES, max_length=pake.CONFIRMATION_BYTES)]
+Sealed = Annotated[bytes, msgspec.Meta(max_length=2048)]
+MachineName = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
+PairingText = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+class PairingHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The first message on every connection, from the machine that shows a code."""
+
+    versions: Versions
+    nonce: PairingNonce
+    machine: MachineId
+    name: MachineName
+    release: MachineName
+
+
+class PairingRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Asks for the secret, with a code."""
+
+    versions: Versions
+    nonce: PairingNonce
+    machine: MachineId
+    name: MachineName
+    release: MachineName
+    share: Share
+
+
+class PairingShare(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The share of the inviter."""
+
+    share: Share
+
+
+class PairingProof(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The applicant has the key; sealed: its signature."""
+
+    confirmation: Confirmation
+    sealed: Sealed
+
+
+class PairingGrant(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The inviter has the key; sealed: a `Grant`."""
+
+    confirmation: Confirmation
+    sealed: Sealed
+
+
+class PairingKept(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The applicant has stored what it was given; sealed: nothing."""
+
+    sealed: Sealed
+
+
+class PairingRefusal(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The inviter does not go on, and closes the connection. Not authenticated: a hint."""
+
+    kind: RefusalKind
+    text: PairingText = ""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+    """With "later": after how long a request may be answered."""
+    tries_left: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+    """With "wrong-code": further tries until another code is shown."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "text", printable(self.text, 400))
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """What an applicant gets that knew the code."""
+
+    join_code: Annotated[str, msgspec.Meta(max_length=JOIN_CODE_LIMIT)]
+    waits_at: MachineName = ""
+    """The machine where the owner has to approve the applicant; empty if nothing is missing."""
+
+
+class _SealedGrant(msgspec.Struct, frozen=True, array_like=True):
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    grant: Grant
+
+
+PairingMessage = (
+    PairingHello | PairingRequest | PairingShare | PairingProof | PairingGrant | PairingKept | PairingRefusal
+)
+_decoder: msgspec.msgpack.Decoder[PairingMessage] = msgspec.msgpack.Decoder(PairingMessage)
+_grants: msgspec.msgpack.Decoder[_SealedGrant] = msgspec.msgpack.Decoder(_SealedGrant)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_pairing(message: PairingMessage) -> bytes:
+    """Return the bytes of a message, without its frame."""
+    return _encoder.encode(message)
+
+
+def decode_pairing(data: bytes) -> PairingMessage:
+    """Decode a message of pairing; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_decoder, data, "a message of pairing")
+
+
+def pairing_objection(here: PairingHello | PairingRequest, there: PairingHello | PairingRequest) -> str:
+    """Return why two machines cannot pair, with both releases and which to update; empty if they can."""
+    speakers = (Speaker(each.name, each.release, each.versions) for each in (here, there))
+    return objection(*speakers)
+
+
+class PairingKeys:
+    """What one end computes from hello and request and the two shares: proofs that it knows the code, and ciphers."""
+
+    def __init__(
+        self, exchange: pake.Exchange, hello: bytes, request: bytes, share: bytes, *, is_inviter: bool
+    ) -> None:
+        """`hello` and `request` are messages as they were sent; `share` is that of the inviter.
+
+        Raises:
+            AuthError: the share of the other end is not valid.
+        """
+        theirs = _request_in(request).share if is_inviter else share
+        self._halves: dict[PairingSide, pake.Half] = {
+            "applicant": pake.Half(_request_in(request).share, request),
+            "inviter": pake.Half(share, hello),
+        }
+        self._session = session_of(_hello_in(hello), _request_in(request))
+        self._key = exchange.key(theirs, self._halves["applicant"], self._halves["inviter"])
+
+    def confirmation(self, side: PairingSide) -> bytes:
+        """Return what proves that this side has the key."""
+        return pake.confirmation(self._key, self._session, self._halves[side])
+
+    def is_confirmed(self, side: PairingSide, given: bytes) -> bool:
+        """Tell whether what was given proves that this side has the key."""
+        return hmac.compare_digest(given, self.confirmation(side))
+
+    def words(self, side: PairingSide) -> bytes:
+        """Return what the machine key of this side signs: that it takes part in this exchange."""
+        said = b"".join(half.packed() for half in self._halves.values())
+        return pake.joined(_LABEL, side.encode()) + hashlib.sha512(said).digest()
+
+    def seal(self, side: PairingSide, kind: type[PairingMessage], content: bytes) -> bytes:
+        """Return content that only the other end can read, from this side; one for each kind of message."""
+        return self._cipher(side, kind).encrypt(bytes(12), content, None)
+
+    def open(self, side: PairingSide, kind: type[PairingMessage], sealed: bytes) -> bytes:
+        """Return what this side has sealed; AuthError if it has not."""
+        try:
+            return self._cipher(side, kind).decrypt(bytes(12), sealed, None)
+        except InvalidTag:
+            raise AuthError("what the other end has sealed was altered") from None
+
+    def _cipher(self, side: PairingSide, kind: type[PairingMessage]) -> AESGCM:
+        info = pake.joined(_LABEL, side.encode(), kind.__name__.encode())
+        return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=self._session, info=info).derive(self._key))
+
+
+def exchange_for(
+    code: str, hello: PairingHello, request_nonce: bytes, applicant: bytes, random: Callable[[int], bytes]
+) -> pake.Exchange:
+    """Return one end of the exchange of an applicant, named by its key, with the sender of a hello."""
+    channel = pake.joined(_LABEL, applicant, hello.machine)
+    return pake.Exchange(code.encode(), channel, hello.nonce + request_nonce, random=random)
+
+
+def session_of(hello: PairingHello, request: PairingRequest) -> bytes:
+    """Return the fresh bytes of both ends."""
+    return hello.nonce + request.nonce
+
+
+def seal_grant(keys: PairingKeys, grant: Grant, sign: Callable[[bytes], bytes]) -> PairingGrant:
+    """Return the message that gives an applicant the join code."""
+    content = _encoder.encode(_SealedGrant(sign(keys.words("inviter")), grant))
+    return PairingGrant(keys.confirmation("inviter"), keys.seal("inviter", PairingGrant, content))
+
+
+def open_grant(keys: PairingKeys, message: PairingGrant, inviter: bytes) -> Grant:
+    """Return what an applicant was given, once the inviter has proved the code and its machine's key.
+
+    Raises:
+        AuthError: it has not.
+        RemoteProtocolError: what it has sealed is something else.
+    """
+    if not keys.is_confirmed("inviter", message.confirmation):
+        raise AuthError("the other end does not know the code")
+    content = read_from_peer(_grants, keys.open("inviter", PairingGrant, message.sealed), "a grant of pairing")
+    if not is_signed(inviter, keys.words("inviter"), content.signature):
+        raise AuthError("the other end poses as a machine whose key it does not have")
+    return content.grant
+
+
+def _hello_in(data: bytes) -> PairingHello:
+    message = decode_pairing(data)
+    assert isinstance(message, PairingHello)
+    return message
+
+
+def _request_in(data: bytes) -> PairingRequest:
+    message = decode_pairing(data)
+    assert isinstance(message, PairingRequest)
+    return message
