@@ -83,6 +83,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "metrics",
         },
         "relaying": {"links"},
+        "pairing": {"peers", "links"},
         "keeper": {
             *("joining", "group", "calls", "collectives", "messages", "lanes", "views", "peers", "state"),
             *("links", "metrics", "relaying"),

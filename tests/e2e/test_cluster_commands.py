@@ -86,6 +86,17 @@ class Terminal:
         self._read_until(lambda: self.screen.endswith(prompt))
         os.write(self._front, text.encode() + b"\n")
 
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until the screen has shown something; return where."""
+        self._read_until(lambda: re.search(pattern, self.screen))
+        found = re.search(pattern, self.screen)
+        assert found is not None, self.screen
+        return found
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.write(self._front, b"\x03")
+
     def finish(self) -> int:
         self._read_until(lambda: False)
         return self.process.wait(DEADLINE)
@@ -193,8 +204,8 @@ def test_a_code_as_an_argument_works_with_a_warning(one: Machine, two: Machine) 
 def test_enroll_asks_for_the_code_without_showing_it(one: Machine, two: Machine, sat_down: list[Terminal]) -> None:
     one.ok("init")
     code = one.code("home")
-    sat_down.append(terminal := Terminal(two, "enroll"))
-    terminal.answer("Join code (not shown): ", code)
+    sat_down.append(terminal := Terminal(two, "enroll", "127.0.0.1:9"))  # where no machine shows a code
+    terminal.answer("paste the join code (not shown): ", code)
     assert terminal.finish() == 0
     assert code[10:30] not in terminal.screen
     assert "is now in the cluster 'home'" in terminal.screen
@@ -202,8 +213,8 @@ def test_enroll_asks_for_the_code_without_showing_it(one: Machine, two: Machine,
 
 
 def test_leaving_the_question_changes_nothing(two: Machine, sat_down: list[Terminal]) -> None:
-    sat_down.append(terminal := Terminal(two, "enroll"))
-    terminal.answer("Join code (not shown): ", "\x03")
+    sat_down.append(terminal := Terminal(two, "enroll", "127.0.0.1:9"))
+    terminal.answer("paste the join code (not shown): ", "\x03")
     assert terminal.finish() != 0
     assert "Traceback" not in terminal.screen
     assert two.names() == []

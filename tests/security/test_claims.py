@@ -19,7 +19,7 @@ from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
 from covey.net.host import descriptors
 from covey.net.keys import clusters
-from covey.proto import relay_table
+from covey.proto import pairing, relay_table
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.runtime import early_messages as early
@@ -43,6 +43,7 @@ from covey.runtime.state import audit
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+PAIRING = "Pairing by six digits"
 DO, BOUNDS, AUDIT = "What strangers can make a node do", "Bounds", "The audit log"
 
 
@@ -157,6 +158,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
+        f"{pairing.TRIES_FOR_CODE}; {pairing.FAILED_TRIES}",
         f"{sieve.PACKET_RATE:.0f} from one address, {sieve.ALL_PACKETS_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
         f"{messages.CHARTER_LIMIT}; {messages.WAITING_NODES_LIMIT}",
@@ -170,6 +172,15 @@ def test_the_bounds_are_those_of_the_code() -> None:
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
     assert table == list(rows)
+    of_pairing = plain(section(PAIRING))
+    assert (pairing.TRIES_FOR_CODE, pairing.FAILED_TRIES) == (3, 9)
+    assert (pairing.CODE_SECONDS, pairing.PAIRING_SECONDS) == (300, 1800)
+    assert (pairing.RESTS.first, pairing.RESTS.most) == (1, 8)
+    assert f"does not go on for {pairing.ATTEMPT_SECONDS:.0f} seconds" in of_pairing
+    crowd = (
+        f"At most {pairing.CONNECTIONS_LIMIT} connections are open, {pairing.CONNECTIONS_OF_SOURCE} of them from one"
+    )
+    assert f"{crowd} source, each for {pairing.GUEST_SECONDS:.0f} seconds" in of_pairing
     words = plain(section(DO))
     assert hints.TRIES == 6
     assert hints.NAPS * hints.NAP_SECONDS == 3600

@@ -72,13 +72,13 @@ class Dialogue:
         try:
             self.step += 1
             if self.step == 1:
-                self.met = self.core.greeted(body).id
+                self.met = self.core.heard_hello(body).id
                 return self.core.request(self.code)
             if self.step == 2:
                 return self.core.answered(body)
             self.machine.grant, self.machine.met = self.core.granted(body), self.met
             self.is_over = True
-            return self.core.kept()
+            return self.core.stored()
         except RefusedPairingError as error:
             self.refusal = error
         except CoveyError:
@@ -164,7 +164,7 @@ class Play:
             assert state.code not in self.codes[-1:]
             self.codes.append(state.code)
         assert len(state.code) in (0, 6)
-        assert bool(state.code) != bool(state.over)
+        assert not (state.code and state.over)
         if state.code:
             assert state.failed < TRIES_FOR_CODE, self.tell("a code is shown that was tried too often")
 
@@ -246,7 +246,7 @@ class Play:
             wanted = len(self.machines) if self.core._machines == 0 else min(self.core._machines, len(self.machines))
             got = sum(machine.grant is not None for machine in self.machines)
             assert got == wanted, self.tell(f"{got} of {wanted} machines are in")
-            assert sum(each.has_kept for each in self.paired) == wanted
+            assert sum(each.has_stored for each in self.paired) == wanted
 
 
 # Strangers
@@ -349,7 +349,7 @@ def pose(play: Play) -> None:
     machine = play.random.choice(play.machines)
     if machine.grant is not None:
         return
-    false = PairingInviter(
+    false = Forgiving(
         play.inviter_machine.own, play.stranger.private.sign, random=play.random.randbytes, now=play.now, machines=0
     )
     if false.state().code == play.core.state().code:
@@ -388,8 +388,8 @@ def test_the_courses_have_what_they_are_to_have() -> None:
     """Machines get in, also with strangers about; codes are tried wrongly, replaced, and shown no more."""
     courses = [play(seed) for seed in seeds(40)]
     hostile = [course for course in courses if course.is_hostile]
-    assert any(each.has_kept for course in hostile for each in course.paired)
-    assert any(not each.has_kept for course in hostile for each in course.paired)
+    assert any(each.has_stored for course in hostile for each in course.paired)
+    assert any(not each.has_stored for course in hostile for each in course.paired)
     assert any(course.core.state().over == pairing.TOO_MANY for course in hostile)
     assert any(course.core.state().over == pairing.ALL_IN for course in courses)
     assert any(len(course.codes) > 3 for course in courses)

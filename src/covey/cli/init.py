@@ -13,6 +13,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_relays
+from covey.cli.pair import Machines, run_command, show_codes
 from covey.cli.terminal import say
 from covey.net.audit import audit_log
 from covey.net.discovery.own_seeds import current_seeds
@@ -51,17 +52,24 @@ def init(
         str | None,
         typer.Option("--relay", metavar="A,B", help="host:port of relays, for the join code: see `covey relay`."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    machines: Machines = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the join code.")] = False,
 ) -> None:
-    """Make a cluster: its secret, and the join code for other machines.
+    """Make a cluster, and show a code of six digits with which other machines of this network get into it.
+
+    Type `covey enroll` on each of them while this command shows the code; Ctrl-C ends it. `covey pair` shows a code
+    again, and `covey init --show` the join code, for machines on other networks. Outside of a terminal, this command
+    prints the join code instead, unless --machines is given.
 
     This machine gets the owner key, too: `covey secret rotate` works here. Other machines take a new secret only with
     the owner's signature.
 
     The same passphrase under the same name makes the same cluster on every machine, with no code to carry and no owner.
     """
-    if show and (passphrase or force):
-        raise ConfigError("--show only prints; leave --passphrase and --force out")
+    if show and (passphrase or force or machines):
+        raise ConfigError("--show only prints the join code; leave --passphrase, --force and --machines out")
+    if as_json and machines:
+        raise ConfigError("--json prints the join code; for codes of six digits as JSON: covey pair --json")
     relays = _relays(relay)
     if show:
         shown = clusters.find_saved(cluster)
@@ -89,10 +97,14 @@ def init(
     clusters.save(made)
     audit_log.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
     ensure_identity()
-    headline = f"Made the cluster {name!r}. Its join code:"
+    headline = f"Made the cluster {name!r}."
     if replaced:
-        headline = f"The cluster {name!r} has a new key; the old one is gone. Enroll its other machines with this code:"
-    _print_code(made, seeds, headline, as_json=as_json)
+        headline = f"The cluster {name!r} has a new key; the old one is gone. Enroll its other machines again."
+    is_asked = machines is not None or (sys.stdin.isatty() and sys.stdout.isatty())
+    if as_json or passphrase or not is_asked:
+        return _print_code(made, seeds, f"{headline} Its join code:", as_json=as_json)
+    say(headline)
+    show_codes(made, machines or 0)
 
 
 def _relays(text: str | None) -> tuple[str, ...]:
@@ -101,11 +113,6 @@ def _relays(text: str | None) -> tuple[str, ...]:
     if len(relays) > MAX_RELAYS:
         raise ConfigError(f"a join code holds at most {MAX_RELAYS} relays, not {len(relays)}")
     return relays
-
-
-def run_command(name: str) -> str:
-    """Return what to type to run a script in a cluster: shorter for the default one."""
-    return "covey run train.py" if name == clusters.default_name() else f"covey run --cluster {name} train.py"
 
 
 def _ask_passphrase(name: str) -> ClusterSecret:

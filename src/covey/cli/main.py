@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COMMANDS: Final = {
-    "init": "Make a cluster: a secret, and a join code for other machines.",
-    "enroll": "Put this machine into a cluster, with a join code.",
+    "init": "Make a cluster, and show a code for other machines.",
+    "pair": "Show a code of six digits, with which other machines get into the cluster.",
+    "enroll": "Put this machine into a cluster, with the code that another machine shows.",
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
     "relay": "Run a relay, at which machines meet that cannot connect with each other.",

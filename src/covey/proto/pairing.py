@@ -28,12 +28,12 @@ from covey.wire.pairing import (
     Grant,
     PairingGrant,
     PairingHello,
-    PairingKept,
     PairingKeys,
     PairingProof,
     PairingRefusal,
     PairingRequest,
     PairingShare,
+    PairingStored,
     decode_pairing,
     encode_pairing,
     exchange_for,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.wire.pairing import PairingMessage, RefusalKind
-    from covey.wire.pake import Exchange
+    from covey.wire.pake import CodeExchange
 
 CODE_SECONDS: Final = 300.0
 """How long a code is good."""
@@ -68,6 +68,7 @@ CONNECTIONS_OF_SOURCE: Final = 4
 MACHINES_LIMIT: Final = 1000
 """Machines that one code may let in."""
 ALL_IN: Final = "all machines are in"
+ENDED: Final = "it was ended"
 TOO_LONG: Final = "no machine has joined for half an hour"
 TOO_MANY: Final = f"{FAILED_TRIES} wrong codes were tried: someone on this network guesses"
 
@@ -109,7 +110,8 @@ class MachinePaired(NamedTuple):
     """A machine was given the secret."""
 
     machine: PairingMachine
-    has_kept: bool
+    grant: Grant
+    has_stored: bool
     """Whether it has said that it has stored it."""
 
 
@@ -156,8 +158,8 @@ class _Attempt:
     keys: PairingKeys
     until: float
     is_proved: bool = False
-    is_given: bool = False
-    """Whether the secret was sent."""
+    given: Grant | None = None
+    """What was sent, once it was."""
 
 
 class PairingInviter:
@@ -192,7 +194,8 @@ class PairingInviter:
 
     def state(self) -> PairingState:
         """Return what is shown now."""
-        return PairingState(self._code, self._until, self._left, self._failed, self._failed_from, self._over)
+        over = self._over if self._attempt is None else ""  # the last machine is about to get in
+        return PairingState(self._code, self._until, self._left, self._failed, self._failed_from, over)
 
     def effects(self) -> list[PairingEffect]:
         """Return the effects to perform, in order, and clear them."""
@@ -222,10 +225,10 @@ class PairingInviter:
         elif now >= self._until:
             self._renew(now)
 
-    def close(self, why: str) -> None:
+    def close(self) -> None:
         """Show no code any more."""
         if not self._over:
-            self._finish(why)
+            self._finish(ENDED)
 
     # Connections
 
@@ -254,8 +257,8 @@ class PairingInviter:
                     self._begin(connection, caller, message, body, now)
                 case PairingProof() if self._is_trying(connection, is_proved=False):
                     self._check(connection, caller, message, now)
-                case PairingKept() if self._is_trying(connection, is_proved=True):
-                    self._note_kept(connection, message)
+                case PairingStored() if self._is_trying(connection, is_proved=True):
+                    self._note_stored(connection, message)
                 case _:
                     raise RemoteProtocolError(f"{type(message).__name__} comes out of turn")
         except CoveyError:
@@ -270,9 +273,9 @@ class PairingInviter:
     def admitted(self, connection: int, grant: Grant, now: float) -> None:
         """Give the join code to the machine of an `AdmitMachine`, which may be in the cluster now."""
         attempt = self._attempt
-        if attempt is None or attempt.connection != connection or not attempt.is_proved or attempt.is_given:
+        if attempt is None or attempt.connection != connection or not attempt.is_proved or attempt.given:
             return
-        attempt.is_given, attempt.until = True, now + KEEPING_SECONDS
+        attempt.given, attempt.until = grant, now + KEEPING_SECONDS
         self._effects.append(SendPairing(connection, encode_pairing(seal_grant(attempt.keys, grant, self._sign))))
 
     def turned_away(self, connection: int, reason: str) -> None:
@@ -313,13 +316,13 @@ class PairingInviter:
         self._spend(now)
         self._effects.append(AdmitMachine(connection, attempt.machine))
 
-    def _note_kept(self, connection: int, message: PairingKept) -> None:
+    def _note_stored(self, connection: int, message: PairingStored) -> None:
         attempt = self._attempt
         assert attempt is not None
-        if not attempt.is_given or attempt.keys.open("applicant", PairingKept, message.sealed):
+        if attempt.given is None or attempt.keys.open("applicant", PairingStored, message.sealed):
             raise RemoteProtocolError("it has kept what it was not given")
         self._attempt = None
-        self._effects.append(MachinePaired(attempt.machine, has_kept=True))
+        self._effects.append(MachinePaired(attempt.machine, attempt.given, has_stored=True))
         self._end(connection)
 
     def _fail(self, connection: int, source: str, now: float) -> None:
@@ -387,8 +390,8 @@ class PairingInviter:
         attempt = self._attempt
         if attempt is not None and attempt.connection == connection:
             self._attempt = None
-            if attempt.is_given:
-                self._effects.append(MachinePaired(attempt.machine, has_kept=False))
+            if attempt.given is not None:
+                self._effects.append(MachinePaired(attempt.machine, attempt.given, has_stored=False))
         if self._callers.pop(connection, None) is not None:
             self._effects.append(EndPairing(connection))
 
@@ -420,10 +423,10 @@ class PairingApplicant:
         self._own, self._sign, self._random = own, sign, random
         self._hello_body = self._request = b""
         self._hello: PairingHello | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: CodeExchange | None = None
         self._keys: PairingKeys | None = None
 
-    def greeted(self, body: bytes) -> PairingMachine:
+    def heard_hello(self, body: bytes) -> PairingMachine:
         """Take the first message; return which machine shows a code, which nothing proves yet."""
         hello = _expected(PairingHello, body)
         self._hello_body, self._hello = body, hello
@@ -465,10 +468,10 @@ class PairingApplicant:
         assert self._hello is not None
         return open_grant(self._keys, _expected(PairingGrant, body), self._hello.machine)
 
-    def kept(self) -> bytes:
+    def stored(self) -> bytes:
         """Return what says that the secret is stored."""
         assert self._keys is not None
-        return encode_pairing(PairingKept(self._keys.seal("applicant", PairingKept, b"")))
+        return encode_pairing(PairingStored(self._keys.seal("applicant", PairingStored, b"")))
 
 
 _MessageT = TypeVar("_MessageT", bound="PairingMessage")

@@ -1,14 +1,22 @@
-"""How far the clocks of other processes are ahead of this one's, measured with heartbeats."""
+"""Clocks: one that also runs while the machine sleeps, and how far those of other processes are ahead."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
+_WITH_SLEEP: Final = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+"""On macOS it is CLOCK_MONOTONIC that runs on, and `time.monotonic` that does not."""
 AGEING: Final = 1.05
 """Factor by which a stored round trip is inflated per new sample, so that old offsets expire."""
+
+
+def waking_clock() -> float:
+    """Return seconds by a clock that nobody sets, and that also runs while the machine sleeps."""
+    return time.monotonic() if _WITH_SLEEP is None else time.clock_gettime(_WITH_SLEEP)
 
 
 class ClockOffsets:

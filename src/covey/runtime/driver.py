@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from covey.proto.core import TimedCore
 
 LEAST_PAUSE: Final = 0.001
@@ -35,9 +37,16 @@ class CoreListener(Protocol[EffectT_contra]):
 class CoreDriver(Generic[EffectT]):
     """Drives one core. Its owner passes inputs to the core itself, and calls `settle` after each."""
 
-    def __init__(self, core: TimedCore[EffectT], listener: CoreListener[EffectT], *, is_ticking: bool = True) -> None:
-        """Begin; without `is_ticking` the core is not ticked until `run`."""
-        self._core, self._listener = core, listener
+    def __init__(
+        self,
+        core: TimedCore[EffectT],
+        listener: CoreListener[EffectT],
+        *,
+        is_ticking: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin; without `is_ticking` the core is not ticked until `run`. `clock` is that of the core's deadlines."""
+        self._core, self._listener, self._clock = core, listener, clock
         self._is_ticking = is_ticking
         self._is_performing = self._is_closed = self._will_settle = False
         self._timer: asyncio.TimerHandle | None = None
@@ -91,12 +100,12 @@ class CoreDriver(Generic[EffectT]):
             self._timer = None
         at = self._core.next_deadline() if self._is_ticking else math.inf
         if at != math.inf:
-            pause = max(LEAST_PAUSE, at - time.monotonic())
+            pause = max(LEAST_PAUSE, at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         try:
-            self._core.tick(time.monotonic())
+            self._core.tick(self._clock())
         finally:
             self.settle()  # and set the timer again, whatever happened

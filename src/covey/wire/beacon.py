@@ -6,10 +6,13 @@ announcements belong to one cluster, and cannot add or remove an address. Other 
 
 Any machine can replay an announcement, so its addresses are hints, and the handshake decides. The tag changes with each
 announcement, so that a replay differs from a new one.
+
+A machine that shows a code for pairing announces itself in the same form, under a key that everybody knows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import re
@@ -25,6 +28,8 @@ BEACON_NONCE_BYTES: Final = 16
 BEACON_TAG_BYTES: Final = 16
 MOST_ADDRESSES: Final = 8
 """Addresses in one announcement: of one interface, IPv4 first."""
+PAIRING_KEY: Final = hashlib.sha256(b"covey/1/pairing-beacon").digest()
+"""The key of announcements of pairing, which proves nothing: machines without a secret look for them."""
 _LABEL: Final = b"covey/1/mdns-tag"
 _HEX: Final = re.compile(rb"[0-9a-f]{32}")
 _PORT: Final = re.compile(rb"[1-9][0-9]{0,4}")

@@ -5,7 +5,7 @@
     inviter   -> applicant   PairingShare: its own share
     applicant -> inviter     PairingProof: that it has the key, and a signature of its machine's key, sealed
     inviter   -> applicant   PairingGrant: that it has the key; sealed, such a signature and the join code
-    applicant -> inviter     PairingKept: that it has stored the secret, sealed
+    applicant -> inviter     PairingStored: that it has stored the secret, sealed
 
 Instead of an answer, the inviter may send a PairingRefusal. Each message is a frame of at most PAIRING_LIMIT bytes.
 
@@ -97,7 +97,7 @@ class PairingGrant(msgspec.Struct, frozen=True, array_like=True, tag=5):
     sealed: Sealed
 
 
-class PairingKept(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class PairingStored(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The applicant has stored what it was given; sealed: nothing."""
 
     sealed: Sealed
@@ -125,16 +125,18 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     """The machine where the owner has to approve the applicant; empty if nothing is missing."""
 
 
-class _SealedGrant(msgspec.Struct, frozen=True, array_like=True):
+class SignedGrant(msgspec.Struct, frozen=True, array_like=True):
+    """A grant, with the signature of the inviter's machine."""
+
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
     grant: Grant
 
 
 PairingMessage = (
-    PairingHello | PairingRequest | PairingShare | PairingProof | PairingGrant | PairingKept | PairingRefusal
+    PairingHello | PairingRequest | PairingShare | PairingProof | PairingGrant | PairingStored | PairingRefusal
 )
 _decoder: msgspec.msgpack.Decoder[PairingMessage] = msgspec.msgpack.Decoder(PairingMessage)
-_grants: msgspec.msgpack.Decoder[_SealedGrant] = msgspec.msgpack.Decoder(_SealedGrant)
+_grants: msgspec.msgpack.Decoder[SignedGrant] = msgspec.msgpack.Decoder(SignedGrant)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -148,6 +150,11 @@ def decode_pairing(data: bytes) -> PairingMessage:
     return read_from_peer(_decoder, data, "a message of pairing")
 
 
+def decode_grant(data: bytes) -> SignedGrant:
+    """Decode what a PairingGrant has sealed; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_grants, data, "a grant of pairing")
+
+
 def pairing_objection(here: PairingHello | PairingRequest, there: PairingHello | PairingRequest) -> str:
     """Return why two machines cannot pair, with both releases and which to update; empty if they can."""
     speakers = (Speaker(each.name, each.release, each.versions) for each in (here, there))
@@ -158,7 +165,7 @@ class PairingKeys:
     """What one end computes from hello and request and the two shares: proofs that it knows the code, and ciphers."""
 
     def __init__(
-        self, exchange: pake.Exchange, hello: bytes, request: bytes, share: bytes, *, is_inviter: bool
+        self, exchange: pake.CodeExchange, hello: bytes, request: bytes, share: bytes, *, is_inviter: bool
     ) -> None:
         """`hello` and `request` are messages as they were sent; `share` is that of the inviter.
 
@@ -204,10 +211,10 @@ class PairingKeys:
 
 def exchange_for(
     code: str, hello: PairingHello, request_nonce: bytes, applicant: bytes, random: Callable[[int], bytes]
-) -> pake.Exchange:
+) -> pake.CodeExchange:
     """Return one end of the exchange of an applicant, named by its key, with the sender of a hello."""
     channel = pake.joined(_LABEL, applicant, hello.machine)
-    return pake.Exchange(code.encode(), channel, hello.nonce + request_nonce, random=random)
+    return pake.CodeExchange(code.encode(), channel, hello.nonce + request_nonce, random=random)
 
 
 def session_of(hello: PairingHello, request: PairingRequest) -> bytes:
@@ -217,7 +224,7 @@ def session_of(hello: PairingHello, request: PairingRequest) -> bytes:
 
 def seal_grant(keys: PairingKeys, grant: Grant, sign: Callable[[bytes], bytes]) -> PairingGrant:
     """Return the message that gives an applicant the join code."""
-    content = _encoder.encode(_SealedGrant(sign(keys.words("inviter")), grant))
+    content = _encoder.encode(SignedGrant(sign(keys.words("inviter")), grant))
     return PairingGrant(keys.confirmation("inviter"), keys.seal("inviter", PairingGrant, content))
 
 
@@ -230,7 +237,7 @@ def open_grant(keys: PairingKeys, message: PairingGrant, inviter: bytes) -> Gran
     """
     if not keys.is_confirmed("inviter", message.confirmation):
         raise AuthError("the other end does not know the code")
-    content = read_from_peer(_grants, keys.open("inviter", PairingGrant, message.sealed), "a grant of pairing")
+    content = decode_grant(keys.open("inviter", PairingGrant, message.sealed))
     if not is_signed(inviter, keys.words("inviter"), content.signature):
         raise AuthError("the other end poses as a machine whose key it does not have")
     return content.grant

@@ -4,8 +4,8 @@ The suite is CPACE-X25519-SHA512 of draft-irtf-cfrg-cpace, in its initiator-resp
 bits: with any other exchange, a stranger who has recorded one, or taken part in one, could try all codes at home. Here
 each try takes an exchange with an end that knows the code, and tells only whether one code was right.
 
-X25519 is OpenSSL's, which takes the same time for all values. The map from the code to a point (Elligator 2) is our own,
-on Python's integers, whose time depends on their values: both costly steps work on numbers that a random factor hides.
+X25519 is OpenSSL's, which takes the same time for all values. The map from the code to a point (Elligator 2) is our
+own, on Python's integers, whose time depends on values: both costly steps work on numbers that a random factor hides.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Half(NamedTuple):
         return joined(self.share, self.data)
 
 
-class Exchange:
+class CodeExchange:
     """One end of one exchange. Its share is sent; with that of the other end, it gives the key."""
 
     def __init__(self, code: bytes, channel: bytes, session: bytes, *, random: Callable[[int], bytes]) -> None:

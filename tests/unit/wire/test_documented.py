@@ -25,6 +25,7 @@ from covey.proto.message_link import MessageSizes
 from covey.runtime.collectives import executor as executor
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import link
+from covey.runtime.pairing.inviter import pairing_ports
 from covey.wire import (
     beacon,
     calls,
@@ -37,6 +38,7 @@ from covey.wire import (
     membership,
     messages,
     owner,
+    pairing,
     proofs,
     relay,
     seal,
@@ -132,6 +134,13 @@ def test_every_message_about_checkpoints_is_listed_with_its_tag_and_fields() -> 
 
 def test_every_message_of_a_relay_is_listed_with_its_tag_and_fields() -> None:
     known, rows = by_name(relay.RelayMessage), table("Relays", "tag")
+    assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
+    for row in rows:
+        assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
+
+
+def test_every_message_of_pairing_is_listed_with_its_tag_and_fields() -> None:
+    known, rows = by_name(pairing.PairingMessage), table("Pairing", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
@@ -277,6 +286,10 @@ NUMBERS = (
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
+    f"exchange frames of up to {pairing.PAIRING_LIMIT} bytes",
+    f"{pairing.PAIRING_NONCE_BYTES} random bytes, the first key of its machine",
+    f"the label `{pairing._LABEL.decode()}`, the key of the applicant's machine",
+    f"first free one of ports {pairing_ports()[0]} to {pairing_ports()[-1]}",
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.LISTED_TOKENS_LIMIT}, and later each new one",
     f"send `TakeCall` with these {relay.CALL_ID_BYTES} random bytes",

@@ -10,7 +10,7 @@ from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
 from covey.base.errors import AuthError
-from covey.wire.pake import Exchange, Half, confirmation, generator, joined, map_to_curve
+from covey.wire.pake import CodeExchange, Half, confirmation, generator, joined, map_to_curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +65,8 @@ def test_the_point_of_a_code_is_that_of_the_draft_whatever_hides_it(seed: int) -
 
 
 def test_shares_and_the_key_are_those_of_the_draft() -> None:
-    one = Exchange(b"Password", CHANNEL, SESSION, random=scalar_then(SCALAR_A))
-    other = Exchange(b"Password", CHANNEL, SESSION, random=scalar_then(SCALAR_B))
+    one = CodeExchange(b"Password", CHANNEL, SESSION, random=scalar_then(SCALAR_A))
+    other = CodeExchange(b"Password", CHANNEL, SESSION, random=scalar_then(SCALAR_B))
     assert (one.share, other.share) == (SHARE_A, SHARE_B)
     halves = Half(SHARE_A, b"ADa"), Half(SHARE_B, b"ADb")
     assert one.key(other.share, *halves) == other.key(one.share, *halves) == KEY
@@ -74,7 +74,7 @@ def test_shares_and_the_key_are_those_of_the_draft() -> None:
 
 @in_turn(point=LOW_ORDER)
 def test_a_point_that_would_make_the_key_known_is_refused(point: str) -> None:
-    one = Exchange(b"123456", CHANNEL, SESSION, random=drawn(1))
+    one = CodeExchange(b"123456", CHANNEL, SESSION, random=drawn(1))
     with pytest.raises(AuthError, match="not valid"):
         one.key(bytes.fromhex(point), Half(one.share, b""), Half(bytes.fromhex(point), b""))
 
@@ -101,14 +101,14 @@ DIFFERENT = {
 
 @in_turn(what=DIFFERENT)
 def test_ends_that_differ_in_anything_have_other_keys(what: str) -> None:
-    one = Exchange(b"123456", CHANNEL, SESSION, random=drawn(1))
-    other = Exchange(*DIFFERENT[what], random=drawn(2))
+    one = CodeExchange(b"123456", CHANNEL, SESSION, random=drawn(1))
+    other = CodeExchange(*DIFFERENT[what], random=drawn(2))
     halves = Half(one.share, b"a"), Half(other.share, b"b")
     assert one.key(other.share, *halves) != other.key(one.share, *halves)
 
 
 def test_ends_that_saw_other_bytes_have_other_keys() -> None:
-    one, other = (Exchange(b"123456", CHANNEL, SESSION, random=drawn(seed)) for seed in (1, 2))
+    one, other = (CodeExchange(b"123456", CHANNEL, SESSION, random=drawn(seed)) for seed in (1, 2))
     first, second = Half(one.share, b"a"), Half(other.share, b"b")
     key = one.key(other.share, first, second)
     for changed in ((first._replace(data=b"c"), second), (first, second._replace(data=b"c")), (second, first)):

@@ -40,6 +40,7 @@ MILESTONES: dict[int, list[tuple[int, str]]] = {
         (148, "1aa3452186fe8057a8af767b3f359a829dc46b4c5b1c16c0873377abbc9f4e97"),
         (149, "53ccf8a86df29cf8e12095211403fe9fa124b49c1d7dc7b87dec3b058fd252b0"),
         (152, "914fb20926ad89e4c1cd3315c4f504ad9040f158c19299fe891121e72d0882b1"),
+        (161, "2ba0b60132c51419d9fa5c99f766423b6b5dd90c8bdc25331171582919bde707"),
     ],
 }
 """By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""

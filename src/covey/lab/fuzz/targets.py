@@ -43,6 +43,7 @@ from covey.wire import (
     messages,
     objects,
     owner,
+    pake,
     port_mapping,
     proofs,
     quic,
@@ -608,6 +609,17 @@ def _gateway_seeds() -> list[bytes]:
     return [pcp + four, pcp + six, *pmp, *bad]
 
 
+_EXCHANGE: Final = pake.CodeExchange(b"123456", b"channel", bytes(32), random=random.Random(1).randbytes)
+
+
+def _read_share(data: bytes) -> bytes:
+    return _EXCHANGE.key(data, pake.Half(_EXCHANGE.share, bytes(300)), pake.Half(data, b""))
+
+
+def _share_seeds() -> list[bytes]:
+    return [random.Random(2).randbytes(pake.SHARE_BYTES), bytes(pake.SHARE_BYTES), b"\1" + bytes(31), b"", bytes(200)]
+
+
 BY_HAND: Final = (
     *(
         Target(name=name, read=read, promised=(RemoteProtocolError,), write=None, seeds=seeds)
@@ -658,6 +670,7 @@ BY_HAND: Final = (
         write=quic.limit_bytes,
         seeds=lambda: [b"", *map(quic.limit_bytes, (0, 1, 1 << 63)), quic.limit_bytes(5) + quic.limit_bytes(4)],
     ),
+    Target(name="pairing_share", read=_read_share, promised=(AuthError,), write=None, seeds=_share_seeds),
     Target(
         name="header",
         read=header.unpack,

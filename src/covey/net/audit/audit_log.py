@@ -54,6 +54,7 @@ AUDITED_EVENTS: Final = {
     "charter": "a node of this machine obeys a new charter of the owner",
     "secret-created": "a cluster was made on this machine",
     "secret-enrolled": "this machine was put into a cluster",
+    "machine-paired": "a machine got the secret of a cluster from this one, with a code of six digits",
     "secret-rotated": "a person gave a cluster a new secret on this machine",
     "secret-received": "a node of this machine was sent a new secret",
     "secret-removed": "a cluster was removed from this machine",

@@ -37,6 +37,8 @@ _HOST_LETTERS: Final = 3
 """Letters of a socket's name that stand for the host; the path must stay short."""
 _MOST_BYTES: Final = 4096
 _TRIES: Final = 100
+PAIRING_TAG: Final = "pairing"
+"""The registry of machines that show a code for pairing: no tag of a secret is like it."""
 _SUFFIX: Final = ".node"
 _PREFIX: Final = "nodes-"
 
@@ -116,7 +118,8 @@ class HostRegistry(LockHolder):
         """Return the living nodes of this user on this host that hold another secret."""
         found: list[RegisteredNode] = []
         folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), FOLDERS_LIMIT)
-        for folder in sorted(folder for folder in folders if folder != self._folder):
+        none = (self._folder.name, rendezvous_folder(f"{_PREFIX}{PAIRING_TAG}").name)
+        for folder in sorted(folder for folder in folders if folder.name not in none):
             with contextlib.suppress(OSError):
                 paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), NODES_LIMIT))
                 found += [node for path in paths if (node := self._read(path)) is not None]

@@ -30,7 +30,6 @@ __all__ = ["Beacon", "Observation"]
 
 INTERFACES_CHECK_EVERY: Final = 2.0
 """Seconds between checks of the interfaces."""
-MOST_FOREIGN: Final = 16
 MOST_KNOWN: Final = 4096
 """Tags of announcements that are kept. A node makes one a minute; replays of older ones are limited by `Hints`."""
 
@@ -159,7 +158,7 @@ class Beacon:
         here = responder.interface
         addresses = tuple(Address(ip, said.port) for ip in said.ips if network.on_link(here, ip, here.index))
         if not said.is_ours:
-            responder.foreign = tuple(dict.fromkeys((*responder.foreign, *addresses)))[-MOST_FOREIGN:]
+            responder.heard_others(addresses, shows_code=_shows_code(properties))
         elif self._is_news(said.tag) and addresses:
             responder.matching += 1
             self._found(addresses, here.name)
@@ -172,3 +171,9 @@ class Beacon:
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return True
+
+
+def _shows_code(properties: dict[bytes, bytes | None]) -> bool:
+    """Tell whether an announcement is of a machine that shows a code for pairing, which anyone may say."""
+    said = beacon.read(beacon.PAIRING_KEY, properties)
+    return said is not None and said.is_ours

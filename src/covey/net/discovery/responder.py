@@ -48,6 +48,8 @@ TTL: Final = 20
 """Seconds that others keep an announcement: a killed node sends no goodbye."""
 RENEW_SECONDS: Final = 60.0
 """How often a node is announced again, under a fresh tag: nodes that could not reach it try again then."""
+MOST_FOREIGN: Final = 16
+"""Addresses of others that are remembered: the latest."""
 MOST_READ: Final = 4
 """Announcements that are read from one packet: a node sends one at a time."""
 
@@ -74,6 +76,8 @@ class Observation:
     foreign: tuple[Address, ...]
     """The addresses of nodes with another key."""
     errors: tuple[str, ...]
+    pairing: tuple[Address, ...] = ()
+    """The addresses of machines that show a code for pairing."""
 
 
 class InterfaceResponder:
@@ -87,6 +91,7 @@ class InterfaceResponder:
         self.opened = self.works = self.announced = False
         self.sent = self.heard = self.matching = 0
         self.foreign: tuple[Address, ...] = ()
+        self.pairing: tuple[Address, ...] = ()
         self._hindrances: list[str] = []
         self._failures: list[str] = []
         self._ways = 0
@@ -174,7 +179,15 @@ class InterfaceResponder:
             matching=self.matching,
             foreign=self.foreign,
             errors=self.errors,
+            pairing=self.pairing,
         )
+
+    def heard_others(self, addresses: tuple[Address, ...], *, shows_code: bool) -> None:
+        """Note the addresses of an announcement that was not made with this cluster's key."""
+        if shows_code:
+            self.pairing = tuple(dict.fromkeys((*self.pairing, *addresses)))[-MOST_FOREIGN:]
+        else:
+            self.foreign = tuple(dict.fromkeys((*self.foreign, *addresses)))[-MOST_FOREIGN:]
 
     @property
     def errors(self) -> tuple[str, ...]:
