@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import BrowserContext, Dialog, Page
 
+    from covey.testing.netns import Host
     from covey.watch.overview import Overview
 
 GUARD = 60.0
@@ -84,6 +86,14 @@ class Chromium:
             yield viewer
         finally:
             context.close()
+
+
+def chromium_on(host: Host, path: str, folder: Path) -> str:
+    """Return what starts a Chromium on a host of a test network: a script in a folder."""
+    script = folder / "chromium"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(host.command([path]))} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
 
 
 class Viewer:

@@ -61,7 +61,7 @@ _AT_IMPORT = (
     *("TORCH_DEVICE_BACKEND", "TORCH_LOGS", "TORCH_SHOW"),
 )
 """Variables that begin so have an effect when the interpreter starts or numpy, torch or typer is imported."""
-_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
 _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
 
 
@@ -82,7 +82,9 @@ def _fork_or_execute(
     before = None if preexec_fn is interruptible else preexec_fn  # the fork server takes Ctrl-C
     words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else []
     if words[:3] == ["ip", "netns", "exec"] and before is None:
-        before, words = functools.partial(enter_namespace, words[3]), words[4:]
+        namespace, words = words[3], words[4:]
+        host_name, words = (words[5], words[6:]) if words[:2] == ["unshare", "--uts"] else ("", words)
+        before = functools.partial(enter_namespace, namespace, host_name)
     if (
         not plain or shell or not close_fds or not _pickles(before) or len(pass_fds) > 32
         or not can_fork(words, variables) or not (cwd is None or os.path.isdir(cwd))
@@ -202,8 +204,8 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def enter_namespace(name: str) -> None:
-    """Do what `ip netns exec` does before it executes a program."""
+def enter_namespace(name: str, host_name: str = "") -> None:
+    """Do what `ip netns exec` does before it executes a program; with `host_name`, also what `Host.command` does."""
     libc = _libc()
 
     def check(result: int) -> None:
@@ -213,7 +215,9 @@ def enter_namespace(name: str) -> None:
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
     check(libc.setns(descriptor, _CLONE_NEWNET))
     os.close(descriptor)
-    check(libc.unshare(_CLONE_NEWNS))
+    check(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUTS if host_name else 0)))
+    if host_name:
+        socket.sethostname(host_name)
     check(libc.mount(b"", b"/", b"none", _MS_SLAVE | _MS_REC, None))
     libc.umount2(b"/sys", _MNT_DETACH)
     check(libc.mount(name.encode(), b"/sys", b"sysfs", 0, None))

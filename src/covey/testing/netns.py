@@ -62,9 +62,11 @@ def require_namespaces() -> None:
 class Host:
     """One namespace, which its processes see as their machine."""
 
-    def __init__(self, name: str, index: int, folder: Path) -> None:
+    def __init__(self, name: str, index: int, folder: Path, host_name: str = "") -> None:
         self.name = name
         """The port of the switch it is plugged into."""
+        self.host_name = host_name
+        """What its processes take for the name of their machine; empty: that of this machine."""
         self.namespace = f"{folder.name}-{name}"
         self.index = index
         self.ip4: str = ""
@@ -88,7 +90,7 @@ class Host:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
         clean |= {"COVEY_HOME": str(self.home), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": str(self.temp)}
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *argv],
+            self.command(argv),
             env=clean | dict(env or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,6 +100,11 @@ class Host:
         )
         self._processes.append(process)
         return process
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return what starts a program here."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.host_name] if self.host_name else []
+        return ["ip", "netns", "exec", self.namespace, *named, *argv]
 
     def run(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = _COMMAND_SECONDS
@@ -142,7 +149,7 @@ class Lan:
 
     Without `ipv4` or `ula` the networks have no such addresses; link-local IPv6 is always there. `hosts_file` says that
     the host's own name is 127.0.1.1, as Debian does. `two_networks` gives each host a second interface on another
-    network.
+    network. `names` has the names that the hosts have for their programs.
     """
 
     def __init__(
@@ -158,12 +165,14 @@ class Lan:
         ula: bool = True,
         hosts_file: bool = False,
         two_networks: bool = False,
+        names: Sequence[str] = (),
         prefix: str = LAN_PREFIX,
     ) -> None:
         if (rate or rates or sites) and kind != "bridge":
             raise ValueError("rates are for bridges; a switch has shape(bytes_per_second=...)")
         if len(rates) not in (0, hosts) or len(sites) not in (0, hosts):
             raise ValueError(f"rates and sites need one entry for each of the {hosts} hosts")
+        self._names = list(names) or [""] * hosts
         self._rates, self._sites, self._trunk = list(rates) or [rate] * hosts, list(sites) or [0] * hosts, trunk
         self._kind, self._ipv4, self._ula, self._hosts_file = kind, ipv4, ula, hosts_file
         self._prefix, self._size = prefix, hosts
@@ -219,7 +228,10 @@ class Lan:
         _ip(self._bridges[network], f"link set {host.name} up")
 
     def _make_hosts(self) -> None:
-        self.hosts += [Host(f"host{index}", index, self._folder) for index in range(self._size)]
+        self.hosts += [
+            Host(f"host{index}", index, self._folder, name)
+            for index, name in zip(range(self._size), self._names, strict=True)
+        ]
         _make_namespaces([host.namespace for host in self.hosts])
         for host in self.hosts:
             if self._hosts_file:

@@ -38,7 +38,7 @@ LEAST_ACKNOWLEDGED: Final = 1 << 17
 MEDIA: Final = {"local": "loopback", "wired": "cable", "wireless": "Wi-Fi"}
 USUAL_SPEEDS: Final = 60
 """Speeds of a link that are kept, one a round, to know what is usual for it."""
-LATELY: Final = 5
+LATELY: Final = 3
 """The last ones do not tell what is usual: the link may have changed since."""
 NAMED_LINKS: Final = 1024
 """Links of one run; those of the machines that come first."""
@@ -138,9 +138,9 @@ class Counters:
             return None
         return _share(middle, self._readings[-1]), _share(first, middle)
 
-    def share(self) -> float | None:
-        """Return the share of the last STEADY_SECONDS that it has spent in operations; None if that is not known."""
-        before = self._at(STEADY_SECONDS)
+    def share(self, seconds: float) -> float | None:
+        """Return the share of so many last seconds that it has spent in operations; None if that is not known."""
+        before = self._at(seconds)
         return None if before is None else _share(before, self._readings[-1])
 
     def _at(self, seconds: float) -> _Reading | None:
@@ -156,8 +156,8 @@ class Counters:
         return None if before is None else max(0, self._readings[-1].moved - before.moved)
 
     def flows(self) -> dict[int, PeerFlow]:
-        """Return what moved to each rank in the last seconds."""
-        before = self._at(STEADY_SECONDS)
+        """Return what moved to each rank in the last second."""
+        before = self._at(SPELL_SECONDS)
         if before is None or before.progress is None:
             return {}
         last, progress = self._readings[-1], self._readings[-1].progress
@@ -193,6 +193,9 @@ class LinkBook:
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, str], deque[float]] = {}
+        """What each has carried lately, a round at a time."""
+        self._whole: dict[tuple[str, str], float | None] = {}
+        """What each has carried since its lanes were opened."""
 
     def look(
         self, told: Iterable[tuple[str, RankProgress, Counters]], machine_of: Mapping[int, str]
@@ -213,6 +216,7 @@ class LinkBook:
                 flow = moved.get(peer.rank, PeerFlow())
                 links[pair] = _joined(links.get(pair), *pair, peer, flow, is_known=peer.rank in moved)
                 flows.setdefault(pair, []).append(flow)
+        self._whole = {pair: link.bytes_per_second for pair, link in links.items()}
         self._speeds = {pair: self._speeds.get(pair) or deque(maxlen=USUAL_SPEEDS) for pair in links}
         for pair, speeds in self._speeds.items():
             if known := [flow.speed for flow in flows[pair] if flow.speed is not None]:
@@ -232,7 +236,7 @@ class LinkBook:
     def usual(self, source: str, target: str) -> float | None:
         """Return what a link carried before the last seconds; None if that is not known."""
         before = list(self._speeds.get((source, target), ()))[:-LATELY]
-        return median(before) if before else None
+        return median(before) if len(before) >= LATELY else self._whole.get((source, target))
 
 
 def _joined(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from covey.base.operations import operation_name
 from covey.base.version import __version__
@@ -16,7 +16,7 @@ from covey.watch import verdict
 from covey.watch.curves import Curves
 from covey.watch.happenings import TimeLine
 from covey.watch.overview import Moment, RankSeen, RunSeen
-from covey.watch.rates import STEADY_SECONDS, Counters, LinkBook
+from covey.watch.rates import SPELL_SECONDS, STEADY_SECONDS, Counters, LinkBook
 from covey.watch.waits import RankPosition, SlowLink, long_operation, slow_link, slow_rank, waits
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class RunBook:
         self._generation = -1
         self._time_line = TimeLine()
         self._links = LinkBook()
-        self._slow = Steady()
+        self._slow: Steady[tuple[int, float]] = Steady()
+        self._narrow: Steady[SlowLink] = Steady()
         self._waits: tuple[str, ...] = ()
         self._is_joining = True
         self._fault: tuple[int, str] | None = None
@@ -360,25 +361,22 @@ class RunBook:
     def _slow_rank(self, there: Mapping[int, KnownProcess], ranks: Sequence[RankSeen]) -> tuple[int, float] | None:
         """Return the rank for which the others wait at every step, if it was so in two rounds one after the other."""
         if any(rank.state not in ("active", "waiting", "late") for rank in ranks if rank.rank in there):
-            return self._slow.take(None)
-        steady = [told.counters.steady_seconds() for told in there.values()]
-        known = [seconds for seconds in steady if seconds is not None]
-        if len(known) < len(steady) or not known:
-            return self._slow.take(None)
-        spells = {rank: told.counters.shares(max(known)) for rank, told in there.items()}
-        if any(each is None for each in spells.values()):
-            return self._slow.take(None)
-        found = [slow_rank({rank: each[at] for rank, each in spells.items() if each}) for at in range(2)]
-        now, before = found
-        if now is None or before is None or now[0] != before[0]:
-            return self._slow.take(None)
-        return self._slow.take((now[0], (now[1] + before[1]) / 2))
+            return self._slow.take(None, None)
+        looks = _last_step_and_second(there) or _two_spells(there)
+        found = [slow_rank(shares) for shares in looks]
+        if len(found) < 2 or found[0] is None or found[1] is None or found[0][0] != found[1][0]:
+            return self._slow.take(None, None)
+        return self._slow.take(found[0][0], (found[0][0], min(found[0][1], found[1][1])))
 
     def _slow_link(self, there: Mapping[int, KnownProcess], loads: Sequence[LinkLoad], now: float) -> SlowLink | None:
         """Return the link that the ranks wait for most of the time, and what is usual for it."""
-        fresh = [told.counters.share() for told in there.values() if now - told.arrived <= SILENT_AFTER]
-        found = slow_link(loads, [share for share in fresh if share is not None])
-        return None if found is None else SlowLink(found, self._links.usual(found.source, found.target))
+        fresh = [told.counters.share(SPELL_SECONDS) for told in there.values() if now - told.arrived <= SILENT_AFTER]
+        load = slow_link(loads, [share for share in fresh if share is not None])
+        if load is None:
+            return self._narrow.take(None, None)
+        found = SlowLink(load, self._links.usual(load.source, load.target))
+        held = self._narrow.take("a link", found)
+        return found if found.has_fallen else held
 
     def _tell_less(self, machines: Mapping[str, str]) -> list[tuple[str, str]]:
         """Return the machines, with their releases, of processes that do not know the question."""
@@ -390,20 +388,47 @@ class RunBook:
         return sorted(found)
 
 
-class Steady:
+def _last_step_and_second(there: Mapping[int, KnownProcess]) -> list[dict[int, float]]:
+    """Return the shares of time in operations, of the last step and of the last second, if all programs tell steps."""
+    steps: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    for rank, told in there.items():
+        report = None if told.progress is None else told.progress.report
+        share = told.counters.share(SPELL_SECONDS)
+        if report is None or report.compute < 0 or report.compute + report.sync <= 0 or share is None:
+            return []
+        steps[rank], seconds[rank] = report.sync / (report.compute + report.sync), share
+    return [steps, seconds]
+
+
+def _two_spells(there: Mapping[int, KnownProcess]) -> list[dict[int, float]]:
+    """Return the shares of time in operations of two spells one after the other, of equal length for all ranks."""
+    steady = [told.counters.steady_seconds() for told in there.values()]
+    known = [seconds for seconds in steady if seconds is not None]
+    if len(known) < len(steady) or not known:
+        return []
+    spells = {rank: told.counters.shares(max(known)) for rank, told in there.items()}
+    if any(each is None for each in spells.values()):
+        return []
+    return [{rank: each[at] for rank, each in spells.items() if each} for at in range(2)]
+
+
+Found = TypeVar("Found")
+
+
+class Steady(Generic[Found]):
     """Holds what two rounds say one after the other, so that a moment makes no sentence come and go."""
 
     def __init__(self) -> None:
-        self._before: int | None = None
-        self._held: tuple[int, float] | None = None
+        self._before: object = None
+        self._held: tuple[object, Found | None] = None, None
 
-    def take(self, found: tuple[int, float] | None) -> tuple[int, float] | None:
-        """Take what one round says of a rank; return what two rounds in a row have said last."""
-        rank = None if found is None else found[0]
-        if rank == self._before or (self._held is not None and rank == self._held[0]):
-            self._held = found
-        self._before = rank
-        return self._held
+    def take(self, about: object, found: Found | None) -> Found | None:
+        """Take what one round has found, and about whom; return what two rounds in a row have said last."""
+        if about == self._before or about == self._held[0]:
+            self._held = about, found
+        self._before = about
+        return self._held[1]
 
 
 def _unheard(heard: HeardProcess) -> HeardProcess:

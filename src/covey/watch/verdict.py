@@ -15,7 +15,6 @@ from covey.base.operations import operation_name
 from covey.base.text import listed, listed_briefly, listed_ranks, spell_rate
 from covey.watch.happenings import spell_ms
 from covey.watch.overview import Sentence
-from covey.watch.waits import FELL_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +205,7 @@ def _slow_link(facts: RunFacts) -> Sentence | None:
     load, usual = facts.slow_link
     link = f"from {_machine(facts, load.source)} to {_machine(facts, load.target)}"
     rate = spell_rate(load.rate)
-    has_fallen = usual is not None and usual >= FELL_BY * load.rate
+    has_fallen = facts.slow_link.has_fallen
     if has_fallen:
         text = f"the link {link} has become slow: it carries {rate}, before {spell_rate(usual)}; the ranks wait for it."
     else:

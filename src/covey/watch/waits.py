@@ -123,6 +123,11 @@ class SlowLink(NamedTuple):
     load: LinkLoad
     usual: float | None
 
+    @property
+    def has_fallen(self) -> bool:
+        """Whether it was much faster before."""
+        return self.usual is not None and self.usual >= FELL_BY * self.load.rate
+
 
 def slow_link(loads: Iterable[LinkLoad], shares: Collection[float]) -> LinkLoad | None:
     """Return the link that the ranks wait for most of the time; None if they wait for none.

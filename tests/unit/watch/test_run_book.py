@@ -254,6 +254,18 @@ def test_a_link_that_falls_to_a_hundredth_is_named_within_three_rounds_and_not_o
     assert said[10] == said[39] == "2 ranks on 2 machines at work."
 
 
+def test_a_view_that_has_just_begun_knows_what_a_link_carried_before() -> None:
+    watch = Watch()
+    for second in range(3):
+        peers = (PeerProgress(1, 0, 0, "tcp", "wired", -1.0, 4e7, False, 10**9 + second * 10**5, 10**7 * (second + 1)),)
+        told = progress(0, second + 1.0, sequence=second, busy=second + 0.9, peers=peers)
+        other = heard(progress(1, second + 1.0, sequence=second, busy=second + 0.9), 1, second + 1.0, machine="a")
+        run = watch.look(second + 1.0, heard(told, 0, second + 1.0), other).runs[0]
+    assert run.sentence.text.startswith(
+        "The link from north to attic has become slow: it carries 0.8 Mbit/s, before 320"
+    )
+
+
 def test_a_rank_that_becomes_slow_is_named_within_three_rounds_and_not_once_it_is_well() -> None:
     watch, said, sharing = Watch(), list[str](), [0.0] * 4
     for second in range(40):
@@ -269,6 +281,25 @@ def test_a_rank_that_becomes_slow_is_named_within_three_rounds_and_not_once_it_i
     assert 29 <= named[-1] <= 32
     assert named == list(range(named[0], named[-1] + 1)), "it does not come and go"
     assert said[25].startswith("Rank 2 is slower than the others, which wait for it 58% of their time")
+
+
+def test_where_steps_are_told_a_slow_rank_is_named_in_the_second_round_and_one_long_step_is_no_word() -> None:
+    for slow_rounds in (1, 5):
+        watch, said, busy = Watch(), list[str](), [0.0] * 3
+        for second in range(20):
+            is_slow = 10 <= second < 10 + slow_rounds
+            computes = [0.15 if is_slow and rank == 1 else 0.05 for rank in range(3)]
+            step = max(computes) + 0.015
+            busy = [spent + (step - compute) / step for spent, compute in zip(busy, computes, strict=True)]
+            rows = [ReportRow(1000.0, second, {}, compute, step - compute) for compute in computes]
+            told = [
+                progress(rank, second + 1.0, sequence=8 * second, busy=busy[rank], report=rows[rank])
+                for rank in range(3)
+            ]
+            look = watch.look(second + 1.0, *(heard(each, rank, second + 1.0) for rank, each in enumerate(told)))
+            said.append(look.runs[0].sentence.text)
+        named = [second for second, text in enumerate(said) if "is slower than the others" in text]
+        assert named == ([] if slow_rounds == 1 else [11, 12, 13, 14, 15])
 
 
 def test_steps_of_many_seconds_are_judged_by_several_of_them() -> None:
