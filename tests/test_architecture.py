@@ -427,11 +427,14 @@ def test_a_time_is_named_by_what_it_is_for() -> None:
 
 
 def test_processes_are_started_and_supervised_in_one_place() -> None:
-    """`runtime.processes.Children`; simulated networks, which are no part of a run, and mpirun's ranks apart."""
+    """`runtime.processes.Children`; simulated networks, which are no part of a run, and mpirun's ranks apart.
+
+    The template reaps its own forks, and what passes on the output of a program ends after it.
+    """
     starting = re.compile(r"subprocess\.Popen\(|os\.waitpid\(|WNOHANG|register\(\w+\.stdout")
     others = {path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py") if starting.search(path.read_text())}
     others = {path for path in others if not path.startswith("testing/")}
-    assert others == {"runtime/processes.py", "runtime/keeper/template.py"}, "the template reaps its own forks"
+    assert others == {"runtime/processes.py", "runtime/keeper/template.py", "runtime/own_output.py"}
 
 
 def test_what_is_tried_again_is_paced_in_one_way() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 
-from tests.support import pipes
+from tests.support import forked, pipes
 from tests.support.jobs import SOURCE, Job, finish, new_job
+from tests.support.machines import new_lab
 from tests.support.waiting import wait_until
 
 RUN = (sys.executable, "-m", "covey", "run")
@@ -133,3 +135,82 @@ def test_a_run_without_a_folder_for_its_output_goes_on() -> None:
         assert ended.code == 0
         assert "nothing is kept of this run" in ended.err
         assert ended.out.count("done") == 2
+
+
+PLAIN = """
+import os, subprocess, sys
+import covey
+
+print("before", flush=True)
+with covey.join() as group:
+    print("rank", group.rank, "works", flush=True)
+    os.write(2, b"past Python\\n")
+    subprocess.run(["echo", "of a child"])
+    if len(sys.argv) > 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), 9)
+raise RuntimeError("a fault")
+"""
+
+
+def test_what_plain_python_prints_is_kept_if_one_asks_for_it() -> None:
+    with new_job() as job:
+        script = job.folder / "plain.py"
+        script.write_text(PLAIN)
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
+        env = clean | {"PYTHONPATH": str(SOURCE), "COVEY_HOME": str(job.home)}
+        for words, keep in (((), "1"), (("killed",), "1"), ((), "")):
+            kept = {"COVEY_KEEP_OUTPUT": keep} if keep else {}
+            argv = [sys.executable, str(script), *words]
+            run = forked.run if words or not keep else subprocess.run  # only a whole interpreter ends in order
+            ended = run(argv, env=env | kept, capture_output=True, text=True, check=False)
+            assert ended.stdout.split()[:6] == ["before", "rank", "0", "works", "of", "a"] or words, ended
+            assert ended.stderr.startswith("past Python\n"), ended
+            assert ("RuntimeError: a fault" in ended.stderr) == (not words)
+        rows = json.loads(covey(job, "history", "--json"))
+        assert [(row["run"], row["state"]) for row in rows] == [("plain", "ended unexpectedly"), ("plain", "ended")]
+        shown = [json.loads(line) for line in covey(job, "logs", rows[1]["id"], "--json").splitlines()]
+        texts = [line["text"] for line in shown]
+        assert "before" not in texts, "it is kept from the join on"
+        assert {"rank 0 works", "past Python", "of a child", "RuntimeError: a fault"} <= set(texts)
+        assert shown[texts.index("rank 0 works")]["rank"] == 0
+        assert "last words" in covey(job, "logs", rows[0]["id"])
+
+
+SPEAKS = """
+import os, sys
+from pathlib import Path
+import covey
+import numpy as np
+
+with covey.join() as group:
+    print("this is", sys.argv[1], flush=True)
+    group.barrier()
+    print("all are here", flush=True)
+    is_over = np.zeros(1)
+    while not is_over[0]:
+        is_over[0] = Path("enough").exists()
+        group.all_reduce(is_over)
+"""
+
+
+def test_other_machines_tell_what_is_printed_there_only_if_they_share_it() -> None:
+    key = secrets.token_bytes(32)
+    with new_lab() as lab:
+        (lab.folder / "speaks.py").write_text(SPEAKS)
+        north, south, attic = lab.owned("home", key, "north", "south", "attic")
+        shares = {north: [], south: ["--share-output"], attic: []}
+        started = [
+            machine.start("-m", "covey", "run", "--size", "3", *options, "speaks.py", machine.home.name)
+            for machine, options in shares.items()
+        ]
+        for each in started:
+            assert any("all are here" in line for line in pipes.stdout(each))
+        shown = north.covey("logs", "speaks", "--all", "--json")
+        texts = [json.loads(line)["text"] for line in shown.stdout.splitlines()]
+        assert {text for text in texts if text.startswith("this is")} == {"this is north", "this is south"}
+        assert texts.count("all are here") == 2
+        assert shown.stderr.count("keeps its output to itself") == 1
+        (lab.folder / "enough").touch()
+        for each in started:
+            assert finish(each).code == 0

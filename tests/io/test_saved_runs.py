@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
@@ -16,8 +18,10 @@ from covey.net.host import folders, saved_output, saved_runs
 from covey.net.host.saved_output import HEADER_BYTES, SavedOutput, read_log, tail_of
 from covey.net.host.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs
 from covey.runtime.metrics import inspection
+from covey.watch.far_output import MachineOutput
 from covey.watch.output import OutputReader, RunFollower
 from covey.wire import messages
+from covey.wire import reports as wire
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,12 @@ def lines_of(name: str = "train") -> list[tuple[int | None, str]]:
     assert run is not None
     follower = RunFollower(run)
     return [(line.rank, line.text) for line in [*follower.whole(), *follower.rest()]]
+
+
+def kept(name: str) -> list[RunFollower]:
+    """Return what this machine has kept of a run, as views read it."""
+    run = find_past_run(name)
+    return [] if run is None else [RunFollower(run, only_tail=True)]
 
 
 def test_output_of_all_ranks_comes_back_by_time_with_rank_and_stream() -> None:
@@ -146,7 +156,7 @@ def test_a_follower_gets_only_news_bounded_and_hears_what_was_left_out(monkeypat
     monkeypatch.setattr("covey.watch.output.PAGE_LINES", 10)
     monkeypatch.setattr("covey.watch.output.RING_LINES", 20)
     run = a_run()
-    reader = OutputReader(find_past_run)
+    reader = OutputReader(kept)
     assert reader.lines("nothing").lines == ()
     run.append(0, 0, 1, b"one\ntwo\n")
     first = reader.lines("train")
@@ -171,7 +181,7 @@ def test_a_late_follower_begins_near_the_end(monkeypatch: pytest.MonkeyPatch) ->
     run = a_run(output_bytes=256 << 10)
     for number in range(8000):
         run.append(0, 0, 1, b"line %05d\n" % number)
-    page = OutputReader(find_past_run).lines("train")
+    page = OutputReader(kept).lines("train")
     assert page.lines[-1].text == "line 07999"
     assert page.left_out == 8000 - len(page.lines)
 
@@ -216,9 +226,62 @@ def test_the_bounds_are_those_of_the_page() -> None:
     assert OutputTerms.read({"COVEY_KEEP_OUTPUT": "0", "COVEY_KEEP_OUTPUT_BYTES": "1MiB"}) == (False, 1 << 20, total)
 
 
-def test_no_question_of_another_node_is_answered_with_output() -> None:
+def asked(question: messages.Inspect) -> messages.Inspected:
+    """Return what a node of the cluster gets for its question."""
+    answers: queue.Queue[messages.Inspected] = queue.Queue()
+    inspection.PacedAnswers().answer(question, b"key", answers.put)
+    return answers.get(timeout=DEADLINE)
+
+
+def test_no_question_of_another_node_is_answered_with_output_unless_it_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = a_run()
     run.append(0, 0, 1, b"a secret\n")
-    for what in ("output", "logs", "metrics", "operations", "events", "network"):
-        assert b"a secret" not in inspection.answer(messages.Inspect(what)).body, what
-    assert inspection.answer(messages.Inspect("output")).pages == 0
+    monkeypatch.setenv("COVEY_KEPT_FOLDER", str(run.folder))
+    for share in (None, "0", "nonsense"):
+        if share is not None:
+            monkeypatch.setenv("COVEY_SHARE_OUTPUT", share)
+        for what in ("output", "logs", "metrics", "operations", "events", "network"):
+            answer = asked(messages.Inspect(what))
+            assert b"a secret" not in answer.body, what
+        assert asked(messages.Inspect("output")).pages == 0
+    monkeypatch.setenv("COVEY_SHARE_OUTPUT", "1")
+    assert b"a secret" in asked(messages.Inspect("output")).body
+    monkeypatch.delenv("COVEY_KEPT_FOLDER")
+    assert asked(messages.Inspect("output")).pages == 0
+
+
+def test_shared_output_is_told_in_pieces_and_hostile_questions_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run()
+    for number in range(20_000):
+        run.append(number % 2, number % 2, 1, b"line %05d of many\n" % number)
+    monkeypatch.setenv("COVEY_KEPT_FOLDER", str(run.folder))
+    monkeypatch.setenv("COVEY_SHARE_OUTPUT", "1")
+    machine, lines = MachineOutput(wants_all=True), list[str]()
+    question = machine.question(0.0)
+    while question is not None:
+        answer = asked(question)
+        assert len(answer.body) < 80_000
+        told = machine.take(answer, "south")
+        lines += [line.text for line in told]
+        question = machine.question(0.0) if told else None
+    assert sorted(lines) == [f"line {number:05d} of many" for number in range(20_000)]
+    assert machine.gone == 0
+    tail = MachineOutput()
+    first = tail.take(asked(tail.question(0.0)), "south")  # type: ignore[arg-type]
+    assert first[0].text != "line 00000 of many", "a view begins near the end"
+    for about in (b"\xc1", b"\x91\x91\x92\xa6../etc\x00"):
+        assert asked(messages.Inspect("output", 0, about)).pages == 0, about
+    wrong = wire.encode(wire.OutputKnown((("0", 7), ("keeper", 1 << 60))))
+    assert [log.name for log in wire.decode_output(asked(messages.Inspect("output", 0, wrong)).body).logs] == ["1"]
+
+
+def test_what_a_hostile_rank_tells_of_output_is_bounded_and_printable() -> None:
+    record = wire.ToldRecord(1, -1, 5.0, 1 << 61, b"\x1b[2J\xe2\x80\xaeevil\xe2\x80\x8b\n" + b"x" * 16_000)
+    told = wire.ToldOutput("south", (wire.ToldLog("0", 1, (record,) * 4),), True)
+    machine = MachineOutput()
+    lines = machine.take(messages.Inspected("output", 0, 1, wire.encode(told)), "south")
+    assert all(line.text.isprintable() and len(line.text) <= 2000 for line in lines)
+    for body in (b"", b"\xc1", wire.encode(wire.ToldOutput("south", (wire.ToldLog("../x", 1, ()),)))):
+        assert machine.take(messages.Inspected("output", 0, 1, body), "south") == []

@@ -64,7 +64,8 @@ def test_in_the_configuration_folder_itself_its_file_is_the_users(
 
 
 @pytest.mark.parametrize(
-    "line", ["insecure = true", 'seeds = ["192.0.2.1:47700"]', 'cluster = "x"', 'secret_file = "x"']
+    "line",
+    ["insecure = true", 'seeds = ["192.0.2.1:47700"]', 'cluster = "x"', 'secret_file = "x"', "share_output = true"],
 )
 def test_the_file_of_a_working_folder_that_weakens_security_is_an_error(folders: tuple[Path, Path], line: str) -> None:
     (folders[0] / "covey.toml").write_text(line)

@@ -95,7 +95,7 @@ class StartedJob:
         seconds = time.monotonic() - self._began_at if code is None else self._ran_seconds
         return JobReport(
             self.number, self.request.run, tuple(words), self.request.processes, self.started_by, seconds, code,
-            str(self.folder),
+            str(self.folder), self.log.tail(),
         )  # fmt: skip
 
     def is_new(self, token: int) -> bool:

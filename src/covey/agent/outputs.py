@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.requests import OUTPUT_CHUNK_BYTES, OutputBatch
-from covey.net.host.saved_output import SavedOutput, read_log
+from covey.net.host.saved_output import SavedOutput, read_log, tail_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LOG_BYTES: Final = 32 << 20
 """What is kept of the output of a program."""
+TAIL_BYTES: Final = 256 << 10
+"""What a view shows of the output before it was opened."""
 
 
 class OutputLog:
@@ -53,6 +55,10 @@ class OutputLog:
         records = tuple((record.stream, record.data) for record in batch.records)
         times = tuple(record.at for record in batch.records)
         return OutputBatch(batch.next, batch.missing, records, code if batch.next >= end else None, times)
+
+    def tail(self) -> int:
+        """Return an offset shortly before the end, at which a record begins."""
+        return tail_of(self._folder, TAIL_BYTES)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` after every change, on the thread of the change; return what ends this."""

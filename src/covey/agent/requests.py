@@ -99,6 +99,8 @@ class JobReport(msgspec.Struct, frozen=True, array_like=True):
     code: int | None = None
     """The exit code; None while it runs."""
     folder: str = ""
+    tail: Number = 0
+    """Where the last part of its output begins, for those that do not want all of it."""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True):

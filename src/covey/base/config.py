@@ -50,6 +50,7 @@ RUN_VARIABLES: Final = (
     "COVEY_RUN_NEW",
     "COVEY_RELAY_PORT",
     "COVEY_BY_AGENT",
+    "COVEY_KEPT_FOLDER",
 )
 """The variables with which `covey run` tells the programs it starts which run of the cluster to join."""
 CLUSTER_VARIABLES: Final = (

@@ -455,6 +455,12 @@ _OTHERS: Final = (
         "How much is kept of the output of all runs on this machine; the oldest is removed first.", files=ANY_FILE,
     ),
     _other(
+        _MACHINE, "share_output", Flag(), False,
+        "Let every machine of the cluster read what the processes here print, in `covey logs` and on the page. Output "
+        "may hold secrets. Needs `keep_output`.",
+        files=USER_FILE, option=Option(of_cluster=True),
+    ),
+    _other(
         _MACHINE, "reports", FilePath(), None,
         "A file to which what programs report (`group.report`) is appended, as JSON.",
     ),

@@ -21,7 +21,7 @@ from covey.net.host.saved_runs import find_past_run, past_runs
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.keeper.output import COLOURS
-from covey.watch.output import LineAssembly, OutputLine, RunFollower, clean
+from covey.watch.output import LineAssembly, OutputLine, RunFollower, labelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,8 +32,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 FOLLOW_EVERY: Final = 0.2
 """Seconds between looks at the files of a run that goes on."""
-_PREFIX: Final = re.compile(rb"\[(?:([^\]\r\n]{1,160}?) )?(\d{1,6})\] (.*)\Z", re.DOTALL)
-"""What `covey run` puts before each line: machine and rank."""
+FIND_SECONDS: Final = 10.0
+"""How long a run of the cluster is looked for."""
+QUIET_SECONDS: Final = 3.0
+"""When nothing has come from other machines for so long, all was told that was there."""
 
 
 class UnknownRunError(ConfigError):
@@ -111,10 +113,7 @@ class LineScreen:
         say(f"covey: {text}", err=True)
 
     def _line(self, machine: str, stream: int, data: bytes, at: float) -> OutputLine:
-        found = _PREFIX.match(data)
-        if found is None:
-            return OutputLine(at, machine, None, stream == 2, clean(data))
-        return OutputLine(at, machine, int(found[2]), stream == 2, clean(found[3]))
+        return labelled(machine, stream, data, at)
 
 
 @app.command()
@@ -127,6 +126,9 @@ def logs(
     grep: Annotated[str, typer.Option(metavar="PATTERN", help="Only lines in which this regular expression is.")] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show new output until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line, with its time.")] = False,
+    everywhere: Annotated[
+        bool, typer.Option("--all", help="Also what the other machines of the run tell, while it goes on.")
+    ] = False,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="What agents of this cluster have, not what this machine has kept."),
@@ -138,6 +140,9 @@ def logs(
     time. Otherwise the trusted machines where agents have started the run are asked; each has the last 32 MiB of each
     program, and machines follow one another without -f.
 
+    With --all, the other machines of a run of the cluster that goes on are asked, too. A machine tells its output if
+    its share was started with --share-output, or if its agent has started it for this machine.
+
     Ctrl-C ends this command, not the run.
     """
     try:
@@ -145,6 +150,8 @@ def logs(
     except re.error as error:
         raise ConfigError(f"--grep {grep!r} is not a regular expression: {error}") from None
     printer = LinePrinter(frozenset(rank or ()), machine, pattern, as_json)
+    if everywhere:
+        return _show_of_all(run, cluster, printer, follow=follow)
     kept = find_past_run(run) if cluster is None else None
     has_output = kept is not None and bool(kept.logs()) and machine in ("", kept.record.machine)
     if kept is not None and has_output and not kept.record.by_agent:
@@ -167,6 +174,38 @@ def _show_of_here(run: PastRun, printer: LinePrinter, *, follow: bool) -> None:
         printer.print(follower.news())
         time.sleep(FOLLOW_EVERY)
     printer.print([*follower.news(), *follower.rest()])
+
+
+def _show_of_all(run: str, cluster: str | None, printer: LinePrinter, *, follow: bool) -> None:
+    """Print what this machine has kept of a run that goes on, and what the others tell, as it comes."""
+    from covey.watch.collector import open_collector
+    from covey.watch.far_output import far_output, own_output
+
+    with open_collector(run, cluster) as collector:
+        with working("looking for the run ..."):
+            until = time.monotonic() + FIND_SECONDS
+            while not (found := [each for each in collector.newest().runs if each.name == run]):
+                if time.monotonic() > until:
+                    raise UnknownRunError(f"no run {run!r} goes on; without --all, what is kept here is shown")
+                time.sleep(FOLLOW_EVERY)
+        id = found[0].id
+        here = list(own_output(collector, id, only_tail=False))
+        far = far_output(collector, id, has_own=bool(here), wants_all=True)
+        printer.print(line for source in here for line in source.whole())
+        quiet_since, told = time.monotonic(), set[str]()
+        while True:
+            lines = [line for source in (*here, far) if source is not None for line in source.news()]
+            printer.print(sorted(lines, key=lambda line: line.at))
+            for name in () if far is None else far.silent:
+                if name not in told:
+                    say(f"covey: {name} keeps its output to itself; `covey logs {run}` there shows it", err=True)
+                told.add(name)
+            quiet_since = time.monotonic() if lines else quiet_since
+            state = next((each.state for each in collector.newest().runs if each.id == id), "ended")
+            is_over = state in ("ended", "failed")
+            if time.monotonic() - quiet_since > QUIET_SECONDS and (is_over or not follow):
+                return
+            time.sleep(FOLLOW_EVERY)
 
 
 def _goes_on(run: PastRun) -> bool:

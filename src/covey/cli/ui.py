@@ -56,7 +56,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
     from covey.ui.server import PageServer
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
-    from covey.watch.output import outputs_of
+    from covey.watch.far_output import outputs_of
 
     is_over = threading.Event()
 

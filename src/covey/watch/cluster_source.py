@@ -7,6 +7,7 @@ the collector, except `ask_programs`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -21,7 +22,7 @@ from covey.base.text import printable
 from covey.net.host.saved_runs import past_runs
 from covey.net.keys import charter, owner, trust
 from covey.net.keys.identity import id_text, machine_name, own_machine, short_id
-from covey.runtime.metrics.inspection import NETWORK, PROGRESS, READINGS, REPORTS
+from covey.runtime.metrics.inspection import NETWORK, OUTPUT, PROGRESS, READINGS, REPORTS
 from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.asking import (
     ANSWER_SECONDS,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from covey.agent.callers import Terminal
+    from covey.watch.far_output import FarOutput
     from covey.wire.progress import RankProgress, Readings, ReportRow
     from covey.wire.reports import MeasuredNetwork
 
@@ -53,7 +55,9 @@ TELL_EVERY: Final = 10.0
 """How often one member of a run is asked who is in it, which machines ask to join, and what was measured of links."""
 FRESH_SECONDS: Final = 3.0
 """How long it holds what a process has said that waits for a run."""
-END_SECONDS: Final = 15.0
+BATCHES: Final = 8
+"""Batches of an agent's output that are read at a time."""
+ENDED_LATELY: Final = 15.0
 """How long after its last process a run is looked for among those that have ended here."""
 PROGRAMS_EVERY: Final = 5.0
 """How often agents are asked which programs they run."""
@@ -109,7 +113,10 @@ class ClusterSource:
         """By machine, and by two machines: what ranks have measured."""
         self._programs: dict[str, list[tuple[Any, int]]] = {}
         """By run: the agents that have started it, and its number there."""
+        self._tails: dict[tuple[bytes, int], int] = {}
+        """By machine and number of a program: where the last part of its output began."""
         self._refused_by_agents = False
+        self._followed: list[FarOutput] = []
         self._own = own_machine()
 
     def look(self, wanted: Collection[str]) -> LookRound:
@@ -131,6 +138,7 @@ class ClusterSource:
         self._note_events({each.key: each for each in heard}, at)
         reports = self._reports(answers, states)
         self._read(answers, cards, now)
+        self._take_output(answers, cards)
         self._forget(cards.keys())
         denied, allowed = charter.lists(visit.mesh.cluster)
         tells = [tell for key, (_, tell) in self._tells.items() if key in states]
@@ -157,13 +165,13 @@ class ClusterSource:
         `going` has the names of the others by their keys. What the last process of a run was is written down by its
         keeper a moment later.
         """
-        self._seen = {key: each for key, each in self._seen.items() if now - each[1] < END_SECONDS}
+        self._seen = {key: each for key, each in self._seen.items() if now - each[1] < ENDED_LATELY}
         gone = {key: name for key, (name, _) in self._seen.items() if key not in going}
         self._seen |= {key: (name, now) for key, name in going.items()}
         found: dict[str, RunEnd] = {}
         with contextlib.suppress(ConfigError):
             for past in past_runs() if gone else ():
-                is_new = past.record.ended is not None and time.time() - past.record.ended < END_SECONDS
+                is_new = past.record.ended is not None and time.time() - past.record.ended < ENDED_LATELY
                 for key, name in gone.items():
                     if is_new and (past.record.cluster, past.record.name) == (self._cluster.name, name):
                         found[key] = RunEnd("", past.outcome(), has_failed=past.has_failed)
@@ -176,6 +184,7 @@ class ClusterSource:
         readers = self._readers(cards, agents)
         spokesmen = self._spokesmen(cards.keys() - agents)
         reporters = self._reporters(wanted)
+        tellers = self._tellers(cards)
         for key in self._talks.keys() - cards.keys():
             self._talks.pop(key).answers.cancel()
         for key, card in cards.items():
@@ -192,6 +201,8 @@ class ClusterSource:
                 questions.append(messages.Inspect(READINGS))
             if key in reporters:
                 questions.append(messages.Inspect(REPORTS))
+            if (output := tellers.get(key)) is not None:
+                questions.append(output)
             if questions:
                 self._talks[key] = _Talk(
                     tuple(questions), time.monotonic(), self._visit.converse(card, questions, TALK_SECONDS)
@@ -220,6 +231,22 @@ class ClusterSource:
             if progress.reported and (run_key := self._run_of[key][1]) in wanted:
                 found.setdefault(run_key, key)
         return set(found.values())
+
+    def _tellers(self, cards: Mapping[str, messages.Card]) -> dict[str, messages.Inspect]:
+        """Return the questions for output: to one rank of each machine of the runs whose output is wanted."""
+        self._followed = [output for output in self._followed if output.is_wanted]
+        found: dict[str, messages.Inspect] = {}
+        for output in self._followed:
+            ranks = {
+                key: progress.rank
+                for key, progress in self._progress.items()
+                if key in cards and key not in self._talks and self._run_of[key][1] == output.run_key
+            }
+            by_machine = {machine_of(cards[key]).hex(): key for key in sorted(ranks, key=lambda key: -ranks[key])}
+            for machine, key in by_machine.items():
+                if key not in found and (question := output.question(machine)) is not None:
+                    found[key] = question
+        return found
 
     def _take(self) -> dict[str, _Answers]:
         """Return the answers of the talks that are over, by process."""
@@ -318,6 +345,14 @@ class ClusterSource:
                     with contextlib.suppress(RemoteProtocolError):
                         self._measured(decode_network(answer.body), machines)
 
+    def _take_output(self, answers: Mapping[str, _Answers], cards: Mapping[str, messages.Card]) -> None:
+        for key in answers.keys() & cards.keys():
+            for answer in answers[key].all():
+                if isinstance(answer, messages.Inspected) and answer.what == OUTPUT:
+                    for output in self._followed:
+                        if self._run_of.get(key, ("", ""))[1] == output.run_key:
+                            output.told(machine_of(cards[key]).hex(), answer)
+
     def _measured(self, network: MeasuredNetwork, machines: Mapping[bytes, str]) -> None:
         """Take what the ranks of a run have measured; `machines` has the machine of each process."""
         at = [machines.get(member.id) for member in network.members]
@@ -379,12 +414,29 @@ class ClusterSource:
         self._run_of = {key: each for key, each in self._run_of.items() if key in keys}
         self._less &= set(keys)
 
-    # Agents and actions
+    # Output, agents and actions
+
+    def follow(self, output: FarOutput) -> None:
+        """Ask for the output of a run as long as it is wanted; on any thread."""
+        self._followed = [*self._followed, output]
+
+    def read_programs(self) -> None:
+        """Ask the agents for the output of their programs that is wanted; on the thread of `ask_programs`."""
+        for output in [each for each in self._followed if each.is_wanted]:
+            for agent, number in self._programs.get(output.run, []):
+                program = output.program(agent.machine, agent.name, number, self._tails.get((agent.machine, number), 0))
+                if program is not None:
+                    with contextlib.suppress(CoveyError):
+                        for batch in itertools.islice(
+                            agent.stream("follow", number, program.next, False, False), BATCHES
+                        ):
+                            output.printed(program, batch)
 
     def ask_programs(self) -> None:
         """Ask the agents which programs they run; on a thread of its own, every few seconds."""
         book = trust.trusted(self._cluster)
         programs: dict[str, list[tuple[Any, int]]] = {}
+        tails: dict[tuple[bytes, int], int] = {}
         agents = self._terminal.agents(book)
         refusals = 0
         for agent in agents:
@@ -393,11 +445,12 @@ class ClusterSource:
                     for each in page:
                         if each.code is None and agent.machine in book:
                             programs.setdefault(each.run, []).append((agent, each.number))
+                            tails[agent.machine, each.number] = each.tail
             except AuthError:
                 refusals += 1
             except CoveyError:
                 continue
-        self._programs = programs
+        self._programs, self._tails = programs, tails
         self._refused_by_agents = bool(agents) and refusals == len(agents)
 
     def agents_of(self, run: str) -> list[tuple[Any, int]]:

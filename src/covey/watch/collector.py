@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.watch.asking import RoundSource
+    from covey.watch.far_output import FarOutput
     from covey.watch.overview import Moment
 
 logger = logging.getLogger("covey")
@@ -119,6 +120,12 @@ class Collector:
         """Return the moments of a run after a time, oldest first; none of a run that is not known."""
         return self._books.history(run_id, since)
 
+    def follow(self, output: FarOutput) -> None:
+        """Ask other machines for the output of a run, as long as it is wanted."""
+        for source in self.sources:
+            if isinstance(source, ClusterSource):
+                source.follow(output)
+
     @property
     def books(self) -> RunBooks:
         """What is known of the runs."""
@@ -161,11 +168,16 @@ class Collector:
             self._changed.notify_all()
 
     def _ask_agents(self) -> None:
-        while not self._is_closing.wait(PROGRAMS_EVERY if self._newest.serial else LOOK_EVERY):
+        asked = -PROGRAMS_EVERY
+        while not self._is_closing.wait(LOOK_EVERY):
+            is_due = time.monotonic() - asked >= PROGRAMS_EVERY
+            asked = time.monotonic() if is_due else asked
             for source in self.sources:
                 if isinstance(source, ClusterSource):
                     with contextlib.suppress(CoveyError, OSError, TimeoutError):
-                        source.ask_programs()
+                        if is_due:
+                            source.ask_programs()
+                        source.read_programs()
 
 
 def _host() -> str:

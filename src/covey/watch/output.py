@@ -10,20 +10,17 @@ import re
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.net.host.saved_output import NO_RANK, read_log, tail_of
-from covey.net.host.saved_runs import past_runs
+from covey.net.host.saved_output import NO_RANK, OutputRecord, read_log, tail_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from covey.net.host.saved_output import OutputRecord
     from covey.net.host.saved_runs import PastRun
-    from covey.watch.collector import Collector
 
 READ_BYTES: Final = 256 << 10
 """What is read of one log at a time."""
@@ -63,6 +60,8 @@ class OutputPage:
     """What to ask for next."""
     left_out: int = 0
     """How many lines between the last question and this answer are not in it."""
+    silent: tuple[str, ...] = ()
+    """Machines of the run that keep the output of their processes to themselves."""
 
 
 def clean(data: bytes) -> str:
@@ -91,34 +90,37 @@ class LineAssembly:
         return [held] if held else []
 
 
-class LogFollower:
-    """Reads one log from an offset on."""
+_PREFIX: Final = re.compile(rb"\[(?:([^\]\r\n]{1,160}?) )?(\d{1,6})\] (.*)\Z", re.DOTALL)
+"""What `covey run` puts before each line: machine and rank."""
 
-    def __init__(self, folder: Path, machine: str, offset: int = 0) -> None:
-        self._folder, self._machine, self._offset = folder, machine, offset
+
+def labelled(machine: str, stream: int, data: bytes, at: float) -> OutputLine:
+    """Return a line that `covey run` has printed on a machine, with the rank that it put before the line."""
+    found = _PREFIX.match(data)
+    rank, text = (None, data) if found is None else (int(found[2]), found[3])
+    return OutputLine(at, machine, rank, stream == 2, clean(text))
+
+
+class RecordLines:
+    """Makes lines of the records of one log."""
+
+    def __init__(self, machine: str) -> None:
+        self._machine = machine
         self._streams = {1: LineAssembly(), 2: LineAssembly()}
         self._last: dict[int, OutputRecord] = {}
         self._lines = 0
         """How many lines of the log were read or are known to be gone."""
         self.gone = 0
         """How many lines the log no longer had when they were to be read."""
-        self.is_at_end = False
 
-    def news(self) -> list[OutputLine]:
-        """Return the next lines; none if there are none yet."""
-        try:
-            batch = read_log(self._folder, self._offset, READ_BYTES)
-        except (ConfigError, OSError):  # damaged, or removed
-            self.is_at_end = True
-            return []
+    def take(self, records: Iterable[OutputRecord]) -> list[OutputLine]:
+        """Return the lines that are complete with these records."""
         lines: list[OutputLine] = []
-        for record in batch.records:
+        for record in records:
             self.gone += max(record.lines_before - self._lines, 0)
             self._lines = max(record.lines_before, self._lines) + record.data.count(b"\n")
             self._last[record.stream] = record
             lines += [_line(record, self._machine, text) for text in self._streams[record.stream].take(record.data)]
-        self.is_at_end = not batch.records
-        self._offset = batch.next
         return lines
 
     def rest(self) -> list[OutputLine]:
@@ -128,6 +130,26 @@ class LogFollower:
             for stream, held in self._streams.items()
             for text in held.rest()
         ]
+
+
+class LogFollower(RecordLines):
+    """Reads one log of this machine from an offset on."""
+
+    def __init__(self, folder: Path, machine: str, offset: int = 0) -> None:
+        super().__init__(machine)
+        self._folder, self._offset = folder, offset
+        self.is_at_end = False
+
+    def news(self) -> list[OutputLine]:
+        """Return the next lines; none if there are none yet."""
+        try:
+            batch = read_log(self._folder, self._offset, READ_BYTES)
+        except (ConfigError, OSError):  # damaged, or removed
+            self.is_at_end = True
+            return []
+        self.is_at_end = not batch.records
+        self._offset = batch.next
+        return self.take(batch.records)
 
     def whole(self) -> Iterator[OutputLine]:
         """Yield all lines that there are now."""
@@ -145,6 +167,8 @@ def _line(record: OutputRecord, machine: str, text: bytes) -> OutputLine:
 
 class RunFollower:
     """Reads the output of one run that this machine has kept: of all its processes, by time."""
+
+    silent: tuple[str, ...] = ()
 
     def __init__(self, run: PastRun, *, only_tail: bool = False) -> None:
         """With `only_tail`, begin shortly before the end."""
@@ -180,11 +204,26 @@ class RunFollower:
                 self._logs[name] = LogFollower(folder, self._run.record.machine, offset)
 
 
+class LineSource(Protocol):
+    """Something that has new lines now and then."""
+
+    def news(self) -> list[OutputLine]:
+        """Return the lines since the last call, by time; none if there are none yet. It does not wait."""
+
+    @property
+    def gone(self) -> int:
+        """How many lines were left out."""
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """The machines that keep their output to themselves."""
+
+
 class OutputReader:
     """The newest lines of runs, for any number of followers. Any thread may call any method; none waits."""
 
-    def __init__(self, find: Callable[[str], PastRun | None]) -> None:
-        """`find` returns what this machine has kept of a run, by the id that views use."""
+    def __init__(self, find: Callable[[str], Sequence[LineSource]]) -> None:
+        """`find` returns where lines of a run come from, by the id that views use; nothing if it is not known."""
         self._find = find
         self._lock = threading.Lock()
         self._rings: OrderedDict[str, _Ring] = OrderedDict()
@@ -194,49 +233,34 @@ class OutputReader:
         with self._lock:
             ring = self._rings.pop(run_id, None)
             if ring is None:
-                run = self._find(run_id)
-                if run is None:
+                sources = self._find(run_id)
+                if not sources:
                     return OutputPage((), since)
-                ring = _Ring(RunFollower(run, only_tail=True))
+                ring = _Ring(sources)
             self._rings[run_id] = ring
             while len(self._rings) > FOLLOWED_RUNS:
                 self._rings.popitem(last=False)
             return ring.page(int(since) if since.isdecimal() and len(since) < 16 else None)
 
 
-def outputs_of(collector: Collector) -> OutputReader:
-    """Return the output of the runs that a collector sees, as far as this machine has kept it."""
-
-    def find(run_id: str) -> PastRun | None:
-        name, _, process = collector.books.key_of(run_id).rpartition(":")
-        try:
-            found = past_runs()
-        except ConfigError:
-            return None
-        here = [run for run in found if not run.record.cluster and str(run.record.pid) == process]
-        cluster = collector.newest().cluster
-        shares = [run for run in found if cluster and (run.record.cluster, run.record.name) == (cluster, name)]
-        return next(reversed(here or shares), None)
-
-    return OutputReader(find)
-
-
 class _Ring:
     """The last lines of a run, numbered."""
 
-    def __init__(self, follower: RunFollower) -> None:
-        self._follower = follower
+    def __init__(self, sources: Sequence[LineSource]) -> None:
+        self._sources = sources
         self._lines: deque[OutputLine] = deque(maxlen=RING_LINES)
         self._end = 0
         """How many lines there were in all."""
 
     def page(self, since: int | None) -> OutputPage:
-        news = self._follower.news()
+        news = sorted((line for source in self._sources for line in source.news()), key=lambda line: line.at)
         self._lines.extend(news)
         self._end += len(news)
         first = self._end - len(self._lines)
         begin = first if since is None or since > self._end else since
-        left_out = self._follower.gone + first if since is None else max(first - begin, 0)
+        gone = sum(source.gone for source in self._sources)
+        left_out = gone + first if since is None else max(first - begin, 0)
         shown = list(self._lines)[max(begin - first, 0) :]
         left_out += max(len(shown) - PAGE_LINES, 0)
-        return OutputPage(tuple(shown[-PAGE_LINES:]), str(self._end), left_out)
+        silent = tuple(sorted({name for source in self._sources for name in source.silent}))
+        return OutputPage(tuple(shown[-PAGE_LINES:]), str(self._end), left_out, silent)

@@ -33,6 +33,8 @@ VERSION: Final = OURS.oldest
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
+ABOUT_LIMIT: Final = 8192
+"""Bytes of what an asker says with a question."""
 """Cards in one message. If they have many addresses, fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
 """Ranks that one message names."""
@@ -647,9 +649,12 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Asks for numbers of the receiver's process: a keeper asks its processes, a visitor asks any node."""
 
     what: Name
-    """`metrics`; `operations`: the last ones of its groups; `events`: the last ones of its run; or `network`: the
-    links that its ranks have measured."""
+    """`metrics`; `operations`: the last ones of its groups; `events`: the last ones of its run; `network`: the links
+    that its ranks have measured; `progress`, `reports` and `readings` (`wire.progress`); or `output` of the run's
+    processes on its machine, if it was told to share that."""
     page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    about: Annotated[bytes, msgspec.Meta(max_length=ABOUT_LIMIT)] = b""
+    """What is known already: for `output` an encoded `wire.reports.OutputKnown`."""
 
 
 class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
@@ -660,7 +665,7 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=33):
     pages: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """How many there are; 0 if the question was asked too often or is not known."""
     body: bytes
-    """An encoded message of `wire.reports`, `wire.reports` or `wire.reports`."""
+    """An encoded message of `wire.reports` or `wire.progress`."""
 
 
 class CheckpointNews(msgspec.Struct, frozen=True, array_like=True, tag=34):

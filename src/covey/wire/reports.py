@@ -33,6 +33,13 @@ Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 """Bytes per second; 0 if it is not limited, or not known."""
 NETWORK_LIMIT: Final = 256
 """Members of a network that is told: it has two figures for each pair of them, and fits into one control frame."""
+LOGS_LIMIT: Final = 257
+"""Logs of one machine: of its processes, and of `covey run` itself."""
+LOG_RECORDS_LIMIT: Final = 4096
+LOGS_BYTES: Final = 64 << 10
+"""Of the output in one answer."""
+RECORD_LIMIT: Final = 16 << 10
+LogName = Annotated[str, msgspec.Meta(pattern=r"^(keeper|[0-9]{1,6})\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=NETWORK_LIMIT)]
 
 
@@ -240,3 +247,57 @@ def encode_network(network: MeasuredNetwork, age: float, medium: str) -> bytes:
 def decode_network(data: bytes) -> MeasuredNetwork:
     """Decode what was measured of a network; raise RemoteProtocolError for anything else."""
     return read_from_peer(_network, data, "a measured network")
+
+
+class OutputKnown(msgspec.Struct, frozen=True, array_like=True):
+    """Up to where an asker knows the logs of a machine: those that are not named, it does not know."""
+
+    logs: Annotated[tuple[tuple[LogName, Whole], ...], msgspec.Meta(max_length=LOGS_LIMIT)]
+    """Their names, and the offsets at which what is new begins."""
+    wants_all: bool = False
+    """Whether logs that it does not know are told from their beginning; else from shortly before their end."""
+
+
+class ToldRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a process has written at one moment."""
+
+    stream: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=RANKS_LIMIT)]
+    """-1 if it is not known."""
+    at: Seconds
+    """Since 1970, by the clock of its machine."""
+    lines_before: Whole
+    data: Annotated[bytes, msgspec.Meta(max_length=RECORD_LIMIT)]
+
+
+class ToldLog(msgspec.Struct, frozen=True, array_like=True):
+    """Records of one log, in order."""
+
+    name: LogName
+    next: Whole
+    """Up to where the asker knows it now."""
+    records: Annotated[tuple[ToldRecord, ...], msgspec.Meta(max_length=LOG_RECORDS_LIMIT)]
+
+
+class ToldOutput(Worded, frozen=True, array_like=True):
+    """What the processes of a run have printed on one machine."""
+
+    machine: Text
+    """The name of the machine."""
+    logs: Annotated[tuple[ToldLog, ...], msgspec.Meta(max_length=LOGS_LIMIT)]
+    has_more: bool = False
+    """Whether there is more to be asked for at once."""
+
+
+_known: msgspec.msgpack.Decoder[OutputKnown] = msgspec.msgpack.Decoder(OutputKnown)
+_output: msgspec.msgpack.Decoder[ToldOutput] = msgspec.msgpack.Decoder(ToldOutput)
+
+
+def decode_known(data: bytes) -> OutputKnown:
+    """Decode up to where an asker knows the output; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_known, data, "what is known of the output of a machine")
+
+
+def decode_output(data: bytes) -> ToldOutput:
+    """Decode the output that a machine tells; raise RemoteProtocolError for anything else."""
+    return read_from_peer(_output, data, "the output of a machine")

@@ -41,6 +41,7 @@ MILESTONES: dict[int, list[tuple[int, str]]] = {
         (149, "53ccf8a86df29cf8e12095211403fe9fa124b49c1d7dc7b87dec3b058fd252b0"),
         (152, "914fb20926ad89e4c1cd3315c4f504ad9040f158c19299fe891121e72d0882b1"),
         (161, "2ba0b60132c51419d9fa5c99f766423b6b5dd90c8bdc25331171582919bde707"),
+        (164, "27c77f9e270e6fcca94b9ceac4ece13afdffc552ec79bb9f79a101553c007249"),
     ],
 }
 """By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""

@@ -35,7 +35,7 @@ def top(
     """
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
-    from covey.watch.output import outputs_of
+    from covey.watch.far_output import outputs_of
 
     with open_collector(run, cluster) as collector:
         collector.next_after(0, FIRST_LOOK_SECONDS)

@@ -28,6 +28,8 @@ LIKELY_TEXTS: Final = (
     "train.py",
     "accept",
     "received",
+    "keeper",
+    "12",
 )
 """For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)

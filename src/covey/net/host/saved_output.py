@@ -24,6 +24,8 @@ SEGMENTS: Final = 4
 RECORD_BYTES: Final = 16 << 10
 """The most of one record, so that a batch is never empty because the next record is too long."""
 NO_RANK: Final = -1
+KEEPER: Final = "keeper"
+"""The folder with what `covey run` itself said; those of its processes are called by their numbers."""
 _HEADER: Final = struct.Struct(">BidIQ")
 HEADER_BYTES: Final = _HEADER.size
 _PREFIX: Final = "output-"
@@ -138,19 +140,32 @@ def log_bytes(folder: Path) -> int:
     return total
 
 
+def logs_in(folder: Path) -> list[tuple[str, Path]]:
+    """Return the logs of a run's processes in its folder, by number, and last that of `covey run` itself."""
+    try:
+        names = [name for name in os.listdir(folder) if name.isdecimal() or name == KEEPER]
+    except OSError:
+        return []
+    names.sort(key=lambda name: (name == KEEPER, int(name) if name.isdecimal() else 0))
+    return [(name, folder / name) for name in names]
+
+
+def log_end(folder: Path) -> int:
+    """Return where the next record of a log begins; 0 if it has none."""
+    starts = _starts_in(folder)
+    with contextlib.suppress(OSError):
+        return starts[-1] + os.lstat(folder / f"{_PREFIX}{starts[-1]}").st_size if starts else 0
+    return 0
+
+
 def tail_of(folder: Path, most: int) -> int:
     """Return an offset at which a record begins, with about `most` bytes or more behind it, if the log has as many."""
-    starts = _starts_in(folder)
-    if not starts:
-        return 0
-    end = starts[-1]
-    with contextlib.suppress(OSError):
-        end += os.lstat(folder / f"{_PREFIX}{end}").st_size
-    return next((start for start in reversed(starts) if end - start >= most), starts[0])
+    starts, end = _starts_in(folder), log_end(folder)
+    return next((start for start in reversed(starts) if end - start >= most), starts[0]) if starts else 0
 
 
 def read_log(folder: Path, offset: int, most: int) -> RecordBatch:
-    """Return the records from `offset` on, with at most `most` bytes of output; none if there are none yet.
+    """Return the records from `offset` on, at most `most` bytes of the log; none if there are none yet.
 
     Raises:
         ConfigError: no record begins there.
@@ -181,11 +196,11 @@ def _read(folder: Path, offset: int, most: int) -> RecordBatch:
                 data = file.read(record[3])
                 if len(data) < record[3]:  # is being written
                     break
-                if taken + len(data) > most and records:
+                if taken + HEADER_BYTES + len(data) > most and records:
                     return RecordBatch(at, missing, tuple(records))
                 stream, rank, when, size, lines = record
                 records.append(OutputRecord(stream, rank, when, lines, data))
-                at, taken = at + HEADER_BYTES + size, taken + size
+                at, taken = at + HEADER_BYTES + size, taken + HEADER_BYTES + size
         if following is None or taken >= most:
             return RecordBatch(at, missing, tuple(records))
         missing, at = missing + following - at, following

@@ -23,7 +23,7 @@ from covey.base.settings import SETTINGS
 from covey.base.text import printable
 from covey.net.host import folders
 from covey.net.host.locks import LockHolder
-from covey.net.host.saved_output import NO_RANK, SavedOutput, log_bytes, remove_log
+from covey.net.host.saved_output import KEEPER, NO_RANK, SavedOutput, log_bytes, logs_in, remove_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 FOLDER: Final = "history"
 ABOUT: Final = "about"
 LOCK: Final = "lock"
-KEEPER: Final = "keeper"
-"""The folder with what `covey run` itself said."""
 FORMAT: Final = 1
 RUNS_LIMIT: Final = 500
 """Runs that are remembered."""
@@ -114,27 +112,26 @@ class PastRun:
     @property
     def has_failed(self) -> bool:
         """Whether it has ended with an error, or without a word, and nobody stopped it."""
-        return not self.is_running and self.record.code != 0 and not self.record.reason.startswith(STOPPED_BY)
+        record = self.record
+        is_well = record.ended is not None and (not record.code or record.reason.startswith(STOPPED_BY))
+        return not self.is_running and not is_well
 
     def outcome(self) -> str:
         """Return how it ended, in words."""
         record = self.record
         if self.is_running:
             return "running"
-        if record.ended is None or record.code is None:
+        if record.ended is None:
             return "ended unexpectedly"
+        if record.code is None:
+            return "ended"
         if record.code == 0:
             return "succeeded" + (f": {record.reason}" if record.reason else "")
         return f"exit code {record.code}" + (f": {record.reason}" if record.reason else "")
 
     def logs(self) -> list[tuple[str, Path]]:
         """Return the logs of its processes, by number, and last that of `covey run` itself."""
-        try:
-            names = [name for name in os.listdir(self.folder) if name.isdecimal() or name == KEEPER]
-        except OSError:
-            return []
-        names.sort(key=lambda name: (name == KEEPER, int(name) if name.isdecimal() else 0))
-        return [(name, self.folder / name) for name in names]
+        return logs_in(self.folder)
 
 
 class SavedRun:
@@ -185,8 +182,8 @@ class SavedRun:
         self._told = why
         return f"output cannot be kept in {self.folder} ({why}); the run goes on without that"
 
-    def end(self, code: int, reason: str) -> None:
-        """Note how the run has ended, and let go of it."""
+    def end(self, code: int | None, reason: str) -> None:
+        """Note how the run has ended, and let go of it; `code` is None if that is not known."""
         self._record = msgspec.structs.replace(self._record, ended=time.time(), code=code, reason=printable(reason))
         with contextlib.suppress(ConfigError):  # a full disk: the run counts as ended unexpectedly
             self._write()

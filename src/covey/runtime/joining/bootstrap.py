@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Final, Unpack
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.joining.node import Node
+    from covey.runtime.own_output import OwnOutput
     from covey.runtime.peers.endpoint import Endpoint
 
 FOUND_SECONDS: Final = 30.0
@@ -97,8 +99,11 @@ def join_with(request: JoinRequest) -> Group:
         raise DeadlineError(f"the timeout of {target.wait:g} s ended while another thread was joining a group")
     try:
         if _joined is None or engine_of(_joined[1]).is_over:
+            kept = _keep_output(target) if "COVEY_KEEP_OUTPUT" in os.environ else None
             _joined = target, _join(target)
             export_rank(_joined[1])
+            if kept is not None:
+                kept.told_rank(_joined[1].rank)
         elif _joined[0] != target:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
         return _joined[1]
@@ -115,6 +120,15 @@ def _join(target: JoinTarget) -> Group:
     from covey.runtime.joining.cluster_join import join_run  # imports all that clusters need
 
     return join_run(target)
+
+
+def _keep_output(target: JoinTarget) -> OwnOutput | None:
+    """Keep what this process prints, if its user asks for it and no keeper does it."""
+    from covey.runtime.own_output import keep_own_output
+
+    run = target.run
+    name = run.name if run is not None else os.path.basename(sys.argv[0]).removesuffix(".py") or "python"
+    return keep_own_output(name, "" if run is None else target.options.find(effective_environment()).name)
 
 
 def _take_secret() -> None:

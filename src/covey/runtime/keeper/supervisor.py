@@ -70,9 +70,10 @@ def keep(
     """
     fill_standard_descriptors()
     arrived: list[int] = []
+    env = {**(env or {}), **({} if kept is None else {"COVEY_KEPT_FOLDER": str(kept.folder)})}
     logs = None if log_dir is None else RankLogs(log_dir)
     with signals_noted(arrived) as wake, make_run() as run:
-        supervisor = _Supervisor(run, _Command(argv, env or {}, restarts, is_solo), wake, arrived, logs, kept)
+        supervisor = _Supervisor(run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load

@@ -38,6 +38,7 @@ NETWORK: Final = "network"
 PROGRESS: Final = "progress"
 REPORTS: Final = "reports"
 READINGS: Final = "readings"
+OUTPUT: Final = "output"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
 STACKS_LIMIT_BYTES: Final = 200_000
@@ -67,6 +68,8 @@ class PacedAnswers:
         self._by_key = Buckets(RATE, BURST)
         self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
         self._reader: MachineReader | None = None
+        self._reads_output = False
+        """Whether a thread reads output now."""
 
     def answer(self, question: messages.Inspect, key: bytes, send: Callable[[messages.Inspected], object]) -> None:
         """Send the answer to the node with this key; it has no pages if the node, or all together, ask too often."""
@@ -75,6 +78,8 @@ class PacedAnswers:
             send(messages.Inspected(question.what, question.page, 0, b""))
         elif question.what == READINGS:
             self._read_machine(send)
+        elif question.what == OUTPUT:
+            self._read_output(question, send)
         else:
             send(answer(question))
 
@@ -93,6 +98,29 @@ class PacedAnswers:
             send(messages.Inspected(READINGS, 0, 0, b""))
         else:  # a driver may take a while
             threading.Thread(target=read, name="covey-readings", daemon=True).start()
+
+    def _read_output(self, question: messages.Inspect, send: Callable[[messages.Inspected], object]) -> None:
+        """Send what processes of the run print on this machine, if its user shares it; it is on disk."""
+        from covey.runtime.metrics.shared_output import encode_shared, shared_folder  # few runs share it
+
+        folder = shared_folder()
+        if folder is None or self._reads_output:
+            send(messages.Inspected(OUTPUT, 0, 0, b""))
+            return
+        self._reads_output = True
+
+        def read() -> None:
+            body = b""
+            try:
+                body = encode_shared(folder, question.about)
+            finally:
+                control.soon(tell, body)
+
+        def tell(body: bytes) -> None:
+            self._reads_output = False
+            send(messages.Inspected(OUTPUT, 0, int(bool(body)), body))
+
+        threading.Thread(target=read, name="covey-output", daemon=True).start()
 
 
 def answer(question: messages.Inspect) -> messages.Inspected:
